@@ -15,30 +15,16 @@ from mlx_spec import demo
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import check_space, new_folder, write_json
+from mlx_spec.hub.files import check_space, new_folder, sha256, write_json
 from mlx_spec.hub.progress import StageProgress
 from mlx_spec.text import Text, differing_token, read_text
 
 from .families import Converted, Family, family_of
 from .options import ConversionOptions
-from .parts import (
-    DRAFT_MODEL,
-    convert_drafter,
-    convert_model,
-    explain_left_out,
-    family_or_model,
-)
+from .parts import DRAFT_MODEL, convert_drafter, convert_model, explain_left_out, family_or_model
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
-from .write import (
-    DRAFTER,
-    NOT_RUN,
-    TARGET,
-    Part,
-    describe_files,
-    write_manifest,
-    write_tensors,
-)
+from .write import DRAFTER, NOT_RUN, TARGET, Part, write_manifest, write_tensors
 
 AUTO = "auto"
 DEFAULT_BITS = "4"  # of a target that is not quantized yet
@@ -136,9 +122,10 @@ def _write_part(
     plan: ConversionPlan, role: str, source: Source, part: Converted, progress: StageProgress
 ) -> Part:
     """Write one half of the pair. Return its entry of pair.json."""
-    count = len(part.tensors)
+    count, folder = len(part.tensors), plan.folder / role
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
-    _write_folder(plan.folder / role, tokenizer, part.config, part.tensors, progress)
+    _write_folder(folder, tokenizer, part.config, part.tensors, progress)
+    files = sorted(folder.iterdir())
     entry = {
         "name": source.name,
         "revision": source.revision,
@@ -149,7 +136,7 @@ def _write_part(
         "left_out": dict(Counter(part.dropped.values())),
         "unquantized": part.unquantized,
         "notes": part.notes,
-        "files": describe_files(plan.folder / role),
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
     }
     return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 

@@ -181,7 +181,9 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
             wrong += [] if same else [name]
             infinite += [name] if floats and not mx.isfinite(weight).all() else []
         else:
-            errors[name] = _error(source, weight, found, _settings(config, stem.removesuffix(".")))
+            own = config["quantization"].get(stem.removesuffix("."))
+            settings = config["quantization"] | (own if isinstance(own, dict) else {})
+            errors[name] = _error(source, weight, found, settings)
             wrong += [] if errors[name] < MAX_ERROR else [name]  # nan is not
         progress.advance()
         mx.clear_cache()
@@ -207,23 +209,16 @@ def _error(
     assert scales is not None
     mx.eval(source)
     step = max(1, BLOCK * source.shape[0] // source.size)  # rows
+    form = {key: settings[key] for key in ("bits", "group_size", "mode")}
     lost, size = 0.0, 0.0
     for start in range(0, source.shape[0], step):
         rows = slice(start, start + step)
         biases = None if found["biases"] is None else found["biases"][rows]
         original = source[rows].astype(mx.float32)
-        restored = mx.dequantize(weight[rows], scales[rows], biases, **settings).astype(mx.float32)
+        restored = mx.dequantize(weight[rows], scales[rows], biases, **form).astype(mx.float32)
         lost += float(mx.square(restored - original).sum())
         size += float(mx.square(original).sum())
     return math.sqrt(lost / size) if size else math.sqrt(lost)
-
-
-def _settings(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return bits, group size and mode of one layer."""
-    usual = config["quantization"]
-    own = usual.get(path)
-    chosen = usual | (own if isinstance(own, dict) else {})
-    return {key: chosen[key] for key in ("bits", "group_size", "mode")}
 
 
 # --- the measurement

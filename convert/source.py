@@ -46,8 +46,7 @@ class Source:
     name: str  # a path or a repository, as given
     folder: Path
     config: Mapping[str, Any] = field(repr=False)  # repaired
-    files: tuple[Path, ...] = field(repr=False)  # safetensors
-    size: int = 0  # bytes of all of them
+    size: int  # bytes of the weights
 
     @property
     def revision(self) -> str | None:
@@ -70,8 +69,7 @@ def open_source(name: str) -> Source:
     Raises NotFound and BadCheckpoint.
     """
     folder = find(name)
-    config, size = read_published(folder), check_weights(folder)
-    return Source(name, folder, config, tuple(sorted(folder.glob(WEIGHTS))), size)
+    return Source(name, folder, read_published(folder), check_weights(folder))
 
 
 def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
@@ -79,7 +77,8 @@ def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
 
     Returns the hashes by file name, none for a folder, whose hashes are not published.
     """
-    blobs = {file: file.resolve() for file in source.files if published_hash(file.resolve())}
+    files = sorted(source.folder.glob(WEIGHTS))
+    blobs = {file: file.resolve() for file in files if published_hash(file.resolve())}
     if blobs:
         size = sum(file.stat().st_size for file in blobs)
         progress.stage(f"checking the hashes of {source.name}", size=size)

@@ -17,7 +17,7 @@ from mlx_spec import __version__
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import MANIFEST
 from mlx_spec.hub.checkpoint import INDEX
-from mlx_spec.hub.files import one_line, sha256, write_json
+from mlx_spec.hub.files import one_line, write_json
 from mlx_spec.hub.progress import StageProgress
 
 FORMAT = 1  # of pair.json
@@ -42,13 +42,6 @@ DTYPE_CODES = {
 
 
 Part = dict[str, Any]  # an entry of pair.json
-
-
-def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return bytes and SHA-256 of each file."""
-    return {
-        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())
-    }
 
 
 def write_manifest(

@@ -9,8 +9,6 @@ Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers,
 
 from __future__ import annotations
 
-from typing import Any
-
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.dflash import DFlashNetwork
 from mlx_spec.errors import BadCheckpoint
@@ -53,13 +51,19 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     source = common.read(TITLE, tensors, config, (("model.", ""),))
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
+    mask = common.size(special, "mask_token_id", TITLE)
+    if not 0 <= mask < vocab:
+        raise BadCheckpoint(f"config.json of {TITLE} has mask_token_id {mask}, it knows {vocab} tokens")
+    switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
     written = common.config_of(
         NAME,
         Conventions(hidden="layers", capture=capture, shift=shift, rope="own"),
         target,
         layer_config=layer,
         draft_vocab_size=sizes["draft_vocab_size"],
-        **_block(special, vocab),
+        block_size=common.size(special, "block_size", TITLE),
+        mask_token_id=mask,
+        **switches,
     )
     return common.finish_layers(source, DFlashNetwork, written, target, (note, *notes))
 
@@ -76,14 +80,6 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
         ids = tuple(special["aux_hidden_state_layer_ids"])
         return tuple(index - 1 for index in ids), f"aux_hidden_state_layer_ids {list(ids)} are layer inputs"
     raise BadCheckpoint(f"config.json of {TITLE} has no target_layer_ids: which layers it reads is not known")
-
-
-def _block(special: Config, vocab: int) -> dict[str, Any]:
-    mask = common.size(special, "mask_token_id", TITLE)
-    if not 0 <= mask < vocab:
-        raise BadCheckpoint(f"config.json of {TITLE} has mask_token_id {mask}, it knows {vocab} tokens")
-    switches = {key: special[key] for key in SWITCHES if special.get(key) is not None}
-    return {"block_size": common.size(special, "block_size", TITLE), "mask_token_id": mask, **switches}
 
 
 DFLASH = Family(NAME, convert, KIND)

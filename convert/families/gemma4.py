@@ -28,7 +28,12 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     check_fit(assistant, target_config)
     source = read(TITLE, tensors, config)
     for name in {ORDER, DRAFT_IDS} & source.tensors.keys():
-        source.tensors[name] = _integers(name, source.tensors[name])
+        ids = source.tensors[name]
+        if not mx.issubdtype(ids.dtype, mx.integer):
+            raise BadCheckpoint(
+                f"{name} holds {ids.dtype} where token ids belong, a cast damaged it: download it again"
+            )
+        source.tensors[name] = ids.astype(mx.int32)
     source.drop(HEAD, "a copy of the embedding table")
     if not assistant.num_centroids:
         for name in [name for name in source.tensors if name.startswith("masked_embedding.")]:
@@ -38,15 +43,6 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     if assistant.draft_vocab_size is not None:
         head = f"the target's head for {assistant.draft_vocab_size} tokens"
     return finish(source, AssistantNetwork(assistant), written, notes=(head,))
-
-
-def _integers(name: str, order: mx.array) -> mx.array:
-    """Return token ids as int32. Raises BadCheckpoint for floats."""
-    if not mx.issubdtype(order.dtype, mx.integer):
-        raise BadCheckpoint(
-            f"{name} holds {order.dtype} where token ids belong, a cast damaged it: download it again"
-        )
-    return order.astype(mx.int32)
 
 
 GEMMA4 = Family(NAME, convert, ASSISTANT)

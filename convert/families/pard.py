@@ -40,19 +40,14 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
     written = common.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
-    return common.finish(source, _network(layer), written)
-
-
-def _network(layer: dict[str, object]) -> nn.Module:
-    """Return the model that mlx-lm makes of a config.json. Raises BadCheckpoint."""
     try:
         model_class, args_class = _get_classes(layer)
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:
         raise BadCheckpoint(
-            f"config.json of {TITLE} describes no {layer['model_type']}: {one_line(error)}; download it again"
+            f"config.json of {TITLE} describes no {kind}: {one_line(error)}; download it again"
         ) from error
-    return network
+    return common.finish(source, network, written)
 
 
 PARD = Family(NAME, convert, KIND)

@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
 MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a chain of drafts
 KEYS, VALUES = "keys.", "values."
 
-BUNDLED = Path(__file__).with_name("prompts.json")
+BUNDLED: dict[str, Any] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
 QUOTED_SHARE = 0.25  # of the prompts, which quote an answer: as often as people ask about a text of theirs
 QUOTED_CHARACTERS = 600  # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
 OWN = "own"  # kind of the prompts in a user's files
@@ -106,7 +106,6 @@ class Recorder(SequenceDrafter):
                 mx.eval(self._window[-1].keys, self._window[-1].values)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return no tokens."""
         return no_draft()
 
     def answer(self, question: AnswerRequest) -> RecordedAnswer | None:
@@ -147,8 +146,8 @@ def recording(pair: Pair) -> Pair:
 
 def record(
     pair: Pair, questions: Iterable[AnswerRequest], max_tokens: int, max_running: int
-) -> Iterator[tuple[AnswerRequest, int]]:
-    """Record the answers to the questions and write the files. Yields each with the number of its tokens.
+) -> Iterator[int]:
+    """Record the answers to the questions and write the files. Yields the number of tokens in each.
 
     `pair` is one of `recording`. The number is 0 for an answer that is too short to learn from.
     """
@@ -173,7 +172,7 @@ def record(
                 answer = recorder.answer(question)
                 if answer is not None:
                     write_answer(question.file, answer)
-                yield question, 0 if answer is None else answer.tokens.size
+                yield 0 if answer is None else answer.tokens.size
 
 
 def write_answer(file: Path, answer: RecordedAnswer) -> None:
@@ -227,13 +226,12 @@ class TrainingPrompt:
 
 def bundled_prompts(count: int, seed: int) -> list[TrainingPrompt]:
     """Return that many prompts without quotations; the kinds take turns."""
-    material, chance = _bundled(), random.Random(seed)
-    kinds: dict[str, list[str]] = material["kinds"]
-    prompts = []
+    chance, prompts = random.Random(seed), list[TrainingPrompt]()
+    kinds: dict[str, list[str]] = BUNDLED["kinds"]
     for i in range(count):
         kind = list(kinds)[i % len(kinds)]
-        topic, other = chance.sample(material["topics"], 2)
-        language, task = chance.choice(material["languages"]), chance.choice(material["tasks"])
+        topic, other = chance.sample(BUNDLED["topics"], 2)
+        language, task = chance.choice(BUNDLED["languages"]), chance.choice(BUNDLED["tasks"])
         text = chance.choice(kinds[kind]).format(topic=topic, other=other, language=language, task=task)
         prompts.append(_question(kind, text))
     return prompts
@@ -241,11 +239,11 @@ def bundled_prompts(count: int, seed: int) -> list[TrainingPrompt]:
 
 def quoting_prompts(answers: Iterator[tuple[str, str]], seed: int) -> Iterator[TrainingPrompt]:
     """Return a prompt about each answer, given as its kind and its text."""
-    material, chance = _bundled()["texts"], random.Random(seed + 1)
+    chance = random.Random(seed + 1)
     for answered, text in answers:
         kind = "edit code" if answered == "code" else chance.choice(["summary", "edit"])
         quoted = text[:QUOTED_CHARACTERS].rsplit(" ", 1)[0]
-        yield _question(kind.split()[0], chance.choice(material[kind]).replace("{text}", quoted))
+        yield _question(kind.split()[0], chance.choice(BUNDLED["texts"][kind]).replace("{text}", quoted))
 
 
 def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
@@ -275,11 +273,6 @@ def encode(text: Text, prompt: TrainingPrompt) -> list[int]:
     if text.chats:
         return text.prompt([dict(message) for message in prompt.messages])
     return text.prompt_tokens(prompt.messages[-1]["content"])
-
-
-def _bundled() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(BUNDLED.read_text(encoding="utf-8"))
-    return found
 
 
 def _question(kind: str, text: str) -> TrainingPrompt:
@@ -329,8 +322,7 @@ class AnswerPlan:
                 for i, prompt in prompts
                 if not self._file(i).exists()
             )
-            for _, tokens in record(recorder, questions, self.max_tokens, max_running):
-                yield tokens
+            yield from record(recorder, questions, self.max_tokens, max_running)
 
     def answers(self, *, held_out: bool) -> list[Path]:
         """Return the files of the answers to train with, or of those to test with."""
@@ -350,17 +342,16 @@ class AnswerPlan:
         return self.count if self.own else int(self.count * (1 - QUOTED_SHARE)) // HELD_OUT * HELD_OUT
 
     def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:
-        own = self.own
-        prompts = (
-            [own[i % len(own)] for i in range(self.count)] if own else bundled_prompts(self._split, self.seed)
-        )
-        yield from enumerate(prompts)
+        if self.own:
+            return enumerate(islice(cycle(self.own), self.count))
+        return enumerate(bundled_prompts(self._split, self.seed))
 
     def _second(self, pair: Pair) -> Iterator[tuple[int, TrainingPrompt]]:
         """Yield the prompts that quote the first answers."""
         split = self._split  # a few answers are quoted twice if there are fewer than quotations
         quoted = [i for i in range(self.count - split) if self._file(i % split).exists()]
-        answers = (_text(pair, read_answer(self._file(i % split))) for i in quoted)
+        found = (read_answer(self._file(i % split)) for i in quoted)
+        answers = ((each.kind, pair.text.decode(cast(list[int], each.tokens.tolist()))) for each in found)
         for i, prompt in zip(quoted, quoting_prompts(answers, self.seed), strict=True):
             yield split + i, prompt
 
@@ -375,7 +366,3 @@ class AnswerPlan:
     def _sampling(self, index: int) -> Sampling:
         temperature = TEMPERATURES[index // SAME % len(TEMPERATURES)]
         return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
-
-
-def _text(pair: Pair, answer: RecordedAnswer) -> tuple[str, str]:
-    return answer.kind, pair.text.decode(cast(list[int], answer.tokens.tolist()))

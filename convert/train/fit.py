@@ -185,23 +185,21 @@ def loss_of(steps: Sequence[Step]) -> mx.array:
     return total / weights
 
 
-def round_tokens(
-    steps: Sequence[Step], rows: TrainingRows, ids: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
+def round_tokens(steps: Sequence[Step], rows: TrainingRows, ids: mx.array) -> tuple[mx.array, mx.array]:
     """Return the tokens of a round from each row, [B, A - K]: greedy, and expected when sampled.
 
     Greedy figures hold for greedy answers, where a draft is accepted if it is the next token. Sampled ones
-    take the draft tokens before as those of the answer. The third result says which rows are no padding.
+    take the draft tokens before as those of the answer.
     """
     K, A = len(steps), rows.real.shape[1]
     greedy = sampled = mx.ones(rows.real[:, K:].shape)
-    results = [greedy, sampled]
+    results = greedy, sampled
     for k, step in enumerate(steps, 1):
         right = ids[mx.argmax(step.logprobs, axis=-1)] == rows.tokens[:, k:]
         overlap = mx.minimum(mx.exp(step.logprobs), step.target).sum(axis=-1)
         greedy, sampled = greedy * right[:, : A - K], sampled * overlap[:, : A - K]
-        results = [results[0] + greedy, results[1] + sampled]
-    return results[0], results[1], rows.real[:, K:]
+        results = results[0] + greedy, results[1] + sampled
+    return results
 
 
 # --- the run
@@ -244,7 +242,7 @@ class Fit:
         peak = FINE_TUNING * PEAK if fine_tunes else PEAK
         matrices = optim.Muon(self._schedule(peak), weight_decay=0.0)
         others = optim.AdamW(self._schedule(NORMS * peak), betas=[0.9, 0.98], weight_decay=0.0)
-        self._optimizer = optim.MultiOptimizer([matrices, others], [_is_matrix])
+        self._optimizer = optim.MultiOptimizer([matrices, others], [lambda name, weight: weight.ndim == 2])
         self._optimizer.init(network.trainable_parameters())
         self._best = flat(network.parameters())
         self._restore()
@@ -293,7 +291,7 @@ class Fit:
             answer = read_answer(file)
             rows = batch_of([answer], self._window, mx.float32)
             steps = unroll(self.network, rows, DEPTH, self._heads, self._embed)
-            ours, expected, _ = round_tokens(steps, rows, self._heads.ids)
+            ours, expected = round_tokens(steps, rows, self._heads.ids)
             into, found = (greedy, ours) if answer.greedy else (sampled, expected)
             into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
             left -= found.size
@@ -354,10 +352,6 @@ class Fit:
         self._best = dict(parts["best"])
         self._optimizer.state = tree_unflatten(parts["optimizer"])
         self.progress = Progress(**json.loads(metadata["progress"]))
-
-
-def _is_matrix(name: str, weight: mx.array) -> bool:
-    return weight.ndim == 2
 
 
 def flat(tree: Any) -> dict[str, mx.array]:

@@ -123,10 +123,8 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
 def _settings(options: TrainingOptions) -> dict[str, Any]:
     """Return what must not change while a run is cut into pieces."""
     files = {str(file): sha256(typed_path(file)) for file in options.prompts or ()}
-    chosen = {
-        key: value for key, value in asdict(options).items() if key not in ("out", "parallel", "prompts")
-    }
-    return {**chosen, "prompts": files, "version": __version__}
+    settings = asdict(options) | {"prompts": files, "version": __version__}
+    return {key: value for key, value in settings.items() if key not in ("out", "parallel")}
 
 
 def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:

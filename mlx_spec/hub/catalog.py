@@ -228,15 +228,10 @@ REMAPPED = {
 
 
 def mlx_lm_module(model_type: str) -> str | None:
-    """Return the module of mlx_lm.models for a model type, None if there is none.
-
-    Imports nothing of mlx-lm. If it is not installed, every type has a module.
-    """
+    """Return the module of mlx_lm.models for a model type, None if there is none. Imports nothing of it."""
     module = REMAPPED.get(model_type, model_type)
     package = importlib.util.find_spec("mlx_lm")
-    places = (package.submodule_search_locations if package else None) or []
-    if not places:
-        return module
+    places = (package and package.submodule_search_locations) or ()
     files = [Path(place) / "models" / f"{module}.py" for place in places]
     return module if module.isidentifier() and any(file.is_file() for file in files) else None
 

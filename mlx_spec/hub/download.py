@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
@@ -185,15 +184,14 @@ def fetch(download: Download) -> Path:
 
 def _fetch(download: Download) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import tqdm
 
     name, revision = download.name, download.revision
     new = [file for file in download.sizes if fnmatch(file, WEIGHTS) and not download.has(file)]
+    base = tqdm.__mro__[1]  # huggingface_hub switches its own bar on again
+    silent = type("SilentBar", (base,), {"__init__": partialmethod(base.__init__, disable=True)})
     folder = snapshot_download(
-        name,
-        revision=revision,
-        allow_patterns=PATTERNS,
-        ignore_patterns=[WEIGHTS],
-        tqdm_class=_silent_bar(),
+        name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=[WEIGHTS], tqdm_class=silent
     )
     for file in new:
         # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
@@ -208,14 +206,6 @@ def _fetch(download: Download) -> Path:
         for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes
             left.unlink(missing_ok=True)
     return Path(folder)
-
-
-def _silent_bar() -> type[Any]:
-    """Return a bar that shows nothing; huggingface_hub switches its own on again."""
-    from huggingface_hub.utils import tqdm
-
-    base = tqdm.__mro__[1]
-    return type("SilentBar", (base,), {"__init__": partialmethod(base.__init__, disable=True)})
 
 
 def published_hash(blob: Path) -> str | None:

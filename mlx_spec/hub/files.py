@@ -57,6 +57,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_optional(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`, empty if there is no file. Raises BadCheckpoint for anything else."""
+    return read_object(file) if file.is_file() else {}
+
+
 def read_pair(file: Path) -> tuple[str | None, str | None] | None:
     """Return the target and the drafter that a program wrote down, None without a readable file."""
     try:

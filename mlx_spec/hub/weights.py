@@ -223,10 +223,7 @@ def _group_size(stem: str, config: Config) -> int:
 
 def _foreign_quantization(config: Config) -> Config:
     """Return the `quantization_config` that transformers reads, empty if there is none."""
-    text = config.get("text_config")
-    found = config.get("quantization_config")
-    if not found and isinstance(text, Mapping):
-        found = text.get("quantization_config")
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
     return found if isinstance(found, Mapping) else {}
 
 

@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.files import one_line, read_object
+from mlx_spec.hub.files import one_line, read_optional
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
@@ -84,7 +84,8 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens of a checkpoint, such as `bos_token`."""
-    named = _optional(folder / "special_tokens_map.json") | _optional(folder / "tokenizer_config.json")
+    named = read_optional(folder / "special_tokens_map.json")
+    named |= read_optional(folder / "tokenizer_config.json")
     values = {key: named.get(key) for key in SPECIAL_TOKENS}
     texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in values.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -93,16 +94,12 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def _source(folder: Path) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    config = _optional(folder / "tokenizer_config.json")
-    source = _optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    config = read_optional(folder / "tokenizer_config.json")
+    source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):  # several templates with names
         named = [t for t in source if isinstance(t, dict) and {"name", "template"} <= t.keys()]
         source = {t["name"]: t["template"] for t in named}.get("default")
     return source if isinstance(source, str) else None
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
 
 
 def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.checkpoint import TOKENIZERS
-from mlx_spec.hub.files import AGAIN, one_line, read_object
+from mlx_spec.hub.files import AGAIN, one_line, read_optional
 from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
@@ -222,10 +222,9 @@ def _byte_of_letter() -> dict[str, int]:
 def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
     """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
     tokenizer = read_tokenizer(folder)
-    eos = {*_ids(config.get("eos_token_id")), *_ids((config.get("text_config") or {}).get("eos_token_id"))}
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos.update(_ids(read_object(generation).get("eos_token_id")))
+    configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
+    stated = [each.get("eos_token_id") for each in configs]
+    eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
     own = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
     return Text(tokenizer, read_template(folder), eos if own is None else eos | {own})
 
@@ -265,11 +264,6 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     if list(a[:length]) == list(b[:length]):
         return length
     return next(i for i in range(length) if a[i] != b[i])
-
-
-def _ids(value: Any) -> list[int]:
-    """Return a token id, a list of them or nothing as a list."""
-    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
 
 
 def differing_token(drafter: Path, target: Path, text: Text) -> str | None:

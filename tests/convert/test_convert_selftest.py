@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -66,8 +67,11 @@ def test_unquantized(tmp_path: Path) -> None:
 
 
 def test_target_alone(tmp_path: Path) -> None:
-    found = proved(PAIR, tmp_path / "out", drafter="none", dtype="float16")
+    out = tmp_path / "out"
+    found = proved(PAIR, out, drafter="none", dtype="float16")
     assert found.keys() == {"result", "tensors", "logits", "perplexity"}
+    assert {path.name for path in out.iterdir()} == {"target", "pair.json"}
+    assert mlx_spec.load(out, num_draft_tokens=1).info.drafter == "lookup"
     assert 0 < found["logits"]["difference"] < found["logits"]["tolerance"] == 0.5
 
 
@@ -118,11 +122,7 @@ def test_not_finite(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models of mlx-lm cannot be quantized although it quantizes them."""
-
-    def fail(*_: object) -> None:
-        raise ValueError("[matmul] odd\nshapes")
-
-    monkeypatch.setattr(Gemma4, "__call__", fail)
+    monkeypatch.setattr(Gemma4, "__call__", Mock(side_effect=ValueError("[matmul] odd\nshapes")))
     text = failure(PAIR, tmp_path / "out", drafter="none")
     assert text.startswith("the first pass of target fails ([matmul] odd shapes): ")
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 import synthetic
-from synthetic import Checkpoint, D, V, W
+from synthetic import Checkpoint
 
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, SpecError
 
+D, V = 32, 64  # of native heads
 # What mlx-lm's configs ask for and no name depends on.
 ROPE = {"rope_theta": 1e4, "max_position_embeddings": 64}
 NATIVE = {
@@ -38,10 +39,15 @@ MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
     "eagle3": ("eagle3", synthetic.eagle3),
     "eagle3, SpecForge": ("eagle3", lambda: synthetic.eagle3("layers.0.", "model.")),
     "eagle3, speculators": ("eagle3", synthetic.speculators_eagle3),
-    "peagle": ("peagle", synthetic.peagle),
+    "peagle": (
+        "peagle",
+        lambda: synthetic.peagle().changed(
+            d2t=mx.zeros(synthetic.V, dtype=mx.int64), t2d=mx.ones(synthetic.V, dtype=mx.bool_)
+        ),
+    ),
     "dflash": ("dflash", synthetic.dflash),
     "medusa": ("medusa", synthetic.medusa),
-    "medusa, inside": ("medusa", lambda: synthetic.medusa("medusa_head.")),
+    "medusa, inside": ("medusa", lambda: inside(synthetic.medusa())),
     "medusa, vLLM": ("medusa", synthetic.vllm_medusa),
     **{
         f"pard, {kind}": ("pard", lambda kind=kind: synthetic.pard(kind))
@@ -50,8 +56,21 @@ MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
 }
 
 
+def inside(made: Checkpoint) -> Checkpoint:
+    """Medusa as of v1.0: its heads beside the target."""
+    below = {f"medusa_head.{name}": tensor for name, tensor in made.tensors.items()}
+    return replace(made, tensors={**below, "model.embed_tokens.weight": mx.zeros((4, 4))})
+
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
 def converted(made: Checkpoint) -> Converted:
     return family_of(made.config, made.tensors).convert(made.tensors, made.config, made.target)
+
+
+def with_config(made: Checkpoint, **config: object) -> Checkpoint:
+    return replace(made, config={**made.config, **config})
 
 
 def refusal(made: Checkpoint, kind: type[SpecError] = BadCheckpoint) -> str:
@@ -85,7 +104,7 @@ def test_every_tensor_is_accounted_for(name):
     assert "does not know, 1 of " in text and extra in text
     key = "vocab_size" if name.startswith("pard") else "hidden_size"
     text = refusal(replace(made, target={**made.target, key: 48}), SpecError)
-    assert "48" in text and ("64" if key == "vocab_size" else "32") in text
+    assert "48" in text and str(made.target[key]) in text
     chosen = {key for key in result.tensors if result.quantizable(key)}
     assert chosen and all(result.tensors[key].ndim > 1 for key in chosen)
     assert not any("norm" in key or key in ("fc.weight", "draft_ids", "mask_hidden") for key in chosen)
@@ -107,9 +126,9 @@ def test_eight_bit_blocks_take_their_own_scales():
     made = synthetic.native("deepseek_v3")
     name = "model.layers.2.eh_proj.weight"
     scales = mx.arange(1, 9, dtype=mx.float32).reshape(2, 4)
-    config = {**made.config, "quantization_config": {"weight_block_size": [16, 16]}}
     ones = mx.to_fp8(mx.ones((D, 2 * D)))
-    result = converted(replace(made.changed(**{name: ones, f"{name}_scale_inv": scales}), config=config))
+    made = with_config(made, quantization_config={"weight_block_size": [16, 16]})
+    result = converted(made.changed(**{name: ones, f"{name}_scale_inv": scales}))
     wide = result.tensors["fc.weight"]
     assert wide.dtype == mx.bfloat16 and mx.array_equal(wide[::16, ::16].astype(mx.float32), scales)
     assert {name, f"{name}_scale_inv"} <= result.used
@@ -192,7 +211,7 @@ def test_draft_ids_are_the_targets():
     result = converted(made)
     ids = result.tensors["draft_ids"]
     assert ids.dtype == mx.int32 and "d2t" not in result.tensors
-    assert ids.tolist() == [index for index in range(V) if made.tensors["t2d"].tolist()[index]]
+    assert ids.tolist() == synthetic.KEPT
     assert result.dropped["t2d"] == "the inverse of d2t, checked against it"
     assert "d2t holds offsets" in result.notes
     again = converted(made.changed(d2t=ids))
@@ -203,48 +222,35 @@ def test_draft_ids_are_the_targets():
     ("change", "capture"),
     [
         ({}, [1, 5, 8]),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, [1, 5, 8]),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}, [2, 6, 10]),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 7, 11]}}, [3, 7, 11]),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, [1, 5, 8]),
+        ({LAYER_IDS: [1, 5, 8]}, [1, 5, 8]),
+        ({LAYER_IDS: [3, 7, 11]}, [2, 6, 10]),
+        ({"eagle_config": {LAYER_IDS: [3, 7, 11]}}, [3, 7, 11]),
+        ({"eagle_config": {LAYER_IDS: [2, 6, 9]}}, [1, 5, 8]),
+        ({"eagle_config": {LAYER_IDS: [0, 6, 9]}}, [0, 6, 9]),
     ],
 )
 def test_captured_layers_are_outputs(change, capture):
-    made = synthetic.eagle3()
-    result = converted(replace(made, config={**made.config, **change}))
+    result = converted(with_config(synthetic.eagle3(), **change))
     assert list(result.config["mlx_spec"]["capture"]) == capture
-
-
-@pytest.mark.parametrize("ids", [[0, 6, 9], [3, 0, 9]])
-def test_the_embedding_is_no_layer(ids):
-    """Its number was -1, which is the last layer to the target's taps."""
-    made = synthetic.eagle3()
-    text = refusal(replace(made, config={**made.config, "eagle_aux_hidden_state_layer_ids": ids}))
-    assert text.startswith("the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)")
-    nested = {**made.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 9]}}
-    assert converted(replace(made, config=nested)).config["mlx_spec"]["capture"] == (0, 6, 9)
 
 
 def test_normed_features_of_eagle_3_1_and_a_smaller_drafter_than_its_target():
     made = synthetic.eagle3()
-    norms = {f"fc_norm.{index}.weight": mx.ones(D) for index in range(3)}
-    config = {**made.config, "fc_norm": True, "norm_output": True}
-    result = converted(Checkpoint({**made.tensors, **norms}, config, made.target))
+    norms = {f"fc_norm.{index}.weight": mx.ones(synthetic.D) for index in range(3)}
+    normed = with_config(made, fc_norm=True, norm_output=True)
+    result = converted(normed.changed(**norms))
     assert norms.keys() <= result.tensors.keys() and result.config["mlx_spec"]["chain"] == "post_norm"
-    assert "lacks 3 of" in refusal(replace(made, config=config))
-    wide = made.changed(fc__weight=mx.zeros((D, 3 * 40)))
-    config = {**made.config, "target_hidden_size": 40}
-    result = converted(replace(wide, config=config, target={**made.target, "hidden_size": 40}))
+    assert "lacks 3 of" in refusal(normed)
+    wide = with_config(made, target_hidden_size=40).changed(fc__weight=mx.zeros((synthetic.D, 120)))
+    result = converted(replace(wide, target={**made.target, "hidden_size": 40}))
     assert result.config["target_hidden_size"] == 40
 
 
 def test_mask_of_peagle():
     made = synthetic.peagle()
     result = converted(made)
-    assert result.config["mask_token_id"] == 63 and result.tensors["mask_hidden"].shape == (3 * D,)
-    assert "no mask token below its 64 tokens" in refusal(
-        replace(made, config={**made.config, "mask_token_id": 64})
-    )
+    assert result.config["mask_token_id"] == 255 and result.tensors["mask_hidden"].shape == (192,)
+    assert "no mask token below its 256 tokens" in refusal(with_config(made, mask_token_id=256))
 
 
 # --- DFlash, Medusa, PARD
@@ -255,25 +261,24 @@ def test_layer_ids_of_dflash_and_a_block_whose_first_slot_drafts():
     result = converted(made)
     found = result.config["mlx_spec"]
     assert list(found["capture"]) == [1, 3, 5, 7, 9] and found["shift"] == 0
-    assert (result.config["block_size"], result.config["mask_token_id"]) == (8, 63)
-    rest = {key: value for key, value in made.config.items() if key not in ("dflash_config", "architectures")}
-    nested = {"speculators_model_type": "dflash", "transformer_layer_config": rest, "block_size": 8}
-    nested |= {"mask_token_id": 63, "aux_hidden_state_layer_ids": [2, 4, 6, 8, 10]}
+    assert (result.config["block_size"], result.config["mask_token_id"]) == (5, 255)
+    rest = {key: value for key, value in made.config.items() if key != "dflash_config"}
+    nested = {"speculators_model_type": "dflash", "transformer_layer_config": rest, "block_size": 5}
+    nested |= {"mask_token_id": 255, "aux_hidden_state_layer_ids": [2, 4, 6, 8, 10]}
     assert converted(replace(made, config=nested)).config["mlx_spec"] == found
-    assert "no target_layer_ids" in refusal(replace(made, config={**made.config, "dflash_config": {}}))
-    config = {**made.config, "sample_from_anchor": True, "final_logit_softcapping": 30.0}
-    result = converted(replace(made, config=config))
+    assert "no target_layer_ids" in refusal(with_config(made, dflash_config={}))
+    result = converted(with_config(made, sample_from_anchor=True, final_logit_softcapping=30.0))
     assert result.config["mlx_spec"]["shift"] == 1 and result.config["final_logit_softcapping"] == 30.0
 
 
 def test_heads_of_medusa_are_counted():
-    result = converted(synthetic.medusa())
-    assert (result.config["num_heads"], result.config["num_layers"]) == (3, 1)
-    assert result.notes == ("config.json says 2 heads, the tensors are of 3",)
+    result = converted(with_config(synthetic.medusa(), medusa_num_heads=2))
+    assert (result.config["num_heads"], result.config["num_layers"]) == (4, 1)
+    assert result.notes == ("config.json says 2 heads, the tensors are of 4",)
     assert converted(synthetic.vllm_medusa()).config["num_layers"] == 2
     whole = synthetic.medusa()
     gap = {name: tensor for name, tensor in whole.tensors.items() if not name.startswith("1.")}
-    assert refusal(replace(whole, tensors=gap)).startswith("the Medusa drafter has the heads [0, 2], ")
+    assert refusal(replace(whole, tensors=gap)).startswith("the Medusa drafter has the heads [0, 2, 3], ")
 
 
 # --- recognition
@@ -292,10 +297,6 @@ def test_an_unknown_family_is_named():
 # --- what is refused
 
 
-def with_config(made: Checkpoint, **config: object) -> Checkpoint:
-    return replace(made, config={**made.config, **config})
-
-
 def stripped(kind: str, prefix: str) -> Checkpoint:
     made = synthetic.native(kind)
     trunk = {name: tensor for name, tensor in made.tensors.items() if not name.startswith(prefix)}
@@ -309,7 +310,6 @@ def indexed(kind: str, model_type: str) -> Checkpoint:
 
 
 EH = "model__layers__2__eh_proj__"
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     "scales": (
         lambda: synthetic.native("glm4_moe").changed(**{EH + "scales": mx.ones((D, 1))}),
@@ -334,18 +334,25 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         "version cannot run: convert its target with --drafter none, or with another drafter",
     ),
     "a transposed projection": (
-        lambda: synthetic.dflash().changed(layers__0__mlp__gate_proj__weight=mx.zeros((D, 48))),
-        "the DFlash drafter has layers.0.mlp.gate_proj.weight of shape [32, 48], as if transposed, by the "
-        "configs it is [48, 32]: weights and config.json belong to different models",
+        lambda: synthetic.dflash().changed(layers__0__mlp__gate_proj__weight=mx.zeros((64, 96))),
+        "the DFlash drafter has layers.0.mlp.gate_proj.weight of shape [64, 96], as if transposed, by the "
+        "configs it is [96, 64]: weights and config.json belong to different models",
     ),
     "maps that contradict each other": (
-        lambda: synthetic.eagle3().changed(t2d=mx.arange(V) < W + 1),
-        "d2t of 24 entries that names some token twice, or not the 25 that t2d marks",
+        lambda: synthetic.eagle3().changed(t2d=mx.arange(synthetic.V) < 97),
+        "d2t of 96 entries that names some token twice, or not the 97 that t2d marks",
     ),
     "ids outside the vocabulary": (
         lambda: synthetic.eagle3().changed(t2d=None, d2t=synthetic.eagle3().tensors["d2t"] + 5),
-        "drafts the tokens 6 to 66, the target knows 64",
+        "drafts the tokens 6 to 258, the target knows 256",
     ),
+    **{  # its number was -1, which is the last layer to the target's hooks
+        f"the embedding among {ids}": (
+            lambda ids=ids: with_config(synthetic.eagle3(), **{LAYER_IDS: ids}),
+            "the EAGLE-3 drafter reads the embedding of its target (the input of layer 0)",
+        )
+        for ids in ([0, 6, 9], [3, 0, 9])
+    },
     "a layer that the target lacks": (
         lambda: with_config(synthetic.eagle3(), **{LAYER_IDS: [2, 18, 33]}),
         "the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers",

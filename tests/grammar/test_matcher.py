@@ -188,15 +188,6 @@ def test_tokens_of_another_answer_are_an_error() -> None:
 # --- samplers
 
 
-def test_scores_are_masked_row_by_row() -> None:
-    sampler = Sampling(1.0, grammar=compiled("regex", "ab|cd")).sampler(1, V)
-    drafted = mx.array([ord("c"), ord("z"), ord("d")])
-    tokens, p = sampler.draw(mx.zeros((4, V)), [7], drafted)
-    assert p is not None and mx.isfinite(p).all().item()
-    assert [tokens_of(r > 0) for r in p[:2]] == [{ord("a"), ord("c")}, {ord("d")}]
-    assert tokens[1].item() == ord("d")
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), Sampling(1.0)])
 def test_drafters_draw_without_the_grammar(sampling: Sampling) -> None:
     free = replace(sampling, grammar=compiled("regex", "a")).sampler(1, V).drafting

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sparse
@@ -261,11 +262,7 @@ def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     write_atomically(file, "old")
     write_atomically(file, "ä new")
     assert file.read_text(encoding="utf-8") == "ä new" and file.stat().st_mode & 0o777 == 0o600
-
-    def fail(_: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_atomically(file, "lost")
     assert file.read_text(encoding="utf-8") == "ä new" and list(file.parent.iterdir()) == [file]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ def edit_tensors(folder: Path, edit: Callable[[Tensors], object]) -> None:
     mx.eval(tensors)
     edit(tensors)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
+
+
+@contextmanager
+def full_disk(largest: int) -> Iterator[None]:
+    """Let every file that gets more than `largest` bytes fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def to_float32(folder: Path) -> None:

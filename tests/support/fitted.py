@@ -15,9 +15,10 @@ import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import synthetic
 from checkpoints import read
 from mlx.utils import tree_flatten
-from synthetic import Checkpoint, layer_shapes
+from synthetic import Checkpoint, D, V, target_config
 
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import Quantization, open_source
@@ -25,21 +26,8 @@ from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Drafter, Features, TargetParts
 
-D, V = 64, 256
-HEADS, GROUPS, HEAD, INNER = 6, 2, 16, 96
-MASK = V - 1
-LAYER = {
-    "model_type": "llama",
-    "hidden_size": D,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": HEAD,
-    "vocab_size": V,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-}
+HEADS, GROUPS, HEAD, LAYER = synthetic.HEADS, synthetic.GROUPS, synthetic.HEAD, synthetic.LAYER
+dflash, medusa, peagle = synthetic.dflash, synthetic.medusa, synthetic.peagle
 
 
 class Recorder:
@@ -73,16 +61,6 @@ def largest(a: mx.array | np.ndarray, b: mx.array | np.ndarray) -> float:
     return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
-def target_config(layers: int, hidden: int = D, vocab: int = V) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "num_hidden_layers": layers,
-        "rope_theta": 10000.0,
-    }
-
-
 def opened(
     made: Checkpoint, folder: Path, bits: int | None = None, edit: Callable[[dict[str, Any]], object] = id
 ) -> DrafterSource:
@@ -96,70 +74,6 @@ def opened(
     mx.save_safetensors(str(ours / "model.safetensors"), prepared.tensors)
     (ours / "config.json").write_text(json.dumps(prepared.config))
     return open_drafter(ours, read(ours), made.target)
-
-
-def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[str, mx.array]:
-    mx.random.seed(seed)
-    noise = {name: scale * mx.random.normal(form) for name, form in forms.items()}
-    return {name: 1 + w if "norm" in name else w for name, w in noise.items()}
-
-
-def _layer(prefix: str, width: int, hidden: int) -> dict[str, list[int]]:
-    shapes = layer_shapes(width, hidden, HEADS * HEAD, GROUPS * HEAD, INNER)
-    return {prefix + name: shape for name, shape in shapes.items()}
-
-
-def medusa(layers: int, heads: int = 4, hidden: int = D, vocab: int = V) -> Checkpoint:
-    """In the reference's names."""
-    forms: dict[str, list[int]] = {}
-    for head in range(heads):
-        forms |= {f"{head}.0.linear.weight": [hidden, hidden], f"{head}.0.linear.bias": [hidden]}
-        forms[f"{head}.1.weight"] = [vocab, hidden]
-    config = {"medusa_num_heads": heads, "medusa_num_layers": 1}
-    return Checkpoint(_random(forms, 11), config, target_config(layers, hidden, vocab))
-
-
-def dflash(layers: int, capture: Sequence[int], hidden: int = D, vocab: int = V, **config: Any) -> Checkpoint:
-    """Two layers in z-lab's names, blocks of five."""
-    forms = {
-        "fc.weight": [hidden, len(capture) * hidden],
-        "hidden_norm.weight": [hidden],
-        "norm.weight": [hidden],
-    }
-    for index in range(2):
-        norms = {f"layers.{index}.self_attn.{part}_norm.weight": [HEAD] for part in "qk"}
-        forms |= _layer(f"layers.{index}.", hidden, hidden) | norms
-    special = {"mask_token_id": vocab - 1, "target_layer_ids": list(capture)}
-    merged = {
-        **LAYER,
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "block_size": 5,
-        "dflash_config": special,
-        **config,
-    }
-    return Checkpoint(_random(forms, 12), merged, target_config(layers, hidden, vocab))
-
-
-def peagle(layers: int, capture: Sequence[int], hidden: int = D, vocab: int = V, **config: Any) -> Checkpoint:
-    """Two layers in SpecForge's names, which number the layers' inputs."""
-    forms = {"fc.weight": [hidden, len(capture) * hidden], "norm.weight": [hidden]}
-    forms |= _layer("layers.0.", 2 * hidden, hidden) | _layer("layers.1.", hidden, hidden)
-    forms |= {"layers.0.hidden_norm.weight": [hidden], "mask_hidden": [1, 1, len(capture) * hidden]}
-    forms["embed_tokens.weight"] = [vocab, hidden]
-    merged = {
-        **LAYER,
-        "hidden_size": hidden,
-        "vocab_size": vocab,
-        "architectures": ["PEagleDraftModel"],
-        "num_hidden_layers": 2,
-        "mask_token_id": vocab - 1,
-        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in capture],
-        **config,
-    }
-    return Checkpoint(_random(forms, 13, 0.1), merged, target_config(layers, hidden, vocab))
 
 
 def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:

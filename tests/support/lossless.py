@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -109,7 +109,7 @@ def rounds(
     return list(done)
 
 
-def emitted(done: list[Round]) -> list[int]:
+def emitted(done: Iterable[Round]) -> list[int]:
     """The tokens of all rounds."""
     return [token for round in done for token in round.tokens]
 

@@ -7,6 +7,7 @@ SafeAILab/EAGLE `cnets.py`, SpecForge, speculators, z-lab/dflash, FasterDecoding
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 NAMES = json.loads((Path(__file__).parents[1] / "golden" / "families" / "names.json").read_text())
-D, V, W, T_LAYERS, BLOCK = 32, 64, 24, 12, 8
-HEADS, GROUPS, HEAD, INNER = 4, 2, 10, 48
-TARGET = {"model_type": "llama", "hidden_size": D, "vocab_size": V, "num_hidden_layers": T_LAYERS}
+D, V, T_LAYERS = 64, 256, 12
+HEADS, GROUPS, HEAD, INNER = 6, 2, 16, 96
+KEPT = [index for index in range(V) if index % 8 in (1, 2, 5)]  # of a reduced vocabulary
+W = len(KEPT)
 LAYER = {
     "model_type": "llama",
     "hidden_size": D,
@@ -26,6 +28,8 @@ LAYER = {
     "head_dim": HEAD,
     "vocab_size": V,
     "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
 }
 
 
@@ -49,6 +53,16 @@ class Checkpoint:
         (folder / "config.json").write_text(json.dumps(self.config))
         mx.save_safetensors(str(folder / "model.safetensors"), self.tensors, {"format": "pt"})
         return folder
+
+
+def target_config(layers: int, hidden: int = D, vocab: int = V) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "num_hidden_layers": layers,
+        "rope_theta": 10000.0,
+    }
 
 
 def random(name: str, form: list[int], centre: float = 1.0) -> mx.array:
@@ -96,11 +110,10 @@ def eagle3(layer: str = "midlayer.", prefix: str = "", width: int = 2 * D) -> Ch
         f"{layer}hidden_norm.weight": [D],
     }
     tensors = {prefix + name: random(name, form) for name, form in forms.items()}
-    kept = mx.array([index for index in range(V) if index % 8 in (1, 2, 5)])
-    tensors["d2t"] = kept - mx.arange(W)
-    tensors["t2d"] = mx.array([index % 8 in (1, 2, 5) for index in range(V)])
+    tensors["d2t"] = mx.array(KEPT) - mx.arange(W)
+    tensors["t2d"] = mx.array([index in KEPT for index in range(V)])
     config = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    return Checkpoint(tensors, {**config, "draft_vocab_size": W}, dict(TARGET))
+    return Checkpoint(tensors, {**config, "draft_vocab_size": W}, target_config(T_LAYERS))
 
 
 def speculators_eagle3() -> Checkpoint:
@@ -117,48 +130,79 @@ def speculators_eagle3() -> Checkpoint:
         "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
     }
-    return Checkpoint(tensors, config, dict(TARGET))
+    return Checkpoint(tensors, config, target_config(T_LAYERS))
 
 
-def peagle() -> Checkpoint:
-    """P-EAGLE of two layers over the whole vocabulary."""
-    made = eagle3("layers.0.")
-    second = {f"layers.1.{name}": random(name, form) for name, form in layer_shapes(D).items()}
-    own = {"embed_tokens.weight": random("", [V, D]), "lm_head.weight": random("", [V, D])}
-    tensors = {**made.tensors, **second, **own, "mask_hidden": random("", [1, 1, 3 * D])}
-    tensors |= {"d2t": mx.zeros(V, dtype=mx.int64), "t2d": mx.ones(V, dtype=mx.bool_)}
-    config = {**LAYER, "architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 63}
-    return Checkpoint(tensors, config, dict(TARGET))
+def _random(forms: dict[str, list[int]], seed: int, scale: float = 0.2) -> dict[str, mx.array]:
+    mx.random.seed(seed)
+    noise = {name: scale * mx.random.normal(form) for name, form in forms.items()}
+    return {name: 1 + w if "norm" in name else w for name, w in noise.items()}
 
 
-def dflash() -> Checkpoint:
-    """DFlash of two layers that reads five of the target's."""
-    forms = {"fc.weight": [D, 5 * D], "hidden_norm.weight": [D], "norm.weight": [D]}
-    for index in range(2):
-        layer = {**layer_shapes(D), "self_attn.q_norm.weight": [HEAD], "self_attn.k_norm.weight": [HEAD]}
-        forms |= {f"layers.{index}.{name}": form for name, form in layer.items()}
-    config = {
-        **LAYER,
-        "model_type": "qwen3",
-        "architectures": ["DFlashDraftModel"],
-        "num_hidden_layers": 2,
-        "block_size": BLOCK,
-        "num_target_layers": T_LAYERS,
-        "dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 3, 5, 7, 9]},
-    }
-    return Checkpoint({name: random(name, form) for name, form in forms.items()}, config, dict(TARGET))
+def _layer(prefix: str, width: int, hidden: int) -> dict[str, list[int]]:
+    return {prefix + name: shape for name, shape in layer_shapes(width, hidden).items()}
 
 
-def medusa(prefix: str = "", heads: int = 3) -> Checkpoint:
-    """Medusa in the reference's names; v1.0 has them below `medusa_head.`, beside the target."""
-    tensors = {}
+def medusa(layers: int = T_LAYERS, heads: int = 4, hidden: int = D, vocab: int = V) -> Checkpoint:
+    """In the reference's names."""
+    forms: dict[str, list[int]] = {}
     for head in range(heads):
-        tensors[f"{prefix}{head}.0.linear.weight"] = random("", [D, D])
-        tensors[f"{prefix}{head}.0.linear.bias"] = random("", [D])
-        tensors[f"{prefix}{head}.1.weight"] = random("", [V, D])
-    if prefix:
-        tensors["model.embed_tokens.weight"] = random("", [V, D])
-    return Checkpoint(tensors, {"medusa_num_heads": 2, "medusa_num_layers": 1}, dict(TARGET))
+        forms |= {f"{head}.0.linear.weight": [hidden, hidden], f"{head}.0.linear.bias": [hidden]}
+        forms[f"{head}.1.weight"] = [vocab, hidden]
+    config = {"medusa_num_heads": heads, "medusa_num_layers": 1}
+    return Checkpoint(_random(forms, 11), config, target_config(layers, hidden, vocab))
+
+
+def dflash(
+    layers: int = T_LAYERS,
+    capture: Sequence[int] = (1, 3, 5, 7, 9),
+    hidden: int = D,
+    vocab: int = V,
+    **config: Any,
+) -> Checkpoint:
+    """Two layers in z-lab's names, blocks of five."""
+    forms = {
+        "fc.weight": [hidden, len(capture) * hidden],
+        "hidden_norm.weight": [hidden],
+        "norm.weight": [hidden],
+    }
+    for index in range(2):
+        norms = {f"layers.{index}.self_attn.{part}_norm.weight": [HEAD] for part in "qk"}
+        forms |= _layer(f"layers.{index}.", hidden, hidden) | norms
+    special = {"mask_token_id": vocab - 1, "target_layer_ids": list(capture)}
+    merged = {
+        **LAYER,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": 5,
+        "num_target_layers": layers,
+        "dflash_config": special,
+        **config,
+    }
+    return Checkpoint(_random(forms, 12), merged, target_config(layers, hidden, vocab))
+
+
+def peagle(
+    layers: int = T_LAYERS, capture: Sequence[int] = (1, 5, 8), hidden: int = D, vocab: int = V, **config: Any
+) -> Checkpoint:
+    """Two layers in SpecForge's names, which number the layers' inputs."""
+    forms = {"fc.weight": [hidden, len(capture) * hidden], "norm.weight": [hidden]}
+    forms |= _layer("layers.0.", 2 * hidden, hidden) | _layer("layers.1.", hidden, hidden)
+    forms |= {"layers.0.hidden_norm.weight": [hidden], "mask_hidden": [1, 1, len(capture) * hidden]}
+    forms["embed_tokens.weight"] = [vocab, hidden]
+    merged = {
+        **LAYER,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": 2,
+        "mask_token_id": vocab - 1,
+        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in capture],
+        **config,
+    }
+    return Checkpoint(_random(forms, 13, 0.1), merged, target_config(layers, hidden, vocab))
 
 
 def vllm_medusa() -> Checkpoint:
@@ -168,7 +212,9 @@ def vllm_medusa() -> Checkpoint:
         for layer in range(2):
             tensors[f"blocks.{head}.layers.{layer}.weight"] = random("", [D, D])
         tensors[f"lm_heads.{head}.weight"] = random("", [V, D])
-    return Checkpoint(tensors, {"model_type": "medusa", "num_heads": 2, "hidden_size": D}, dict(TARGET))
+    return Checkpoint(
+        tensors, {"model_type": "medusa", "num_heads": 2, "hidden_size": D}, target_config(T_LAYERS)
+    )
 
 
 def pard(kind: str = "qwen3") -> Checkpoint:
@@ -187,13 +233,12 @@ def pard(kind: str = "qwen3") -> Checkpoint:
         forms |= {f"model.layers.{index}.{name}": form for name, form in layer.items()}
     config = {**LAYER, "model_type": kind, "num_hidden_layers": 2, "tie_word_embeddings": True}
     config["head_dim"] = head
-    config |= {"rope_theta": 1e4, "max_position_embeddings": 64}
     tensors = {name: random(name, form) for name, form in forms.items()}
-    return Checkpoint(tensors, {**config, "pard_token": 63, "spd_type": "pard"}, dict(TARGET))
+    return Checkpoint(tensors, {**config, "pard_token": 63, "spd_type": "pard"}, target_config(T_LAYERS))
 
 
 def layer_shapes(
-    width: int, hidden: int = D, queries: int = HEADS * HEAD, keys: int = GROUPS * HEAD, inner: int = INNER
+    width: int, hidden: int = D, queries: int = HEADS * HEAD, keys: int = GROUPS * HEAD
 ) -> dict[str, list[int]]:
     """The tensors of a decoder layer whose attention reads rows of `width`."""
     return {
@@ -203,7 +248,7 @@ def layer_shapes(
         "self_attn.k_proj.weight": [keys, width],
         "self_attn.v_proj.weight": [keys, width],
         "self_attn.o_proj.weight": [hidden, queries],
-        "mlp.gate_proj.weight": [inner, hidden],
-        "mlp.up_proj.weight": [inner, hidden],
-        "mlp.down_proj.weight": [hidden, inner],
+        "mlp.gate_proj.weight": [INNER, hidden],
+        "mlp.up_proj.weight": [INNER, hidden],
+        "mlp.down_proj.weight": [hidden, INNER],
     }

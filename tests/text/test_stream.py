@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
@@ -36,6 +37,12 @@ def round_of(tokens: Sequence[int], accepted: int = 0, drafter: int | None = Non
 def logprobs_of(text: Text, tokens: Sequence[int]) -> list[TokenLogprob]:
     """Return one for each token, told apart by its value."""
     return [TokenLogprob(t, text.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
+
+
+def said(text: Text, source: str, prompt: str | None = "", **options: Any) -> list[tuple[str, str]]:
+    """Return the kinds and the texts of the answer `source`."""
+    begun = None if prompt is None else text.encode(prompt)
+    return texts(streamed(AnswerStream(text, begun, **options), text, text.encode(source)))
 
 
 # --- whole characters
@@ -90,19 +97,13 @@ CALL = 'call:f{a:<|"|>x <b> é<|"|>,n:1}'
     ],
 )
 def test_kinds_of_text_stand_apart(name: str, source: str, expected: list) -> None:
-    text = TEXTS[name]
-    assert texts(streamed(AnswerStream(text, [], calls=GEMMA), text, text.encode(source))) == expected
+    assert said(TEXTS[name], source, calls=GEMMA) == expected
 
 
 def test_a_prompt_may_open_the_thinking() -> None:
-    text = TEXTS["byte_level"]
-    opened = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n"))
-    assert texts(streamed(opened, text, text.encode("hm</think>\nYes"))) == [
-        ("thinking", "hm"),
-        ("answer", "Yes"),
-    ]
-    closed = AnswerStream(text, text.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n"))
-    assert texts(streamed(closed, text, text.encode("Yes"))) == [("answer", "Yes")]
+    text, opening = TEXTS["byte_level"], "<|im_start|>assistant\n<think>\n"
+    assert said(text, "hm</think>\nYes", opening) == [("thinking", "hm"), ("answer", "Yes")]
+    assert said(text, "Yes", f"{opening}\n</think>\n\n") == [("answer", "Yes")]
 
 
 def test_end_tokens_are_hidden() -> None:
@@ -110,20 +111,16 @@ def test_end_tokens_are_hidden() -> None:
     letter = tokenizer.token_to_id("b")
     text = Text(tokenizer, None, [letter])
     assert texts(streamed(AnswerStream(text, []), text, [*text.encode("a"), letter])) == [("answer", "a")]
-    text = read_text(GOLDEN[0], json.loads((GOLDEN[0] / "config.json").read_text()))
-    tokens = text.encode("<|tool_call>call:f{<turn|>")
-    assert texts(streamed(AnswerStream(text, [], calls=GEMMA), text, tokens)) == [("call", "call:f{")]
+    text = read_text(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    assert said(text, "<|tool_call>call:f{<turn|>", calls=GEMMA) == [("call", "call:f{")]
 
 
 def test_calls_are_read_only_between_tokens_of_the_vocabulary() -> None:
-    text = ANSWERS["words"]
-    tokens = text.encode('<tool_call>\n{"a": 1}\n</tool_call>\n')
-    assert texts(streamed(AnswerStream(text, [], calls=QWEN), text, tokens)) == [("call", '\n{"a": 1}\n')]
+    text, source = ANSWERS["words"], '<tool_call>\n{"a": 1}\n</tool_call>\n'
+    assert said(text, source, calls=QWEN) == [("call", '\n{"a": 1}\n')]
     half = Markers(QWEN.open, "[no such token]")
-    for prompt, calls in (([], None), ([], half), (None, QWEN)):
-        assert texts(streamed(AnswerStream(text, prompt, calls=calls), text, tokens)) == [
-            ("answer", text.decode(tokens))
-        ]
+    for prompt, calls in (("", None), ("", half), (None, QWEN)):
+        assert said(text, source, prompt, calls=calls) == [("answer", text.decode(text.encode(source)))]
 
 
 # --- nothing depends on the rounds
@@ -261,8 +258,7 @@ def test_stop_strings_count_in_the_answer_only() -> None:
         ("answer", "the rest"),
     ]
     assert answer.finished is None
-    plain = AnswerStream(text, None, stop=["the end"])
-    assert texts(streamed(plain, text, text.encode(source))) == [("answer", "<think>\n")]
+    assert said(text, source, None, stop=["the end"]) == [("answer", "<think>\n")]
 
 
 # --- counts
