@@ -223,9 +223,7 @@ class CacheFolder:
             return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
         return set()
 
-    def write(
-        self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: Sequence[str]
-    ) -> None:
+    def write(self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: list[str]) -> None:
         """Write a file whose name begins with `start`, in the background; then remove those it replaces."""
         header = safetensors_header(state.arrays, metadata)
         size = len(header) + sum(array.nbytes for array in state.arrays.values())
@@ -239,7 +237,7 @@ class CacheFolder:
         self._writing = self._executor.submit(self._write, start, header, blocks, size, replaces)
 
     def _write(
-        self, start: str, header: bytes, blocks: list[np.ndarray], size: int, replaces: Sequence[str]
+        self, start: str, header: bytes, blocks: list[np.ndarray], size: int, replaces: list[str]
     ) -> None:
         try:
             self._make_room(size)
