@@ -188,19 +188,16 @@ class MessageWriter:
     """Writes an answer as a message that grows block by block."""
 
     def __init__(self, body: MessagesBody, request: GenerationRequest) -> None:
-        self._model = request.model
         self._max_tokens = body.max_tokens
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._id = f"msg_{uuid4().hex}"
         self._content: list[Json] = []
         self._is_open = False  # the last block still grows
-        self._started = False
-        self._usage: Json = {}
-        self._end: Json = {"stop_reason": None, "stop_sequence": None}
-        self._timings: Json = {}
+        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": request.model}
+        end = {"stop_reason": None, "stop_sequence": None}
+        self._message: Json = {**head, "content": self._content, **end, "usage": {}}
         kinds = {tool.type or "" for tool in body.tools or ()}
-        notes = parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds))
-        self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
+        if notes := parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds)):
+            self._message["mlx_spec"] = {"notes": notes}
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         return (named_event(content["type"], content) for content in self.read(event))
@@ -209,15 +206,14 @@ class MessageWriter:
         for event in events:
             for _ in self.read(event):
                 pass
-        return {**self._envelope(self._content), "timings": self._timings}
+        return self._message
 
     def read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, or for silence."""
-        if not self._started and not isinstance(event, answers.Failed):
-            self._started = True
+        if not self._message["usage"] and not isinstance(event, answers.Failed):  # it has not begun
             read = event if isinstance(event, answers.PromptRead) else answers.PromptRead(0, 0)
-            self._usage = _usage_json(answers.Usage(read.prompt_tokens, read.cached_tokens, 0, 0))
-            yield {"type": "message_start", "message": self._envelope([])}
+            self._message["usage"] = _usage_json(answers.Usage(read.prompt_tokens, read.cached_tokens, 0, 0))
+            yield {"type": "message_start", "message": {**self._message, "content": []}}
         match event:
             case None:
                 yield {"type": "ping"}
@@ -228,7 +224,7 @@ class MessageWriter:
             case answers.ChoiceEnded():
                 yield from self._close_block()
                 reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
-                self._end = {"stop_reason": reason, "stop_sequence": event.stop}
+                self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
             case answers.Finished():
                 yield from self._finish(event)
             case answers.Failed(failure=failure):
@@ -268,18 +264,14 @@ class MessageWriter:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
     def _finish(self, event: answers.Finished) -> Iterator[Json]:
-        self._usage = _usage_json(event.usage)
-        self._timings = answers.timings_json(event.timings)
-        is_cut = self._end["stop_reason"] == "max_tokens"
+        is_cut = self._message["stop_reason"] == "max_tokens"
         if is_cut and event.usage.completion_tokens < self._max_tokens:
-            self._end["stop_reason"] = "model_context_window_exceeded"
-        final = {"type": "message_delta", "delta": self._end, "usage": self._usage}
-        yield {**final, "timings": self._timings}
+            self._message["stop_reason"] = "model_context_window_exceeded"
+        measured = {"usage": _usage_json(event.usage), "timings": answers.timings_json(event.timings)}
+        self._message |= measured
+        end = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": end, **measured}
         yield {"type": "message_stop"}
-
-    def _envelope(self, content: list[Json]) -> Json:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **self._end, "usage": self._usage, **self._notes}
 
 
 def _usage_json(usage: answers.Usage) -> Json:

@@ -8,7 +8,6 @@ most. A file gets its name when it is complete and never changes, so servers can
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -219,7 +218,7 @@ class CacheFolder:
 
     def names(self) -> set[str]:
         """Return the names of all files; none if the folder is gone."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
         return set()
 
