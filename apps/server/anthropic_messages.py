@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_spec.sampling import Sampling
 
-from . import parameters, parsing
+from . import answers, parameters, parsing
 from .engine_thread import EngineThread
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, FunctionField
-from .request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptRead,
-    TextDelta,
-    ToolCall,
-    ToolChoice,
-    ToolUse,
-    Usage,
-    timings_json,
-)
+from .request import Chat, GenerationRequest, ToolChoice, ToolUse
 from .settings import Settings
 
 TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
@@ -44,10 +30,6 @@ BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
 
 # --- the body
-
-
-def _as_blocks(content: Any) -> Any:
-    return parsing.without_unknown(parsing.as_parts(content), BLOCK_TYPES)
 
 
 class ContentBlock(ContentPart):
@@ -62,7 +44,7 @@ class ContentBlock(ContentPart):
     is_error: bool | None = None
 
 
-Blocks = Annotated[list[ContentBlock], BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[ContentBlock], parsing.known_types(*BLOCK_TYPES), parsing.AS_PARTS]
 
 
 class AnthropicMessage(Fields):
@@ -170,7 +152,7 @@ def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
     conversation = parsing.ConversationBuilder()
     if body.system:
-        conversation.add("system", _join_text(body.system, "system"))
+        conversation.add("system", *parsing.part_texts(body.system, "system"))
     for i, turn in enumerate(body.messages):
         if not turn.content:
             conversation.add(turn.role, "")
@@ -192,15 +174,11 @@ def _add_block(conversation: parsing.ConversationBuilder, role: str, block: Cont
             name = parsing.required(block.name, f"{place}.name")
             conversation.add_call(id, name, parsing.required(block.input, f"{place}.input"))
         case "user", "tool_result":
-            text = _join_text(block.content or (), f"{place}.content")
-            text = f"Error: {text}" if block.is_error else text
-            conversation.add_result(block.tool_use_id, text, f"{place}.tool_use_id")
+            first, *more = parsing.part_texts(block.content or (), f"{place}.content")
+            texts = [f"Error: {first}" if block.is_error else first, *more]
+            conversation.add_result(block.tool_use_id, texts, f"{place}.tool_use_id")
         case _:
             raise parsing.unsupported_part(block, place)
-
-
-def _join_text(content: Sequence[ContentBlock], field: str) -> str:
-    return parsing.PARAGRAPH.join(parsing.part_texts(content, field))
 
 
 # --- answers
@@ -210,70 +188,62 @@ class MessageWriter:
     """Writes an answer as a message that grows block by block."""
 
     def __init__(self, body: MessagesBody, request: GenerationRequest) -> None:
-        self._model = request.model
         self._max_tokens = body.max_tokens
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._id = f"msg_{uuid4().hex}"
         self._content: list[Json] = []
         self._is_open = False  # the last block still grows
-        self._started = False
-        self._usage: Json = {}
-        self._end: Json = {"stop_reason": None, "stop_sequence": None}
-        self._timings: Json = {}
-        kinds = {tool.type for tool in body.tools or () if tool.type and HOSTED_TOOLS.match(tool.type)}
-        notes = [parameters.leave_out_tool(kind) for kind in sorted(kinds)]
-        self._notes: Json = {"mlx_spec": {"notes": notes}} if notes else {}
+        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": request.model}
+        end = {"stop_reason": None, "stop_sequence": None}
+        self._message: Json = {**head, "content": self._content, **end, "usage": {}}
+        kinds = {tool.type or "" for tool in body.tools or ()}
+        if notes := parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds)):
+            self._message["mlx_spec"] = {"notes": notes}
 
-    def frames(self, event: Event | None) -> Iterator[str]:
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
         return (named_event(content["type"], content) for content in self.read(event))
 
-    def whole(self, events: Iterable[Event]) -> Json:
+    def whole(self, events: list[answers.Event]) -> Json:
         for event in events:
             for _ in self.read(event):
                 pass
-        return {**self._envelope(self._content), "timings": self._timings}
+        return self._message
 
-    def read(self, event: Event | None) -> Iterator[Json]:
+    def read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, or for silence."""
-        if not self._started and not isinstance(event, Failed):
-            self._started = True
-            cached = (event.prompt_tokens, event.cached_tokens) if isinstance(event, PromptRead) else (0, 0)
-            self._usage = _usage_json(Usage(*cached, completion_tokens=0, reasoning_tokens=0))
-            yield {"type": "message_start", "message": self._envelope([])}
+        if not self._message["usage"] and not isinstance(event, answers.Failed):  # it has not begun
+            read = event if isinstance(event, answers.PromptRead) else answers.PromptRead(0, 0)
+            self._message["usage"] = _usage_json(answers.Usage(read.prompt_tokens, read.cached_tokens, 0, 0))
+            yield {"type": "message_start", "message": {**self._message, "content": []}}
         match event:
             case None:
                 yield {"type": "ping"}
-            case TextDelta(text=text) if text:
+            case answers.TextDelta(text=text) if text:
                 yield from self._add_text(event)
-            case ToolCall():
+            case answers.ToolCall():
                 yield from self._add_call(event)
-            case ChoiceEnded():
+            case answers.ChoiceEnded():
                 yield from self._close_block()
                 reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
-                self._end = {"stop_reason": reason, "stop_sequence": event.stop}
-            case Finished():
+                self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
+            case answers.Finished():
                 yield from self._finish(event)
-            case Failed(failure=failure):
+            case answers.Failed(failure=failure):
                 yield anthropic_body(failure)
 
-    def _add_text(self, delta: TextDelta) -> Iterator[Json]:
+    def _add_text(self, delta: answers.TextDelta) -> Iterator[Json]:
         is_answer = delta.kind == "answer"
         kind = "text" if is_answer else "thinking"  # of the block, and of the field with its text
-        yield from self._ensure_block({"type": kind, kind: "", **({} if is_answer else {"signature": ""})})
+        if not self._is_open or self._content[-1]["type"] != kind:
+            yield from self._open_block({"type": kind, kind: "", **({} if is_answer else {"signature": ""})})
         if is_answer or self._show_thinking:
             self._content[-1][kind] += delta.text
             yield self._delta({"type": f"{kind}_delta", kind: delta.text})
 
-    def _add_call(self, call: ToolCall) -> Iterator[Json]:
+    def _add_call(self, call: answers.ToolCall) -> Iterator[Json]:
         yield from self._open_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
         if call.arguments:
             self._content[-1]["input"] = json.loads(call.arguments)
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-
-    def _ensure_block(self, block: Json) -> Iterator[Json]:
-        """Open a block unless one of its type is open."""
-        if not self._is_open or self._content[-1]["type"] != block["type"]:
-            yield from self._open_block(block)
 
     def _open_block(self, block: Json) -> Iterator[Json]:
         yield from self._close_block()
@@ -293,22 +263,18 @@ class MessageWriter:
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _finish(self, event: Finished) -> Iterator[Json]:
-        self._usage = _usage_json(event.usage)
-        self._timings = timings_json(event.timings)
-        is_cut = self._end["stop_reason"] == "max_tokens"
+    def _finish(self, event: answers.Finished) -> Iterator[Json]:
+        is_cut = self._message["stop_reason"] == "max_tokens"
         if is_cut and event.usage.completion_tokens < self._max_tokens:
-            self._end["stop_reason"] = "model_context_window_exceeded"
-        final = {"type": "message_delta", "delta": self._end, "usage": self._usage}
-        yield {**final, "timings": self._timings}
+            self._message["stop_reason"] = "model_context_window_exceeded"
+        measured = {"usage": _usage_json(event.usage), "timings": answers.timings_json(event.timings)}
+        self._message |= measured
+        end = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": end, **measured}
         yield {"type": "message_stop"}
 
-    def _envelope(self, content: list[Json]) -> Json:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **self._end, "usage": self._usage, **self._notes}
 
-
-def _usage_json(usage: Usage) -> Json:
+def _usage_json(usage: answers.Usage) -> Json:
     """Return the tokens of a request as Anthropic counts them: input without what was cached."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

@@ -19,6 +19,7 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,8 +31,8 @@ from mlx_spec.hub.checkpoint import read_config
 
 from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread
-from .errors import LOG, unknown_model
-from .http import LastResort, add_error_handlers, answer
+from .errors import LOG, Failure
+from .http import LastResort, answer, answer_error
 from .metrics import RequestCounter
 from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Guards
@@ -68,7 +69,8 @@ def create(settings: Settings, engine: EngineThread) -> Starlette:
         finally:
             await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S)
 
-    app = Starlette(lifespan=lifespan)
+    handlers = {Failure: answer_error, HTTPException: answer_error}
+    app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     store = stored_responses.ResponseStore(settings.store)
     for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
@@ -80,7 +82,6 @@ def create(settings: Settings, engine: EngineThread) -> Starlette:
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
-    add_error_handlers(app)
     app.add_middleware(LastResort)
     app.add_middleware(Guards, settings=settings)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -90,18 +91,15 @@ def create(settings: Settings, engine: EngineThread) -> Starlette:
 
 
 def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
-    async def models(_: Request) -> Response:
-        cards = await run_in_threadpool(engine.models)  # may read files
+    def models(_: Request) -> Response:  # not async, and so on a thread: this may read files
+        cards = engine.models()
         listed = [_model_json(card.name, card) for card in cards]
         listed += [_model_json(alias, card) for card in cards for alias in card.aliases]
         return JSONResponse({"object": "list", "data": listed})
 
-    async def model(http_request: Request) -> Response:
-        name, cards = http_request.path_params["name"], await run_in_threadpool(engine.models)
-        found = next((card for card in cards if name in (card.name, *card.aliases)), None)
-        if found is None:
-            raise unknown_model(name, ", ".join(card.name for card in cards))
-        return JSONResponse(_model_json(name, found))
+    def model(http_request: Request) -> Response:
+        name = http_request.path_params["name"]
+        return JSONResponse(_model_json(name, ollama.find_card(engine, engine.resolve(name))))
 
     async def health(_: Request) -> Response:
         status = engine.status()
@@ -117,14 +115,11 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
     async def read_metrics(_: Request) -> Response:
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def read_metrics_json(_: Request) -> Response:
-        return JSONResponse(engine.metrics.json())
-
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/health", health)
     app.add_route("/metrics", read_metrics)
-    app.add_route("/metrics.json", read_metrics_json)
+    app.add_route("/metrics.json", lambda _: JSONResponse(engine.metrics.json()))
 
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
@@ -218,10 +213,8 @@ def _bind(host: str, port: int) -> socket.socket:
         raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is no name; choose another --host") from error
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
-        problem = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
-        raise InvalidValue(
-            f"{CANNOT_LISTEN} {host}, port {port}: {problem}; choose another --port"
-        ) from error
+        reason = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
+        raise InvalidValue(f"{CANNOT_LISTEN} {host}, port {port}: {reason}; choose another --port") from error
 
 
 # --- the log

@@ -19,11 +19,12 @@ import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
+from .answers import Failed
 from .errors import LOG, queue_full, to_failure, unavailable
 from .generation import BatchRow, Job, Send, prompt_tokens
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served
-from .request import Failed, GenerationRequest
+from .request import GenerationRequest
 from .settings import Settings
 
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run

@@ -19,7 +19,6 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
-    529: "overloaded_error",
 }
 
 

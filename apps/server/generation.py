@@ -32,29 +32,24 @@ from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
-from .errors import LOG, invalid, unsupported
-from .metrics import JobCounter
-from .models import CompileGrammar, LoadedModel
-from .prefix_cache import Snapshot
-from .request import (
-    Chat,
+from .answers import (
     ChoiceEnded,
     Event,
     Finished,
     FinishReason,
-    GenerationRequest,
-    OutputFormat,
-    Prompt,
     PromptProgress,
     PromptRead,
-    RawPrompts,
     RoundDone,
     SourceSpan,
     TextDelta,
     Timings,
-    ToolUse,
     Usage,
 )
+from .errors import LOG, invalid, unsupported
+from .metrics import JobCounter
+from .models import CompileGrammar, LoadedModel
+from .prefix_cache import Snapshot
+from .request import Chat, GenerationRequest, OutputFormat, Prompt, RawPrompts, ToolUse
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 

@@ -17,17 +17,17 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished
 from .engine_thread import EngineThread
 from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
-from .parameters import check_unknown
+from .parameters import SharedFields, check_unknown
 from .parsing import check_limits, read_body
-from .request import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, GenerationRequest
+from .request import GenerationRequest
 from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
@@ -47,7 +47,7 @@ class Writer(Protocol):
     def frames(self, event: Event | None) -> Iterable[str]:
         """Return the text of a stream for an event; None stands for silence."""
 
-    def whole(self, events: Iterable[Event]) -> Json:
+    def whole(self, events: list[Event]) -> Json:
         """Return the body of a response without a stream."""
 
 
@@ -144,23 +144,20 @@ class Api:
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
     writer: Callable[[Any, GenerationRequest], Writer]
     media_type: str = EVENT_STREAM  # of a stream
+    parameters: Callable[[Any], SharedFields] = lambda body: body  # those of a body that all protocols take
+    is_done: Callable[[GenerationRequest], bool] = lambda request: False  # it needs no engine
 
 
 async def answer(http_request: Request, *, engine: EngineThread, settings: Settings, api: Api) -> Response:
-    """Read the body of a request and answer it, see `answer_body`."""
-    body = await read_body(http_request, api.body)
-    return await answer_body(http_request, body, engine=engine, settings=settings, api=api)
-
-
-async def answer_body(
-    http_request: Request, body: Any, *, engine: EngineThread, settings: Settings, api: Api
-) -> Response:
     """Answer a request, whole or as a stream. It is cancelled when the client hangs up.
 
     Raises Failure if the request is not admitted, or fails before its response begins.
     """
+    body = await read_body(http_request, api.body)
     request = api.parse(body, engine.resolve(body.model or None))
-    check_unknown(body, settings.allow_extra_parameters)
+    check_unknown(api.parameters(body), settings.allow_extra_parameters)
+    if api.is_done(request):
+        return JSONResponse(api.writer(body, request).whole([]))
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not body.stream:
@@ -279,25 +276,20 @@ def error_response(path: str, failure: Failure) -> Response:
     return response
 
 
-def add_error_handlers(app: Starlette) -> None:
-    """Let `app` answer what its routes raise, in the dialect of the path."""
-
-    async def respond(request: Request, error: Exception) -> Response:
-        path = request.url.path
-        if isinstance(error, Failure):
-            return error_response(path, error)
-        assert isinstance(error, HTTPException)
-        message, code = str(error.detail), None
-        if error.status_code == 404:
-            message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
-        elif error.status_code == 405:
-            message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}", "method_not_allowed"
-        response = error_response(path, Failure(error.status_code, message, code=code))
-        response.headers.update(error.headers or {})
-        return response
-
-    app.add_exception_handler(Failure, respond)
-    app.add_exception_handler(HTTPException, respond)
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the response to a request whose route raised an error, or that has no route."""
+    path = request.url.path
+    if isinstance(error, Failure):
+        return error_response(path, error)
+    assert isinstance(error, HTTPException)
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
+    elif error.status_code == 405:
+        message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}", "method_not_allowed"
+    response = error_response(path, Failure(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response
 
 
 @dataclass

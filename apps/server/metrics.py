@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason
 
+from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
 from .errors import LOG
-from .request import Event, Failed, Finished, PromptRead, RoundDone, measurements
 
-FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
-PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)  # seconds
-PAUSE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)  # seconds
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # upper bounds of buckets
+PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)
+PAUSE_S = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting every round would cost time
 NO_RESPONSE = 499  # status of a request whose client hung up before the response
 OTHER = "other"  # label of paths that do not exist
@@ -88,13 +88,9 @@ class Metrics(Collector):
         at = ["model", "drafter", "position"]  # from 0, as vLLM counts them
         self.drafted_at = counter("spec_decode_num_draft_tokens_per_pos", "By position.", at)
         self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "By position.", at)
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From admission.", buckets=FIRST_TOKEN_BUCKETS
-        )
-        self.per_token = histogram(
-            "time_per_output_token_seconds", "In the engine.", buckets=PER_TOKEN_BUCKETS
-        )
-        self.pause = histogram("longest_pause_seconds", "Between tokens of a choice.", buckets=PAUSE_BUCKETS)
+        self.first_token = histogram("time_to_first_token_seconds", "From admission.", buckets=FIRST_TOKEN_S)
+        self.per_token = histogram("time_per_output_token_seconds", "In the engine.", buckets=PER_TOKEN_S)
+        self.pause = histogram("longest_pause_seconds", "Between tokens of a choice.", buckets=PAUSE_S)
         self.gain = gauge("gain", "Speed of the latest request as a multiple of plain decoding.", ["model"])
         self.reason = gauge(
             "reason", "1 for why speculation is on or off in the latest request.", ["model", "reason"]

@@ -10,9 +10,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -25,28 +26,15 @@ from mlx_spec.errors import SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
 from mlx_spec.text.fill_in import FillIn
 
-from . import parsing
+from . import answers, parsing
 from .engine_thread import EngineThread
 from .errors import Failure, invalid, unsupported
-from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer_body, json_line
+from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer, json_line
 from .models import ModelCard, checkpoint_folders
 from .openai_chat import ToolField, parse_logprobs, parse_tool
-from .parameters import HARMLESS, SharedFields, as_format, check_unknown, start_request
+from .parameters import HARMLESS, SharedFields, as_format, start_request
 from .parsing import MAX_SHOWN_CHARS, Fields
-from .request import (
-    AnswerPart,
-    Chat,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    RawPrompts,
-    TextDelta,
-    ToolCall,
-    answer_parts,
-    logprob_json,
-    timings_json,
-)
+from .request import Chat, GenerationRequest, RawPrompts
 from .settings import ServedModel, Settings
 
 VERSION = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
@@ -237,7 +225,8 @@ def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
             raise unsupported(f"{field}.images: {REFUSED['images']}", f"{field}.images")
         if message.role == "assistant":
             calls = message.tool_calls or []
-            conversation.add("assistant", content or (None if calls else ""), message.thinking)
+            texts = [content] if content or not calls else []
+            conversation.add("assistant", *texts, thinking=message.thinking)
             for k, call in enumerate(calls):
                 waiting.append((call.id or f"call_{i}_{k}", call.function.name))
                 conversation.add_call(*waiting[-1], call.function.arguments or {})
@@ -247,7 +236,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
             if found is None:
                 raise invalid(f"{field}: there is no call before it whose result this is", field)
             waiting.remove(found)
-            conversation.add_result(found[0], content, field)
+            conversation.add_result(found[0], [content], field)
         else:
             conversation.add(message.role, content)
     if messages[-1].role == "assistant":
@@ -268,20 +257,19 @@ class LinesWriter:
         self._is_empty = request.prompt == RawPrompts(())
         self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
 
-    def frames(self, event: Event | None) -> Iterator[str]:
-        if isinstance(event, Failed):
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
+        if isinstance(event, answers.Failed):
             yield f"{json_line({'error': event.failure.message})}\n"
             return
         found = self._object([] if event is None else [event])
-        if event is None or isinstance(event, TextDelta | ToolCall | Finished):
+        if event is None or isinstance(event, answers.TextDelta | answers.ToolCall | answers.Finished):
             yield f"{json_line(found)}\n"
 
-    def whole(self, events: Iterable[Event]) -> Json:
-        events = list(events)
+    def whole(self, events: list[answers.Event]) -> Json:
         return self._object(events) | ({} if events else {"done": True, "done_reason": self._reason})
 
-    def _object(self, events: Sequence[Event]) -> Json:
-        part = next(iter(answer_parts(events)), AnswerPart(0))
+    def _object(self, events: list[answers.Event]) -> Json:
+        part = next(iter(answers.parts(events)), answers.AnswerPart(0))
         if part.end is not None:
             self._reason = "length" if part.end.reason == "length" else "stop"
         thinking = {"thinking": text} if (text := part.text("thinking")) else {}
@@ -291,15 +279,15 @@ class LinesWriter:
                 piece["message"]["tool_calls"] = [_call_json(call) for call in part.calls]
         else:
             piece = {"response": part.text(), **thinking}
-        if logprobs := [logprob_json(token) for delta in part.deltas for token in delta.logprobs]:
+        if logprobs := [answers.logprob_json(token) for delta in part.deltas for token in delta.logprobs]:
             piece["logprobs"] = logprobs
         end: Json = {"done": False}
-        if events and isinstance(last := events[-1], Finished):
+        if events and isinstance(last := events[-1], answers.Finished):
             end = {"done": True, "done_reason": self._reason}
             end |= {} if self._is_empty else self._measured(last)
         return {"model": self._model, "created_at": timestamp(time.time()), **piece, **end}
 
-    def _measured(self, event: Finished) -> Json:
+    def _measured(self, event: answers.Finished) -> Json:
         statistics = event.timings.statistics
         return {
             "total_duration": _nanoseconds(time.perf_counter() - self._began),
@@ -308,11 +296,11 @@ class LinesWriter:
             "prompt_eval_duration": _nanoseconds(statistics.prefill_seconds),
             "eval_count": event.usage.completion_tokens,
             "eval_duration": _nanoseconds(statistics.decode_seconds),
-            "timings": timings_json(event.timings),  # ours
+            "timings": answers.timings_json(event.timings),  # ours
         }
 
 
-def _call_json(call: ToolCall) -> Json:
+def _call_json(call: answers.ToolCall) -> Json:
     arguments = json.loads(call.arguments or "{}")
     return {"id": call.id, "function": {"index": call.call, "name": call.name, "arguments": arguments}}
 
@@ -394,22 +382,15 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     """Add all routes under `/api/`."""
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
 
-    async def respond(http_request: Request, *, api: Api) -> Response:
-        body = await parsing.read_body(http_request, api.body)
-        name = engine.resolve(body.model or None)
-        request = api.parse(body, name)
-        check_unknown(body.options, settings.allow_extra_parameters)
+    def is_done(request: GenerationRequest) -> bool:  # a model need not be loaded to be unloaded
         unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
-        if unloads and not find_card(engine, name).loaded:
-            return JSONResponse(api.writer(body, request).whole(()))  # it need not be loaded to be unloaded
-        return await answer_body(http_request, body, engine=engine, settings=settings, api=api)
+        return unloads and not find_card(engine, request.model).loaded
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
-        api = Api(body, partial(parse, engine=engine), LinesWriter, JSON_LINES)
-        app.add_route(OLLAMA_PATH + path, partial(respond, api=api), methods=["POST"])
-
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": VERSION, "mlx_spec": __version__})
+        parser = partial(parse, engine=engine)
+        api = Api(body, parser, LinesWriter, JSON_LINES, attrgetter("options"), is_done)
+        endpoint = partial(answer, engine=engine, settings=settings, api=api)
+        app.add_route(OLLAMA_PATH + path, endpoint, methods=["POST"])
 
     async def tags(_: Request) -> Response:
         listed = [
@@ -446,7 +427,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         path = http_request.url.path
         raise unsupported(f"{path}: is not supported: {REFUSED_PATHS[path.removeprefix(OLLAMA_PATH)]}", path)
 
-    app.add_route("/api/version", version)
+    app.add_route("/api/version", lambda _: JSONResponse({"version": VERSION, "mlx_spec": __version__}))
     app.add_route("/api/tags", tags)
     app.add_route("/api/ps", running)
     app.add_route("/api/show", show, methods=["POST"])

@@ -8,39 +8,19 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from mlx_spec import __version__
 
-from . import parameters, parsing
+from . import answers, parameters, parsing
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
 from .parsing import Fields, FunctionField, Parts, Texts, part_texts
-from .request import (
-    AnswerPart,
-    Chat,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptProgress,
-    PromptRead,
-    RawPrompts,
-    RoundDone,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolUse,
-    Usage,
-    answer_parts,
-    logprob_json,
-    statistics_json,
-    timings_json,
-)
+from .request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
+TEXT_FIELDS = {"answer": "content", "thinking": "reasoning_content"}  # of a message, by the kind of text
 LIMITS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"}
 NO_LIMIT = -1  # in LM Studio and llama.cpp
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
@@ -121,7 +101,7 @@ class ChatBody(CompletionBody):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolField | None, BeforeValidator(parsing.as_type)] = None
+    tool_choice: Annotated[ToolField | None, parsing.AS_TYPE] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -235,24 +215,23 @@ def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
         if message.role == "assistant":
             _add_answer(conversation, message, field)
             continue
-        content = parsing.required(message.content, f"{field}.content")
-        text = parsing.PARAGRAPH.join(part_texts(content, f"{field}.content"))
+        texts = part_texts(message.content, f"{field}.content")
         if message.role == "tool":
-            conversation.add_result(message.tool_call_id, text, f"{field}.tool_call_id")
+            conversation.add_result(message.tool_call_id, texts, f"{field}.tool_call_id")
         else:
-            conversation.add("user" if message.role == "user" else "system", text)
+            conversation.add("user" if message.role == "user" else "system", *texts)
     return tuple(conversation.turns)
 
 
 def _add_answer(conversation: parsing.ConversationBuilder, message: Message, field: str) -> None:
-    text, calls = message.refusal, message.tool_calls or []
+    texts, calls = [] if message.refusal is None else [message.refusal], message.tool_calls or []
     if message.content is not None:
-        text = "".join(part_texts(message.content, f"{field}.content"))
+        texts = part_texts(message.content, f"{field}.content")
     thinking = message.reasoning if isinstance(message.reasoning, str) else None
     thinking = message.reasoning_content or thinking
-    if text is None and not calls and thinking is None and message.reasoning_content is None:
+    if not texts and not calls and thinking is None and message.reasoning_content is None:
         raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
-    conversation.add("assistant", text, thinking)
+    conversation.add("assistant", *texts, thinking=thinking)
     for i, call in enumerate(calls):
         place = f"{field}.tool_calls.{i}"
         if call.function is None or call.type not in (None, "function"):
@@ -282,54 +261,53 @@ class ChunkWriter(ABC):
         self._last: Json | None = None  # the chunk that ended a choice
 
     @abstractmethod
-    def _piece(self, part: AnswerPart) -> Json:
-        """Return a choice of a chunk."""
+    def _piece(self, part: answers.AnswerPart) -> Json:
+        """Return a choice of a chunk, which has the content of one event."""
 
     @abstractmethod
-    def _whole(self, part: AnswerPart) -> Json:
+    def _whole(self, part: answers.AnswerPart) -> Json:
         """Return a choice of a response without a stream."""
 
     def _start(self) -> Iterable[Json]:
         """Return the choices that begin a stream."""
         return ()
 
-    def whole(self, events: Iterable[Event]) -> Json:
-        events = list(events)
+    def whole(self, events: list[answers.Event]) -> Json:
         last = events[-1]
-        assert isinstance(last, Finished)
-        totals = {"usage": usage_json(last.usage), "timings": timings_json(last.timings)}
-        choices = [self._whole(part) for part in answer_parts(events)]
+        assert isinstance(last, answers.Finished)
+        totals = {"usage": usage_json(last.usage), "timings": answers.timings_json(last.timings)}
+        choices = [self._whole(part) for part in answers.parts(events)]
         return {**self.head, **totals, "choices": choices}
 
-    def frames(self, event: Event | None) -> Iterator[str]:
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
         match event:
             case None:
                 yield KEEPALIVE
-            case PromptRead():
+            case answers.PromptRead():
                 for choice in self._start():
                     yield data_event(self._chunk([choice]))
-            case PromptProgress():
+            case answers.PromptProgress():
                 read = {"cached_n": event.cached_tokens, "read_n": event.read_tokens}
                 yield data_event(self._chunk([], prompt={"prompt_n": event.prompt_tokens, **read}))
-            case TextDelta() if event.text or event.logprobs:
+            case answers.TextDelta() if event.text or event.logprobs:
                 spans = [vars(span) for span in event.spans]
                 yield from self._send(self._chunk(self._pieces(event), spans=spans))
-            case ToolCall():
+            case answers.ToolCall():
                 yield from self._send(self._chunk(self._pieces(event)))
-            case RoundDone() if self._with_draft:
-                yield from self._send(self._chunk([], statistics=statistics_json(event)))
-            case ChoiceEnded():
+            case answers.RoundDone() if self._with_draft:
+                yield from self._send(self._chunk([], statistics=answers.statistics_json(event)))
+            case answers.ChoiceEnded():
                 yield from self._send()
                 self._last = self._chunk(self._pieces(event))
-            case Finished():
-                timings = {"timings": timings_json(event.timings)}
+            case answers.Finished():
+                timings = {"timings": answers.timings_json(event.timings)}
                 if self._last is not None and not self._with_usage:
                     self._last |= timings
                 yield from self._send()
                 if self._with_usage:
                     yield data_event(self._chunk([]) | {"usage": usage_json(event.usage), **timings})
                 yield DONE
-            case Failed(failure=failure):
+            case answers.Failed(failure=failure):
                 yield from self._send(failure.body)
 
     def _send(self, *chunks: Json) -> Iterator[str]:
@@ -337,8 +315,8 @@ class ChunkWriter(ABC):
         last, self._last = self._last, None
         yield from map(data_event, chunks if last is None else (last, *chunks))
 
-    def _pieces(self, event: Event) -> list[Json]:
-        return [self._piece(part) for part in answer_parts([event])]
+    def _pieces(self, event: answers.Event) -> list[Json]:
+        return [self._piece(part) for part in answers.parts([event])]
 
     def _chunk(self, choices: list[Json], **draft: Any) -> Json:
         """Return a chunk. Only a request with `include_draft` gets `draft`."""
@@ -347,7 +325,7 @@ class ChunkWriter(ABC):
         return {**self.head, "choices": choices, **usage, **ours}
 
 
-def usage_json(usage: Usage) -> Json:
+def usage_json(usage: answers.Usage) -> Json:
     """Return the tokens of a request as OpenAI counts them, without rejected predictions."""
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -376,20 +354,16 @@ class ChatWriter(ChunkWriter):
 
     def _start(self) -> Iterable[Json]:
         begun = {"role": "assistant", "content": ""}
-        return [_choice_json(AnswerPart(i), "delta", begun, with_logprobs=False) for i in range(self._n)]
+        parts = map(answers.AnswerPart, range(self._n))
+        return [_choice_json(part, "delta", begun, with_logprobs=False) for part in parts]
 
-    def _piece(self, part: AnswerPart) -> Json:
-        kinds = {delta.kind for delta in part.deltas}
-        delta: Json = {}
-        if "thinking" in kinds:
-            delta["reasoning_content"] = part.text("thinking")
-        if "answer" in kinds:
-            delta["content"] = part.text()
+    def _piece(self, part: answers.AnswerPart) -> Json:
+        delta: Json = {TEXT_FIELDS[each.kind]: each.text for each in part.deltas}
         if part.calls:
             delta["tool_calls"] = [{"index": call.call, **_call_json(call)} for call in part.calls]
         return _choice_json(part, "delta", delta, with_logprobs=bool(part.logprobs()))
 
-    def _whole(self, part: AnswerPart) -> Json:
+    def _whole(self, part: answers.AnswerPart) -> Json:
         content = part.text() or (None if part.calls else "")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if thinking := part.text("thinking"):
@@ -399,8 +373,8 @@ class ChatWriter(ChunkWriter):
         return _choice_json(part, "message", message, with_logprobs=self._with_logprobs)
 
 
-def _choice_json(part: AnswerPart, name: str, content: Json, *, with_logprobs: bool) -> Json:
-    logprobs = {"content": [logprob_json(token) for token in part.logprobs()], "refusal": None}
+def _choice_json(part: answers.AnswerPart, name: str, content: Json, *, with_logprobs: bool) -> Json:
+    logprobs = {"content": [answers.logprob_json(token) for token in part.logprobs()], "refusal": None}
     return {
         "index": part.index,
         name: content,
@@ -409,7 +383,7 @@ def _choice_json(part: AnswerPart, name: str, content: Json, *, with_logprobs: b
     }
 
 
-def _call_json(call: ToolCall) -> Json:
+def _call_json(call: answers.ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -12,24 +12,12 @@ from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 from mlx_spec.text.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
 
+from . import answers
 from .errors import invalid, unsupported
 from .http import Api, Json, data_event
 from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_limit, parse_request
 from .parsing import Fields
-from .request import (
-    AnswerPart,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    Prompt,
-    RawPrompts,
-    TextDelta,
-    answer_parts,
-    finite,
-    timings_json,
-)
+from .request import GenerationRequest, Prompt, RawPrompts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
 PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
@@ -91,14 +79,12 @@ class TextWriter(ChunkWriter):
         assert isinstance(request.prompt, RawPrompts)
         self._offsets = [Offsets() for _ in range(len(request.prompt.prompts) * request.n)]
 
-    def _piece(self, part: AnswerPart) -> Json:
-        return self._whole(part) if part.deltas else self._choice(part, None)
+    def _piece(self, part: answers.AnswerPart) -> Json:
+        return self._whole(part) | ({} if part.deltas else {"logprobs": None})
 
-    def _whole(self, part: AnswerPart) -> Json:
-        offsets = self._offsets[part.index]
-        return self._choice(part, logprobs_json(part.logprobs(), offsets) if self._with_logprobs else None)
-
-    def _choice(self, part: AnswerPart, logprobs: Json | None) -> Json:
+    def _whole(self, part: answers.AnswerPart) -> Json:
+        found, offsets = part.logprobs(), self._offsets[part.index]
+        logprobs = logprobs_json(found, offsets) if self._with_logprobs else None
         reason = part.end and part.end.reason
         return {"index": part.index, "text": part.text(), "logprobs": logprobs, "finish_reason": reason}
 
@@ -124,7 +110,7 @@ def logprobs_json(tokens: Sequence[TokenLogprob], offsets: Offsets) -> Json:
     scored = [None if math.isnan(token.logprob) else token for token in tokens]
     return {
         "tokens": [_token_text(token.written) for token in tokens],
-        "token_logprobs": [token and finite(token.logprob) for token in scored],
+        "token_logprobs": [token and answers.finite(token.logprob) for token in scored],
         "top_logprobs": [token and _top_json(token) for token in scored],
         "text_offset": [offsets.next(token) for token in tokens],
     }
@@ -134,7 +120,7 @@ def _top_json(token: TokenLogprob) -> dict[str, float]:
     """Return the likeliest tokens; of two with the same text, the likelier one."""
     found: dict[str, float] = {}
     for other in token.top:
-        found.setdefault(_token_text(other.written), finite(other.logprob))
+        found.setdefault(_token_text(other.written), answers.finite(other.logprob))
     return found
 
 
@@ -192,28 +178,27 @@ class InfillWriter:
 
     def __init__(self, body: InfillBody, request: GenerationRequest) -> None:
         self._model, self._fields = request.model, body.response_fields
-        self._end = AnswerPart(0)  # of a stream
+        self._end = answers.AnswerPart(0)  # of a stream
 
-    def frames(self, event: Event | None) -> Iterator[str]:
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
         match event:
             case None:
                 yield KEEPALIVE
-            case TextDelta(text=text) if text:
+            case answers.TextDelta(text=text) if text:
                 yield data_event({"index": 0, "content": text, "stop": False})
-            case ChoiceEnded():
-                self._end = AnswerPart(0, end=event)
-            case Finished():
+            case answers.ChoiceEnded():
+                self._end = answers.AnswerPart(0, end=event)
+            case answers.Finished():
                 yield data_event(self._last(self._end, event))
-            case Failed(failure=failure):
+            case answers.Failed(failure=failure):
                 yield data_event(failure.body)
 
-    def whole(self, events: Iterable[Event]) -> Json:
-        events = list(events)
-        (answer,), last = answer_parts(events), events[-1]
-        assert isinstance(last, Finished)
+    def whole(self, events: list[answers.Event]) -> Json:
+        (answer,), last = answers.parts(events), events[-1]
+        assert isinstance(last, answers.Finished)
         return self._last(answer, last)
 
-    def _last(self, part: AnswerPart, event: Finished) -> Json:
+    def _last(self, part: answers.AnswerPart, event: answers.Finished) -> Json:
         usage, end = event.usage, part.end
         assert end is not None
         found: Json = {
@@ -227,7 +212,7 @@ class InfillWriter:
             "truncated": False,
             "stop_type": STOP_TYPES[end.reason] if end.stop is None else "word",
             "stopping_word": end.stop or "",
-            "timings": timings_json(event.timings),
+            "timings": answers.timings_json(event.timings),
         }
         if self._fields is None:
             return found

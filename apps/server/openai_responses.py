@@ -8,40 +8,26 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from . import parameters, parsing
+from . import answers, parameters, parsing
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
-from .parsing import ContentPart, Fields, FunctionField
-from .request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    OutputFormat,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolUse,
-    Usage,
-    logprob_json,
-    timings_json,
-)
+from .parsing import Fields, FunctionField
+from .request import Chat, GenerationRequest, Tool, ToolUse
 from .stored_responses import ItemField, ResponseStore
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+AS_ITEMS = parsing.from_text(lambda text: [{"role": "user", "content": text}])
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 REFUSED = {  # except for null and false
     "context_management": "send as much as the context holds",
@@ -60,11 +46,6 @@ THINKING_PREFIX = "mlx-spec:"  # of `encrypted_content` that we wrote: nothing i
 
 
 # --- the body
-
-
-def _as_items(given: Any) -> Any:
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return parsing.without_unknown(items, ITEM_TYPES)
 
 
 class ToolField(FunctionField):
@@ -89,13 +70,13 @@ class ResponsesBody(parameters.SharedFields):
     """The body of a request."""
 
     model: str | None = None
-    input: Annotated[list[ItemField], BeforeValidator(_as_items), Field(min_length=1)]
+    input: Annotated[list[ItemField], parsing.known_types(*ITEM_TYPES), AS_ITEMS, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolChoiceField | None, BeforeValidator(parsing.as_type)] = None
+    tool_choice: Annotated[ToolChoiceField | None, parsing.AS_TYPE] = None
     parallel_tool_calls: bool | None = None
     text: parameters.AnswerConfig | None = None
     reasoning: parameters.AnswerConfig | None = None
@@ -126,11 +107,14 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
+    form = body.text.format if body.text else None
+    if form is not None and form.type == "json_schema":
+        parsing.required(form.name, "text.format.name")
     return parameters.start_request(
         body,
         model,
         chat,
-        _parse_format(body.text.format if body.text else None),
+        parameters.parse_format(form, "text.format"),
         max_tokens=body.max_output_tokens,
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
         prompt_param="input",
@@ -149,12 +133,6 @@ def _check_supported(body: ResponsesBody) -> None:
         raise invalid("stream_options: only for a stream", "stream_options")
 
 
-def _parse_format(given: parameters.FormatField | None) -> OutputFormat | None:
-    if given is not None and given.type == "json_schema":
-        parsing.required(given.name, "text.format.name")
-    return parameters.parse_format(given, "text.format")
-
-
 def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> tuple[Json, ...]:
     conversation = parsing.ConversationBuilder()
     if body.instructions is not None:
@@ -168,30 +146,21 @@ def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field:
     match item.type or "message":
         case "message":
             role = parsing.required(item.role, f"{field}.role")
-            between = "" if role == "assistant" else parsing.PARAGRAPH
-            text = between.join(_part_texts(item.content, f"{field}.content"))
-            conversation.add("system" if role == "developer" else role, text)
+            texts = parsing.part_texts(item.content, f"{field}.content", TEXT_PARTS)
+            conversation.add("system" if role == "developer" else role, *texts)
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
             name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             conversation.add_call(id, name, parsing.required(item.arguments, f"{field}.arguments"))
         case "function_call_output":
-            text = parsing.PARAGRAPH.join(_part_texts(item.output, f"{field}.output"))
-            conversation.add_result(item.call_id, text, f"{field}.call_id")
+            texts = parsing.part_texts(item.output, f"{field}.output", TEXT_PARTS)
+            conversation.add_result(item.call_id, texts, f"{field}.call_id")
         case "reasoning":
-            text = "".join(_part_texts(item.content or item.summary or [], field))
-            conversation.add("assistant", thinking=text or _own_thinking(item.encrypted_content or ""))
+            text = "".join(parsing.part_texts(item.content or item.summary or [], field, TEXT_PARTS))
+            foreign, _, own = (item.encrypted_content or "").partition(THINKING_PREFIX)
+            conversation.add("assistant", thinking=text or ("" if foreign else own))
         case _:
             raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
-
-
-def _own_thinking(field: str) -> str:
-    """Return the thinking of `encrypted_content`; an empty text if another server wrote it."""
-    return field.removeprefix(THINKING_PREFIX) if field.startswith(THINKING_PREFIX) else ""
-
-
-def _part_texts(parts: Sequence[ContentPart] | None, field: str) -> list[str]:
-    return parsing.part_texts(parsing.required(parts, field), field, TEXT_PARTS)
 
 
 # --- tools: functions, namespaces of them, and hosted tools, which are left out
@@ -239,12 +208,6 @@ def _joined_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _notes_on(tools: Sequence[ToolField]) -> list[str]:
-    """Return a note on each type of tool that is left out."""
-    kinds = {tool.type for outer in tools for tool in (outer, *(outer.tools or ()))}
-    return [parameters.leave_out_tool(kind) for kind in sorted(kinds) if HOSTED_TOOLS.fullmatch(kind)]
-
-
 def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
     """Return the functions and namespaces, without the tools that are left out."""
     found: list[Json] = []
@@ -275,17 +238,17 @@ class ResponseWriter:
         self._part: Json = {}  # its only part
         self._started = False
 
-    def frames(self, event: Event | None) -> Iterator[str]:
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
         for content in self._read(event):
             yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
 
-    def whole(self, events: Iterable[Event]) -> Json:
+    def whole(self, events: list[answers.Event]) -> Json:
         for event in events:
             for _ in self._read(event):
                 pass
         return self._response
 
-    def _read(self, event: Event | None) -> Iterator[Json]:
+    def _read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, without their numbers."""
         if not self._started or event is None:  # agents give up a stream without events: comments are none
             names = ("in_progress",) if self._started else ("created", "in_progress")
@@ -293,25 +256,23 @@ class ResponseWriter:
             for name in names:
                 yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
         match event:
-            case TextDelta(kind="thinking", text=text) if text:
+            case answers.TextDelta(kind="thinking", text=text) if text:
                 yield from self._ensure_item("reasoning")
                 yield self._grow(text=text)
-            case TextDelta(kind="answer") if event.text or event.logprobs:
-                yield from self._add_text(event)
-            case ToolCall():
+            case answers.TextDelta(kind="answer") if event.text or event.logprobs:
+                yield from self._ensure_item("message")
+                logprobs = [answers.logprob_json(token) for token in event.logprobs]
+                yield self._grow(text=event.text, logprobs=logprobs)
+            case answers.ToolCall():
                 yield from self._add_call(event)
-            case ChoiceEnded(reason=reason):
+            case answers.ChoiceEnded(reason=reason):
                 yield from self._close_item("incomplete" if reason == "length" else "completed")
                 if reason == "length":
                     self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-            case Finished():
+            case answers.Finished():
                 yield self._finish(event)
-            case Failed(failure=failure):
+            case answers.Failed(failure=failure):
                 yield from self._fail(failure)
-
-    def _add_text(self, delta: TextDelta) -> Iterator[Json]:
-        yield from self._ensure_item("message")
-        yield self._grow(text=delta.text, logprobs=[logprob_json(token) for token in delta.logprobs])
 
     def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
         """Open an item unless one of its type is open."""
@@ -346,7 +307,7 @@ class ResponseWriter:
         self._item = {}
         yield self._end_item(item, status)
 
-    def _add_call(self, call: ToolCall) -> Iterator[Json]:
+    def _add_call(self, call: answers.ToolCall) -> Iterator[Json]:
         yield from self._close_item("completed")
         space, called = self._spaces.get(call.name, (None, call.name))
         id, name = f"fc_{uuid4().hex}", "function_call_arguments"
@@ -369,11 +330,11 @@ class ResponseWriter:
     def _event(self, name: str, /, **more: Any) -> Json:
         return {"type": f"response.{name}", "output_index": len(self._response["output"]), **more}
 
-    def _finish(self, event: Finished) -> Json:
+    def _finish(self, event: answers.Finished) -> Json:
         status = "completed" if self._response["incomplete_details"] is None else "incomplete"
         self._response |= {"status": status, "usage": _usage_json(event.usage)}
         self._response |= {"completed_at": int(time.time())} if status == "completed" else {}
-        self._response["timings"] = timings_json(event.timings)
+        self._response["timings"] = answers.timings_json(event.timings)
         if self._store is not None:  # before the client knows that it can be continued
             self._store.save(self._response, self._input)
         return {"type": f"response.{status}", "response": self._response}
@@ -392,7 +353,8 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     reasoning = body.reasoning or parameters.AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    notes = _notes_on(body.tools or ())
+    kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
+    notes = parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds))
     if body.text is not None and body.text.verbosity in ("low", "high"):
         notes.append(NO_VERBOSITY)
     return {
@@ -427,7 +389,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     }
 
 
-def _usage_json(usage: Usage) -> Json:
+def _usage_json(usage: answers.Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

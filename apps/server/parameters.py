@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -290,13 +290,11 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
     raise invalid(f"{field}: give {FORMS[kind]}", field)
 
 
-def check_unknown(body: Any, allowed: bool) -> None:
+def check_unknown(body: SharedFields, allowed: bool) -> None:
     """Raise Failure (400) for a parameter that is not supported or not known.
 
     With `allowed`, one that is not known is logged once and has no effect.
     """
-    if not isinstance(body, SharedFields):  # a protocol that judges its parameters itself
-        return
     for name, value in (body.model_extra or {}).items():
         if value is None or name in HARMLESS or name in CONSTRAINTS or name == GROUP:
             continue
@@ -309,15 +307,17 @@ def check_unknown(body: Any, allowed: bool) -> None:
         elif not allowed:
             raise _unknown(body, name[:MAX_SHOWN_CHARS])
         else:
-            shown = name[:MAX_SHOWN_CHARS]
-            _warn_once(f"requests have a parameter that is not known here and has no effect: {shown!r}")
+            shown = repr(name[:MAX_SHOWN_CHARS])
+            _warn_once(f"requests have a parameter that is not known here and has no effect: {shown}")
 
 
-def leave_out_tool(kind: str) -> str:
-    """Return the note that a hosted tool of this type is left out. Log it once."""
-    note = f"tools: {kind!r} needs a service that does not run here and is left out"
-    _warn_once(note)
-    return note
+def leave_out_tools(kinds: Iterable[str]) -> list[str]:
+    """Return the notes that hosted tools of these types are left out. Log each once."""
+    why = "needs a service that does not run here and is left out"
+    notes = [f"tools: {kind!r} {why}" for kind in sorted(kinds)]
+    for note in notes:
+        _warn_once(note)
+    return notes
 
 
 def _warn_once(message: str) -> None:

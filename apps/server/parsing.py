@@ -5,30 +5,16 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
 from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
 from .settings import Limits
 
-OPENAI_TOOL_CHOICES: dict[str, ToolChoice] = {
-    "auto": "auto",
-    "none": "none",
-    "required": "required",
-    "function": "required",
-}
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
@@ -63,33 +49,28 @@ def _check_finite(given: dict[str, Any]) -> dict[str, Any]:
 Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 
 
-def as_parts(content: Any) -> Any:
-    """Return a string as a list of one text part."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def from_text(make: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that makes something of a text, and leaves everything else as it is."""
+    return BeforeValidator(lambda given: make(given) if isinstance(given, str) else given)
 
 
-def as_list(given: Any) -> Any:
-    """Return a string as a list of one."""
-    return [given] if isinstance(given, str) else given
+AS_PARTS = from_text(lambda text: [{"type": "text", "text": text}])
+AS_LIST = from_text(lambda text: [text])
+AS_TYPE = from_text(lambda word: {"type": word})
 
 
-def as_type(given: Any) -> Any:
-    """Return a word as an object of that type, as for a tool choice."""
-    return {"type": given} if isinstance(given, str) else given
-
-
-def without_unknown(given: Any, types: Collection[str]) -> Any:
-    """Return objects of a list as they are; of one whose type is not known, only the type."""
+def known_types(*types: str) -> BeforeValidator:
+    """Return a validator of a list that drops all but the type of objects whose type is not known."""
 
     def known(each: Any) -> Any:
         kind = each.get("type") if isinstance(each, dict) else None
         return {"type": kind} if isinstance(kind, str) and kind not in types else each
 
-    return [known(each) for each in given] if isinstance(given, list) else given
+    return BeforeValidator(lambda given: list(map(known, given)) if isinstance(given, list) else given)
 
 
-Parts = Annotated[list[ContentPart], BeforeValidator(as_parts)]
-Texts = Annotated[list[str] | None, BeforeValidator(as_list)]
+Parts = Annotated[list[ContentPart], AS_PARTS]
+Texts = Annotated[list[str] | None, AS_LIST]
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -184,15 +165,13 @@ class FunctionField(Fields):
         return Tool(name, self.description, parameters, bool(self.strict))
 
 
-def make_tool_use(
-    tools: Sequence[Tool], mode: str, named: str | None, parallel: bool | None
-) -> ToolUse | None:
+def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: bool | None) -> ToolUse | None:
     """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call.
 
-    `mode` is one of OPENAI_TOOL_CHOICES.
+    `mode` is a ToolChoice, or "function".
     """
-    choice = OPENAI_TOOL_CHOICES.get(mode)
-    if choice is None:
+    choice = cast(ToolChoice, "required" if mode == "function" else mode)
+    if choice not in get_args(ToolChoice):
         raise unsupported(f"tool_choice: {mode[:MAX_SHOWN_CHARS]!r} is not supported here", "tool_choice")
     if named is not None and named not in [tool.name for tool in tools]:
         raise invalid(f"tool_choice: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
@@ -202,7 +181,7 @@ def make_tool_use(
 
 
 Count = Annotated[int, Field(ge=0)]
-Names = Annotated[list[str], Field(min_length=1), BeforeValidator(as_list)]
+Names = Annotated[list[str], Field(min_length=1), AS_LIST]
 SubSchema = Annotated[  # true, false and a list of schemas have no keywords
     "SchemaForm", BeforeValidator(lambda given: {} if isinstance(given, bool | list) else given)
 ]
@@ -229,13 +208,12 @@ class SchemaForm(Fields):
     minLength: Count = 0
     maxLength: Count | None = None
 
-    @model_validator(mode="after")
-    def _check_order(self) -> SchemaForm:
+    def model_post_init(self, context: Any) -> None:
+        """Raise ValueError, which is a problem of this schema as those of its fields are."""
         if self.maxItems is not None and self.minItems > self.maxItems:
             raise ValueError("minItems must not be more than maxItems")
         if self.maxLength is not None and self.minLength > self.maxLength:
             raise ValueError("minLength must not be more than maxLength")
-        return self
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
@@ -251,17 +229,17 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 # --- messages of a conversation
 
 
-def part_texts(parts: Sequence[ContentPart], field: str, types: Sequence[str] = ("text",)) -> list[str]:
-    """Return the texts of parts that must be text or refusals. Raises Failure (400)."""
+def part_texts(
+    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
+) -> list[str]:
+    """Return the texts of parts that must be text or refusals, at least one. Raises Failure (400)."""
     texts = []
-    for i, part in enumerate(parts):
-        text = part.refusal if part.type == "refusal" else part.text
+    for i, part in enumerate(required(parts, field)):
         if part.type not in (*types, "refusal"):
             raise unsupported_part(part, f"{field}.{i}")
-        if text is None:
-            raise missing(f"{field}.{i}.{'refusal' if part.type == 'refusal' else 'text'}")
-        texts.append(text)
-    return texts
+        name = "refusal" if part.type == "refusal" else "text"
+        texts.append(required(vars(part)[name], f"{field}.{i}.{name}"))
+    return texts or [""]
 
 
 def unsupported_part(part: ContentPart, field: str) -> Failure:
@@ -292,15 +270,14 @@ class ConversationBuilder:
         self.turns: list[dict[str, Any]] = []
         self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
 
-    def add(self, role: str, content: str | None = None, thinking: str | None = None) -> dict[str, Any]:
+    def add(self, role: str, *texts: str, thinking: str | None = None) -> dict[str, Any]:
         """Add what somebody wrote. Return the turn."""
         if not self.turns or self.turns[-1]["role"] != role:
             self.turns.append({"role": role, "content": None})
         turn = self.turns[-1]
-        if content is not None:
-            before = "" if turn["content"] is None else turn["content"]
-            between = "" if role == "assistant" or turn["content"] is None else PARAGRAPH
-            turn["content"] = before + between + content
+        if texts:
+            before = [] if turn["content"] is None else [turn["content"]]
+            turn["content"] = ("" if role == "assistant" else PARAGRAPH).join([*before, *texts])
         if thinking:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thinking
         return turn
@@ -316,12 +293,13 @@ class ConversationBuilder:
             turn.setdefault("tool_calls", []).append(call)
         self._names[id] = None if found is None else name
 
-    def add_result(self, id: str | None, text: str, field: str) -> None:
+    def add_result(self, id: str | None, texts: Sequence[str], field: str) -> None:
         """Add the result of an earlier tool call; `field` has its id. Raises Failure (400)."""
         id = required(id, field)
         if id not in self._names:
             raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
         if (name := self._names[id]) is None:
-            self.add("user", text)
+            self.add("user", *texts)
         else:
+            text = PARAGRAPH.join(texts)
             self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})

@@ -8,7 +8,6 @@ most. A file gets its name when it is complete and never changes, so servers can
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -219,13 +218,11 @@ class CacheFolder:
 
     def names(self) -> set[str]:
         """Return the names of all files; none if the folder is gone."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return {name for name in os.listdir(self.path) if NAME.fullmatch(name)}
         return set()
 
-    def write(
-        self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: Sequence[str]
-    ) -> None:
+    def write(self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: list[str]) -> None:
         """Write a file whose name begins with `start`, in the background; then remove those it replaces."""
         header = safetensors_header(state.arrays, metadata)
         size = len(header) + sum(array.nbytes for array in state.arrays.values())
@@ -239,7 +236,7 @@ class CacheFolder:
         self._writing = self._executor.submit(self._write, start, header, blocks, size, replaces)
 
     def _write(
-        self, start: str, header: bytes, blocks: list[np.ndarray], size: int, replaces: Sequence[str]
+        self, start: str, header: bytes, blocks: list[np.ndarray], size: int, replaces: list[str]
     ) -> None:
         try:
             self._make_room(size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import secrets
 import socket
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -17,15 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure
 from .http import error_response
-from .settings import (
-    ANY_ORIGIN,
-    DEFAULT_PORTS,
-    Settings,
-    ip_address,
-    is_loopback,
-    name_and_port,
-    normal_origin,
-)
+from .settings import ANY_ORIGIN, Settings, ip_address, is_loopback, is_same_origin, normal_origin
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
@@ -96,7 +87,7 @@ class Guards:
     def _foreign_origin(self, headers: Headers) -> dict[str, str]:
         """Return the headers that let a foreign page read the response; none for our own page."""
         origin = headers.get("origin")
-        if origin is None or _is_own(origin, headers.get("host", "")):
+        if origin is None or is_same_origin(origin, headers.get("host", "")):
             return {}
         if ANY_ORIGIN not in self._origins and normal_origin(origin) not in self._origins:
             message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
@@ -129,12 +120,6 @@ def _marked(send: Send, headers: dict[str, str]) -> Send:
         await send(message)
 
     return marked
-
-
-def _is_own(origin: str, host: str) -> bool:
-    """Return True if the page is ours: name and port of its origin are those of the request."""
-    scheme = urlsplit(origin).scheme if normal_origin(origin) else ""
-    return scheme in DEFAULT_PORTS and name_and_port(origin) == name_and_port(f"{scheme}://{host}")
 
 
 def _preflight(headers: Headers) -> dict[str, str]:

@@ -96,13 +96,19 @@ def normal_origin(origin: str) -> str:
     """Return an origin for comparison: lower case, with a port; empty if it is none."""
     if origin == ANY_ORIGIN:
         return ANY_ORIGIN
-    found = name_and_port(origin)
+    found = _name_and_port(origin)
     if found is None or origin.startswith("//"):
         return ""
     return f"{urlsplit(origin).scheme}://{found[0]}:{found[1]}"
 
 
-def name_and_port(url: str) -> tuple[str, int] | None:
+def is_same_origin(origin: str, host: str) -> bool:
+    """Return True if name and port of a page's origin are those of the request that it sends."""
+    scheme = urlsplit(origin).scheme if normal_origin(origin) else ""
+    return scheme in DEFAULT_PORTS and _name_and_port(origin) == _name_and_port(f"{scheme}://{host}")
+
+
+def _name_and_port(url: str) -> tuple[str, int] | None:
     """Return the name of a host, in lower case, and its port; None if a URL is more than an origin."""
     try:
         parts = urlsplit(url)
@@ -114,6 +120,8 @@ def name_and_port(url: str) -> tuple[str, int] | None:
 
 
 DEMO = "demo"
+# Options that are settings as they are.
+UNCHANGED = "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
 Names = list[str] | None
@@ -246,23 +254,16 @@ class Options:
             if alias in names:
                 raise BadOptions(f"--alias {alias}: a model goes by that name")
         return Settings(
-            models=models,
-            host=self.host,
-            port=self.port,
+            models,
             api_key=key,
             hosts=tuple(self.allow_host or []),
             origins=tuple(self.cors_origin or []),
             aliases=tuple(aliases),
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
-            conversations=self.conversations,
-            cache_folder=self.cache_folder,
             cache_folder_bytes=round(size),
             limits=Limits(waiting=self.max_waiting, running=self.parallel),
-            allow_extra_parameters=self.allow_extra_parameters,
-            log_file=self.log_file,
-            store=self.store,
-            draft_rank=self.draft_rank,
+            **{name: vars(self)[name] for name in UNCHANGED},
         )
 
     def _models(self) -> tuple[ServedModel, ...]:

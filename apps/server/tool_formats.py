@@ -17,9 +17,10 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mlx_spec.apps.server.answers import Event, SourceSpan, TextDelta, ToolCall
 from mlx_spec.apps.server.errors import unsupported
 from mlx_spec.apps.server.parsing import check_schema
-from mlx_spec.apps.server.request import Chat, Event, SourceSpan, TextDelta, Tool, ToolCall
+from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.stream import TextPart
@@ -128,7 +129,7 @@ def without_markup(body: str, markers: Markers) -> str:
 
 # --- the format of a model, and its prompt
 
-_known: WeakKeyDictionary[Text, tuple[ToolFormat | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Text, ToolFormat | None] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -136,8 +137,8 @@ def find_tool_format(text: Text) -> ToolFormat | None:
     """Return the tool format of the model of `text`; None if its template has no calls or unknown ones."""
     with _lock:
         if text not in _known:
-            _known[text] = (_find_format(text),)
-        return _known[text][0]
+            _known[text] = _find_format(text)
+        return _known[text]
 
 
 def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
@@ -146,11 +147,11 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, or the
     schema of a tool is none, and InvalidValue if its template refuses the messages.
     """
-    use = chat.tools if chat.tools is not None and chat.tools.choice != "none" else None
+    tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
-    format = find_tool_format(text) if use is not None or calls else None
-    if format is None and (use is not None or calls):
-        param = "tools" if use is not None else f"messages.{calls[0]}.tool_calls"
+    format = find_tool_format(text) if tools or calls else None
+    if format is None and (tools or calls):
+        param = "tools" if tools else f"messages.{calls[0]}.tool_calls"
         raise unsupported(
             f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not "
             "known here: leave out the tools, or ask a model that has them",
@@ -158,11 +159,11 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
         )
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
-    tools = [] if use is None else [_definition(tool) for tool in use.tools]
+    shown = [_definition(tool) for tool in tools]
     try:
-        return text.prompt(messages, thinking=chat.thinking, tools=tools, variables=chat.variables)
+        return text.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
     except InvalidValue:
-        for tool in () if use is None else use.tools:  # a template cannot write what is no schema
+        for tool in tools:  # a template cannot write what is no schema
             check_schema(tool.name, tool.parameters)
         raise
 
@@ -419,8 +420,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = N
         except KeyError:
             return frozenset()
     for keyword in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(keyword)
-        for option in options if isinstance(options, list) else ():
+        for option in _as_list(schema.get(keyword)):
             found |= schema_types(option, root, seen)
     return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
 

@@ -27,12 +27,12 @@ from starlette.testclient import TestClient
 from waiting import wait_until
 
 from mlx_spec.apps.server import http
+from mlx_spec.apps.server.answers import Finished
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration, timestamp
 from mlx_spec.apps.server.request import (
     Chat,
     FillIn,
-    Finished,
     GenerationRequest,
     OutputFormat,
     RawPrompts,

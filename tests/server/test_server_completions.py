@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from endpoint import CLOSED, READ, ROUND, TEXT, TOKENS, Stub, parsed, refused, stubbed
 
+from mlx_spec.apps.server.answers import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import Offsets, logprobs_json
-from mlx_spec.apps.server.request import ChoiceEnded, PromptRead, RawPrompts, TextDelta
+from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import TokenLogprob
 

@@ -31,22 +31,20 @@ from test_session import make_pair
 from waiting import wait_until
 
 from mlx_spec.apps.server import models
-from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.generation import BatchRow
-from mlx_spec.apps.server.models import load_served
-from mlx_spec.apps.server.request import (
+from mlx_spec.apps.server.answers import (
     ChoiceEnded,
     Failed,
-    OutputFormat,
     PromptProgress,
     PromptRead,
     RoundDone,
     TextDelta,
-    Tool,
     ToolCall,
-    ToolUse,
 )
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.generation import BatchRow
+from mlx_spec.apps.server.models import load_served
+from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.grammar import Grammar, GrammarKind

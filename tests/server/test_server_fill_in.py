@@ -14,9 +14,10 @@ from served import working
 from tokenizers import Tokenizer, processors
 from vocabularies import ROOT, byte_level, sentencepiece_like
 
+from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error
 from mlx_spec.apps.server.generation import _raw_tokens
-from mlx_spec.apps.server.request import Failed, RawPrompts
+from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text

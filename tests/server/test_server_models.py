@@ -16,10 +16,10 @@ from waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server import engine_thread, models
+from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Models, load_served, memory_need
-from mlx_spec.apps.server.request import RoundDone
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
 

@@ -12,7 +12,7 @@ import pytest
 from endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
 from waiting import wait_until
 
-from mlx_spec.apps.server.request import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
+from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

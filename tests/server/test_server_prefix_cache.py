@@ -11,8 +11,8 @@ from served import DEMO, begin, body, chat, closed, text_of, working
 from test_sequence import generate
 from test_session import alone, make_pair
 
+from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.apps.server.request import RoundDone
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.engine import decode
 from mlx_spec.model.sequence import CachedSequence

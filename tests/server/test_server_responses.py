@@ -9,7 +9,7 @@ import pytest
 from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, RESPONSES, TURN, Place, Stub, said, settled
 
 from mlx_spec.apps.server import parameters
-from mlx_spec.apps.server.request import ChoiceEnded, TextDelta, ToolCall
+from mlx_spec.apps.server.answers import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.sampling import Sampling
 
 openai = pytest.importorskip("openai")

@@ -15,8 +15,8 @@ from endpoint import DEMO, READ, RESPONSES, TURN, Endpoint, Stub, error_of, fram
 from waiting import wait_until
 
 from mlx_spec.apps.server import stored_responses
+from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import internal_error
-from mlx_spec.apps.server.request import Failed
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.errors import InvalidValue
 

@@ -34,21 +34,13 @@ from endpoint import (
 from waiting import wait_until
 
 from mlx_spec.apps.server import http
+from mlx_spec.apps.server.answers import Event, PromptProgress, PromptRead, TextDelta, Timings, timings_json
 from mlx_spec.apps.server.anthropic_messages import MessageWriter
 from mlx_spec.apps.server.http import read_events
 from mlx_spec.apps.server.openai_chat import ChatWriter
 from mlx_spec.apps.server.openai_completions import TextWriter
 from mlx_spec.apps.server.openai_responses import ResponseWriter
-from mlx_spec.apps.server.request import (
-    Chat,
-    Event,
-    GenerationRequest,
-    PromptProgress,
-    PromptRead,
-    TextDelta,
-    Timings,
-    timings_json,
-)
+from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
@@ -175,7 +167,7 @@ def test_a_failure_after_the_headers_ends_the_stream():
         (CHAT, ChatWriter, "_piece", "data: "),
         (TEXT, TextWriter, "_piece", "data: "),
         (MESSAGES, MessageWriter, "_add_text", "event: error\ndata: "),
-        (RESPONSES, ResponseWriter, "_add_text", "event: response.failed\ndata: "),
+        (RESPONSES, ResponseWriter, "_ensure_item", "event: response.failed\ndata: "),
     ],
 )
 def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monkeypatch, caplog):

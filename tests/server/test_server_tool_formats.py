@@ -12,8 +12,9 @@ from call_texts import SYNTAX, WRITERS, described, parse
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_spec import demo
+from mlx_spec.apps.server.answers import TextDelta, ToolCall
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.request import Chat, TextDelta, Tool, ToolCall, ToolUse
+from mlx_spec.apps.server.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import (
     ToolCallReader,
     chat_prompt,

@@ -15,17 +15,11 @@ import uvicorn
 from starlette.testclient import TestClient
 from waiting import LIMIT
 
-from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
-from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.errors import Failure, unknown_model
-from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
-from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.request import (
+from mlx_spec.apps.server.answers import (
     ChoiceEnded,
     Event,
     Failed,
     Finished,
-    GenerationRequest,
     PromptRead,
     RoundDone,
     SourceSpan,
@@ -34,6 +28,12 @@ from mlx_spec.apps.server.request import (
     ToolCall,
     Usage,
 )
+from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure, unknown_model
+from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
+from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason, TokenLogprob

@@ -10,21 +10,11 @@ from typing import Any
 
 from waiting import wait_until
 
+from mlx_spec.apps.server.answers import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall
 from mlx_spec.apps.server.engine_thread import EngineThread, Job
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Loader, load_served
-from mlx_spec.apps.server.request import (
-    Chat,
-    ChoiceEnded,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptRead,
-    RawPrompts,
-    TextDelta,
-    ToolCall,
-)
+from mlx_spec.apps.server.request import Chat, GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
 

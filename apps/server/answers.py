@@ -1,0 +1,236 @@
+"""The events that answer a request, and their measurements as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_spec.session import Statistics
+from mlx_spec.types import TokenLogprob
+
+from .errors import Failure
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
+
+
+@dataclass(frozen=True)
+class PromptRead:
+    """The prompt has been processed. Sent once for each prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in a cache
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """A part of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    read_tokens: int  # cached ones included
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """A piece of text that one or a few tokens made, and where they came from."""
+
+    text: str
+    source: str | None  # name of the drafter, "grammar" or "prediction"; None: the target
+    position: int  # place in its draft, from 1; 0: not drafted
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More text of a choice."""
+
+    index: int
+    kind: Literal["answer", "thinking"]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that end in this text, if requested
+    spans: tuple[SourceSpan, ...] = ()  # their texts make up `text`
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete tool call."""
+
+    index: int
+    call: int  # 0, 1, ... within the choice
+    id: str
+    name: str
+    arguments: str  # JSON text of an object; may be empty
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A choice has completed a round."""
+
+    index: int
+    statistics: Statistics  # of the choice so far
+    drafters: Sequence[str]  # their names, by the index that `statistics.by_drafter` has
+
+
+@dataclass(frozen=True)
+class ChoiceEnded:
+    """A choice is complete."""
+
+    index: int
+    reason: FinishReason
+    stop: str | None = None  # the stop string that ended it
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the whole request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # including the token that completes a stop string
+    reasoning_tokens: int
+    accepted_prediction_tokens: int = 0  # of the client's prediction, in the answer
+    rejected_prediction_tokens: int = 0  # of the client's prediction, not in the answer
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Measurements of a request; those of several choices are added up."""
+
+    statistics: Statistics
+    draft_kind: str | None  # names of the drafters that drafted, joined by "+"; None if none did
+    queued_seconds: float
+    first_token_seconds: float  # since admission
+    longest_pause_seconds: float = 0.0  # between two rounds of a choice
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The request is answered. The last event."""
+
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request failed. The last event."""
+
+    failure: Failure
+
+
+Event = PromptProgress | PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
+LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
+STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
+
+
+@dataclass
+class AnswerPart:
+    """The content of some events of a choice: its whole answer, or a part of it."""
+
+    index: int
+    deltas: list[TextDelta] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    end: ChoiceEnded | None = None
+
+    def text(self, kind: Literal["answer", "thinking"] = "answer") -> str:
+        """Return the text of one kind."""
+        return "".join(delta.text for delta in self.deltas if delta.kind == kind)
+
+    def logprobs(self) -> list[TokenLogprob]:
+        """Return the logprobs of the answer, without those of thinking."""
+        return [token for delta in self.deltas if delta.kind == "answer" for token in delta.logprobs]
+
+
+def parts(events: Iterable[Event]) -> list[AnswerPart]:
+    """Return the content of events, a part for each choice that they belong to."""
+    found: dict[int, AnswerPart] = {}
+    for event in events:
+        match event:
+            case TextDelta(index=i):
+                found.setdefault(i, AnswerPart(i)).deltas.append(event)
+            case ToolCall(index=i):
+                found.setdefault(i, AnswerPart(i)).calls.append(event)
+            case ChoiceEnded(index=i):
+                found.setdefault(i, AnswerPart(i)).end = event
+    return [found[i] for i in sorted(found)]
+
+
+# --- as JSON
+
+
+def timings_json(timings: Timings) -> dict[str, Any]:
+    """Return the `timings` of a response, named as in llama.cpp's server where it has them.
+
+    `drafted_at[i]` rounds drafted more than i tokens; `accepted_at[i]` rounds accepted more than i. Rates and
+    `gain` are None if nothing was measured. `reason` says why the last round drafted or did not. `batch_n`
+    sequences shared a pass on average; `gain` compares with plain decoding in the same company.
+    """
+    return {
+        "draft_kind": timings.draft_kind,
+        **measurements(timings.statistics),
+        "queued_ms": _milliseconds(timings.queued_seconds),
+        "ttft_ms": _milliseconds(timings.first_token_seconds),
+        "longest_pause_ms": _milliseconds(timings.longest_pause_seconds),
+    }
+
+
+def measurements(statistics: Statistics) -> dict[str, Any]:
+    """Return the part of `timings` that an answer has while it goes on."""
+    processed = statistics.prompt_tokens - statistics.reused_tokens
+    return {
+        "draft_rounds": statistics.speculative_rounds,
+        "draft_n": statistics.drafted,
+        "draft_n_accepted": statistics.accepted,
+        "drafted_at": list(statistics.drafted_at),
+        "accepted_at": list(statistics.accepted_at),
+        "draft_length": statistics.draft_length,
+        "ahead_hits": statistics.ahead_hits,
+        "ahead_misses": statistics.ahead_misses,
+        "cache_n": statistics.reused_tokens,
+        "drafter_cold_n": statistics.drafter_cold,
+        "prompt_n": processed,
+        "prompt_ms": _milliseconds(statistics.prefill_seconds),
+        "prompt_per_second": _rate(processed, statistics.prefill_seconds),
+        "predicted_n": statistics.generated_tokens,
+        "predicted_ms": _milliseconds(statistics.decode_seconds),
+        "predicted_per_second": _rate(statistics.generated_tokens, statistics.decode_seconds),
+        "batch_n": round(statistics.batch_size, 3),
+        "gain": statistics.gain,
+        "speculation": "on" if statistics.reason.is_on else "off",
+        "reason": statistics.reason.value,
+    }
+
+
+def statistics_json(event: RoundDone) -> dict[str, Any]:
+    """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
+    by_drafter = {
+        event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
+        for i, positions in event.statistics.by_drafter.items()
+    }
+    return {"index": event.index, **measurements(event.statistics), "by_drafter": by_drafter}
+
+
+def logprob_json(token: TokenLogprob) -> dict[str, Any]:
+    """Return a token, its logprob and its bytes, and the same of its likeliest alternatives."""
+    return {**_token_json(token), "top_logprobs": [_token_json(other) for other in token.top]}
+
+
+def finite(logprob: float) -> float:
+    """Return a logprob that JSON can hold."""
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
+
+
+def _token_json(token: TokenLogprob) -> dict[str, Any]:
+    text = token.written.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite(token.logprob), "bytes": list(token.written)}
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None
