@@ -150,8 +150,7 @@ class DraftModel(SequenceDrafter):
 
     def _unwritten(self, history: Sequence[int]) -> mx.array:
         """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
-        missing = len(history) - self._align(history)
-        if missing > MAX_VERIFIED:
+        if (missing := len(history) - self._align(history)) > MAX_VERIFIED:
             self._prefill(history, missing - 1)
         return self._rows(history[len(self._written) :])
 
