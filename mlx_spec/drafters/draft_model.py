@@ -120,8 +120,7 @@ class DraftModel(SequenceDrafter):
             return super().draft_ahead(request)
         self.write(request.history)
         chain = [request.history[-1], *request.drafted]
-        logits = self._write_tree(self._rows(chain), range(len(request.drafted)))
-        outcomes = request.outcomes(logits)
+        outcomes = request.outcomes(self._write_tree(self._rows(chain), range(len(request.drafted))))
         found = {} if request.found.cancelled() else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]

@@ -107,8 +107,7 @@ class PEagle(ConditionedDrafter):
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         rows, tokens = self._next_rows(self._num_waiting)
         masks = mx.broadcast_to(self._network.mask_hidden, (limit - 1, rows.shape[1]))
-        both = mx.concatenate([rows, masks])
-        normed = self._run(both, [*tokens, *[self._mask_token] * (limit - 1)])
+        normed = self._run(mx.concatenate([rows, masks]), [*tokens, *[self._mask_token] * (limit - 1)])
         self._mark_written(len(tokens) - 1)  # the next draft runs the newest row again
         return draw_rows(self._parts.unembed(normed[-limit:]), history, sampler)
 

@@ -34,7 +34,6 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
-Head = Callable[[mx.array, mx.array], mx.array]
 Newest = tuple[mx.array, Callable[[], Mapping[str, KVRows]]]
 
 
@@ -374,7 +373,8 @@ class Gemma4Assistant(SequenceDrafter):
         self._network = network
         self._window = sliding_window
         self._parts = parts
-        self._logits = head_of(network, parts)
+        ids = network.get("draft_ids")  # a reduced vocabulary is scored by the target's own head
+        self._score = None if ids is None else parts.select(ids)
         self.features: Features | None = None
         self.length = 0  # of the history that the features belong to
 
@@ -383,6 +383,12 @@ class Gemma4Assistant(SequenceDrafter):
         self.features, self.length = None, len(history)
         if features.final_hidden is not None:  # None for a prompt
             self.features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
+
+    def _logits(self, hidden: mx.array, normed: mx.array) -> mx.array:
+        """Return logits [B, V] for the next hidden state [B, D] and the final norm [B, h]."""
+        if self._score is None:
+            return self._network.logits(normed)
+        return widened(self._score(hidden), self._network.draft_ids, self._network.vocab_size)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return `limit` tokens; none if the newest features are not those of `history`."""
@@ -410,17 +416,6 @@ class Gemma4Assistant(SequenceDrafter):
         for (i, _, _), builder in zip(ready, builders, strict=True):
             drafts[i] = builder.draft()
         return drafts
-
-
-def head_of(network: AssistantNetwork, parts: TargetParts) -> Head:
-    """Return the head: logits [B, V] for the next hidden state [B, D] and the final norm [B, h].
-
-    A reduced vocabulary is scored by the target's own head. Its other tokens have logits of -inf.
-    """
-    if "draft_ids" not in network:
-        return lambda hidden, normed: network.logits(normed)
-    score, ids = parts.select(network.draft_ids), network.draft_ids
-    return lambda hidden, normed: widened(score(hidden), ids, network.vocab_size)
 
 
 def _newest(request: DraftRequest) -> Newest | None:

@@ -320,8 +320,7 @@ class AdaptivePolicies:
         if self.costs is None or self.measured is None or self.key is None or self.folder is None:
             return
         table = self.costs.table()
-        changes = [abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()]
-        if max(changes) >= least_change:
+        if max(abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()) >= least_change:
             self._saved, file = table.verify, self.folder / saved_costs.file_name(self.key)
             try:
                 saved_costs.write(file, self.key, self.measured, table)
