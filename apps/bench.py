@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.device import device_name, require_backend
 
@@ -74,17 +74,10 @@ class Run:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the tokens so far."""
         return [token for round in self.done for token in round.tokens]
 
     @property
-    def tokens_per_second(self) -> float:
-        """Return the speed from the end of the prompt."""
-        return len(self.tokens) / self.seconds
-
-    @property
     def is_complete(self) -> bool:
-        """Return True if the answer has ended."""
         return bool(self.done) and self.done[-1].finish_reason is not None
 
     def decode(self, burst: int) -> None:
@@ -138,7 +131,14 @@ def in_turns(
     pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    runs = [Run(_rounds(pair, parts, prompt, count)) for parts in arms]
+    from mlx_spec.engine import decode, prefill
+
+    runs = []
+    for parts in arms:
+        parts.target.rewind(0)
+        runs.append(Run(decode(pair.prepare(parts, prompt, max_tokens=count))))
+        for _ in prefill(parts.target, parts.drafters, list(prompt)):
+            pass
     while not all(run.is_complete for run in runs):
         for i in range(len(runs)):
             run = runs[(start + i) % len(runs)]
@@ -154,29 +154,19 @@ def speeds(names: Iterable[str], answers: Sequence[Sequence[Run]]) -> list[Speed
     return [_speed(name, [(runs[0], runs[i]) for runs in long]) for i, name in enumerate(names)]
 
 
-def _rounds(pair: Pair, parts: SequenceParts, prompt: Sequence[int], count: int) -> Iterator[Round]:
-    """Read the prompt and return the rounds of its answer."""
-    from mlx_spec.engine import decode, prefill
-
-    parts.target.rewind(0)
-    rounds = decode(pair.prepare(parts, prompt, max_tokens=count))
-    for _ in prefill(parts.target, parts.drafters, list(prompt)):
-        pass
-    return rounds
-
-
 def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     """Return the speed of the second of each two runs, next to the first."""
     import numpy as np
 
-    ratios = [own.tokens_per_second / plain.tokens_per_second for plain, own in runs]
+    found = [[len(run.tokens) / run.seconds for run in both] for both in runs]  # tokens a second
+    ratios = [own / plain for plain, own in found]
     speculative = [round for _, own in runs for round in own.done if round.drafted]
     drafted = sum(round.drafted for round in speculative)
     emitted = sum(len(round.tokens) for round in speculative)
     low, high = np.quantile(ratios, (0.25, 0.75)) if ratios else (0.0, 0.0)
     return Speed(
         name,
-        statistics.median(own.tokens_per_second for _, own in runs) if runs else 0.0,
+        statistics.median(own for _, own in found) if found else 0.0,
         statistics.median(ratios) if ratios else 0.0,
         (float(low), float(high)),
         sum(round.accepted for round in speculative) / drafted if drafted else None,
@@ -204,21 +194,18 @@ def _run(options: Options) -> int:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     found = speeds(lengths, answers)
-    if options.json:
-        show(json.dumps(_as_json(pair, found, len(answers))))
-    else:
+    if not options.json:
         show(*_report(pair, found, len(answers)))
-    return 0
-
-
-def _as_json(pair: Pair, found: Sequence[Speed], answers: int) -> dict[str, Any]:
-    return {
+        return 0
+    report = {
         "device": device_name(),
         "target": pair.info.target,
         "drafter": pair.info.drafter,
-        "answers": answers,
+        "answers": len(answers),
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
+    show(json.dumps(report))
+    return 0
 
 
 def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
@@ -226,8 +213,7 @@ def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
     lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *table([HEAD, *map(_row, found)])]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]
-    other = [f"{speed.name}: {speed.other_text}" for speed in found if speed.other_text]
-    if other:
+    if other := [f"{speed.name}: {speed.other_text}" for speed in found if speed.other_text]:
         way = "`mlx-spec doctor` tells a rounding from a bug"
         lines += ["", f"answers with other tokens than plain decoding ({', '.join(other)}): {way}"]
     return lines

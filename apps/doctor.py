@@ -190,8 +190,8 @@ def _backend() -> Check:
 
 def _disk() -> Check:
     free = hub.free_bytes(cache_folder())
-    state: Literal["ok", "note"] = "ok" if free >= MIN_FREE_BYTES else "note"
-    return Check("disk", state, f"{free / 1e9:.1f} GB free where models are kept")
+    text = f"{free / 1e9:.1f} GB free where models are kept"
+    return Check("disk", "ok" if free >= MIN_FREE_BYTES else "note", text)
 
 
 def _models() -> Check:
@@ -201,9 +201,8 @@ def _models() -> Check:
         (broken if model.problem else whole).append(f"{name} ({model.origin})")
     text = ", ".join(whole) or "none"
     if broken:
-        text = f"{text}; not to be loaded: {', '.join(broken)}, see `mlx-spec models`"
-        return Check("models", "note", text)
-    return Check("models", "ok", text)
+        text += f"; not to be loaded: {', '.join(broken)}, see `mlx-spec models`"
+    return Check("models", "note" if broken else "ok", text)
 
 
 # --- the certificate
@@ -233,8 +232,7 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
         elif check.name in SHOWN:
             yield check.name, check.text
     for label, seeded in (("greedy", False), ("seeded", True)):
-        cases = [each for each in found.comparisons if each.seeded == seeded]
-        if cases:
+        if cases := [each for each in found.comparisons if each.seeded == seeded]:
             tokens, rejected = sum(c.tokens for c in cases), sum(c.drafted - c.accepted for c in cases)
             prompts = len({case.prompt for case in cases})
             text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"

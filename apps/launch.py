@@ -12,14 +12,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from typer import Argument
 
@@ -174,8 +174,7 @@ def _run(options: Options) -> int:
     if place is None and not options.print:
         raise NotFound(f"{options.agent} is not on PATH: install it with `{agent.install}`")
     with _server(options) as (address, own):
-        endpoint = _endpoint(address, options, agent)
-        variables, words = agent.settings(endpoint)
+        variables, words = agent.settings(_endpoint(address, options, agent))
         variables |= _bypass_proxy(address.connect_host)
         words += options.arguments or []
         if place is None or options.print:
@@ -202,8 +201,7 @@ def _bypass_proxy(host: str) -> dict[str, str]:
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
     """Return the server as the agent will use it. Raises NotFound and InvalidValue."""
-    models = _models(address, options.api_key)
-    if not models:
+    if not (models := _models(address, options.api_key)):
         raise NotFound(f"{address.url} lists no models: if it has a key, give it with --api-key")
     wanted = options.model or (_served_name(options.target) if options.target else next(iter(models)))
     if wanted not in models:
@@ -240,7 +238,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
         )
     address = candidates(Address(Settings.host, 0))[0]
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         process = server_process.launch((), Selection(target, options.drafter), address.port, log)
@@ -252,14 +250,9 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
             server_process.end(process)
 
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
     """Return what a server says of its models, by their names."""
-    rows = get_json(address, "/v1/models", key).get("data") or []
-    return {row["id"]: row for row in rows}
+    return {row["id"]: row for row in get_json(address, "/v1/models", key).get("data") or []}
 
 
 def _served_name(target: str) -> str:

@@ -203,8 +203,7 @@ def _list(options: ListOptions) -> int:
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
     if not options.json:
-        rows = [(m.name, m.origin, human_bytes(m.size), summary(m, models)) for m in models]
-        show(*table(rows))
+        show(*table([(m.name, m.origin, human_bytes(m.size), summary(m, models)) for m in models]))
         return 0
     entries = [
         vars(model) | {"partners": partners(model, models), "found": as_json(model.found)} for model in models
@@ -248,8 +247,7 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
     head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
     if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or not tail.needs:
         return
-    unfit = misfits(tail.needs, head)
-    if unfit:
+    if unfit := misfits(tail.needs, head):
         raise Mismatch(
             f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "
             "use the drafter made for this target"

@@ -203,8 +203,7 @@ def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
         if not 0 < size < float("inf"):
             raise InvalidValue(f"{name} is no size of a model: give one above 0, such as 17GB")
         return DecodeSizes(size, size, format)
-    here = hub.on_disk(name)
-    if here is None:
+    if (here := hub.on_disk(name)) is None:
         raise NotFound(f"{name} is not on this machine: download it, or give its size, such as 17GB")
     return decode_sizes(here, context)
 

@@ -272,8 +272,7 @@ class _Tester:
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
         cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
-        fitting = int(self._effort.seconds / cost)
-        return min(max(fitting, MIN_ANSWER_TOKENS), self._effort.tokens)
+        return min(max(int(self._effort.seconds / cost), MIN_ANSWER_TOKENS), self._effort.tokens)
 
     def cases(self, count: int) -> Iterator[tuple[Question, Sampling]]:
         """Yield the most telling cases first: the time may not be enough for all."""

@@ -75,8 +75,7 @@ def _piped_text(terminal: Terminal) -> str | None:
         while True:
             # In steps: a Ctrl-C just before a read that blocks would be noticed at its end only.
             if _has_input(STDIN_POLL_S):
-                piece = os.read(sys.stdin.fileno(), STDIN_BYTES)
-                if not piece:
+                if not (piece := os.read(sys.stdin.fileno(), STDIN_BYTES)):
                     return content.decode("utf-8-sig")
                 content += piece
     except UnicodeDecodeError as error:

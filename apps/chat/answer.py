@@ -252,8 +252,7 @@ class Trace:
             }
             for span in piece.spans
         ]
-        round = piece.round
-        if round is None:
+        if (round := piece.round) is None:
             return
         self._round += 1
         line = {

@@ -11,7 +11,6 @@ from typer import Argument
 
 from ..command import AHEAD, MODEL, BadOptions, Version, expanded, flag, option
 
-MAX_TOKENS = 2048
 OUTPUT, MODELS, SAMPLING = "Output", "Models", "Sampling (at temperature 0 the others have no effect)"
 _output, _model, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, MODELS, SAMPLING))
 
@@ -26,9 +25,7 @@ class Options:
         option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
     ] = None
     system: Annotated[str | None, option(value="TEXT", help="system prompt")] = None
-    max_tokens: Annotated[int, option(value="N", help="longest answer, thinking included", min=1)] = (
-        MAX_TOKENS
-    )
+    max_tokens: Annotated[int, option(value="N", help="longest answer, thinking included", min=1)] = 2048
     think: Annotated[bool, flag("--think", "let the model think first, if it is made for that")] = False
     version: Version = False
 

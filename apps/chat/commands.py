@@ -178,8 +178,7 @@ class Commands:
 
     def _retry(self, _: str) -> None:
         session = self._conversation.session
-        turn = session.undo()
-        if not turn:
+        if not (turn := session.undo()):
             raise InvalidValue("there is no message to answer again: ask something first")
         outcome: Outcome | None = None
         try:

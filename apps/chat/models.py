@@ -154,17 +154,15 @@ def fit(size: int) -> str:
 def used_last() -> PairChoice | None:
     """Return the pair that this program used last, or the cached one that was; None without any."""
     target, drafter = read_pair(_last_used_file()) or (None, None)
-    if target is not None and _is_complete(target, drafter):
+    if target is not None and all(_is_local(name) for name in (target, drafter or made_for(target)) if name):
         return PairChoice(target, drafter)
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
         found = model.found
         if isinstance(found, ConvertedPair) and found.drafter is not None:
             return PairChoice(model.name)
-        if isinstance(found, CheckpointInfo) and not model.is_drafter:
-            here = partners(model, models)
-            if here:
-                return PairChoice(model.name, None if made_for(model.name) in here else here[0])
+        if isinstance(found, CheckpointInfo) and not model.is_drafter and (here := partners(model, models)):
+            return PairChoice(model.name, None if made_for(model.name) in here else here[0])
     return None
 
 
@@ -186,11 +184,6 @@ def _last_used_file() -> Path:
 def _absolute(name: str) -> str:
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.exists() else name
-
-
-def _is_complete(target: str, drafter: str | None) -> bool:
-    drafter = drafter or made_for(target)
-    return _is_local(target) and (drafter is None or _is_local(drafter))
 
 
 def _is_local(name: str) -> bool:

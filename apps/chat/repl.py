@@ -49,10 +49,10 @@ def run(
         if prompt is None:
             remembered = ", the pair used last" if (options.target or options.model) is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
-        pair = open_pair(choice, think=settings.think, ranks=ranks)
-        conversation = Conversation(pair, choice, settings, options.system)
-        chat = ChatState(
-            conversation,
+        chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
+            Conversation(
+                open_pair(choice, think=settings.think, ranks=ranks), choice, settings, options.system
+            ),
             terminal,
             interrupts,
             trace,

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
-from .arguments import MAX_TOKENS, Options
+from .arguments import Options
 
 DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
 
@@ -19,7 +19,7 @@ DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
 class AnswerSettings(Sampling):
     """The settings of all answers to come. The grammar is not among them."""
 
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int = Options.max_tokens
     think: bool = False
 
     def __post_init__(self) -> None:

@@ -105,7 +105,8 @@ class Terminal:
         # Not by input(): it would put the prompt into the answers where stdout is a pipe.
         stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
         print(prompt, end="", file=stream, flush=True)
-        _wait_for_line()
+        while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
+            pass  # Python handles signals between two short waits, not within input()
         try:
             return checked(input(), "this line")
         except UnicodeDecodeError as error:
@@ -162,12 +163,11 @@ def origin_style(span: Span, drafters: Sequence[str]) -> str:
 
 def legend() -> list[tuple[str, str]]:
     """Return texts with their SGR styles that explain the colours of `origin_style`."""
-    positions = [(f" {position}", style) for position, style in enumerate(DRAFTED, 1)]
     return [
         ("target ", ""),
         (f"{BORDER} ", DIM),
         ("drafted at position", DRAFTED[0]),
-        *positions,
+        *((f" {position}", style) for position, style in enumerate(DRAFTED, 1)),
         ("+", DRAFTED[-1]),
         (f" {BORDER} ", DIM),
         ("copied by lookup", COPIED),
@@ -274,9 +274,3 @@ def _size(stream: TextIO | None) -> os.terminal_size | None:
         return os.get_terminal_size(stream.fileno()) if stream is not None else None
     except (OSError, ValueError):
         return None
-
-
-def _wait_for_line() -> None:
-    """Wait until stdin has a line. Python handles signals between two short waits, not within input()."""
-    while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
-        pass

@@ -29,9 +29,6 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
 
 
-# --- options
-
-
 def parse(arguments: Sequence[str] | None) -> MenuPlan:
     """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
     return command.parse(
@@ -69,9 +66,6 @@ def options(
         installs=install_login_item,
         removes=remove_login_item,
     )
-
-
-# --- the program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -120,8 +120,7 @@ class App:
 
     def _update(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        shown = menu(self._state)
-        if shown != self._shown:
+        if (shown := menu(self._state)) != self._shown:
             self._shown = shown
             self._view.show(shown)
 

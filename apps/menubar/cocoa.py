@@ -29,7 +29,6 @@ class Clicks(AppKit.NSObject):
     """Receives clicks; the tag of an item is its index in the menu."""
 
     def chosen_(self, sender: Any) -> None:
-        """Handle a click."""
         self.view.clicked(sender.tag())
 
 
@@ -69,11 +68,9 @@ class CocoaView:
         self._app.run()
 
     def show(self, menu: Menu) -> None:
-        """Replace the entries."""
         AppHelper.callAfter(self._draw, menu)
 
     def copy(self, text: str) -> None:
-        """Put a text on the clipboard."""
         AppHelper.callAfter(_copy, text)
 
     def close(self) -> None:
@@ -81,7 +78,6 @@ class CocoaView:
         AppHelper.callAfter(self._stop)
 
     def clicked(self, tag: int) -> None:
-        """Hand on the click of the item with this tag."""
         click = self._item_clicks[tag]
         if click is not None and self._on_click is not None:
             self._on_click(click)

@@ -72,8 +72,7 @@ def install_agent(file: Path, passed: Sequence[str], log: Path, launchctl: str =
     """Start the menu now and at every login. Raises InvalidValue if launchd refuses."""
     write_agent(file, passed, log)
     _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")  # an earlier one; it need not exist
-    problem = _launchctl(launchctl, "bootstrap", DOMAIN, str(file))
-    if problem is not None:
+    if (problem := _launchctl(launchctl, "bootstrap", DOMAIN, str(file))) is not None:
         raise InvalidValue(f"launchctl does not take {file} ({problem}); the menu starts at the next login")
 
 

@@ -15,9 +15,6 @@ MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
 
 
-# --- a menu
-
-
 class Action(enum.Enum):
     """The kinds of clicks."""
 
@@ -57,9 +54,6 @@ class Menu:
 
     label: str
     entries: tuple[Item | Menu | None, ...]  # None for a line between groups
-
-
-# --- what is known
 
 
 class Phase(enum.Enum):
@@ -121,9 +115,6 @@ class State:
     note: str | None = None  # about the menu itself
 
 
-# --- from one to the other
-
-
 def menu(state: State) -> Menu:
     """Return the menu of a state."""
     speed = state.figures.tokens_per_second
@@ -180,9 +171,8 @@ def environment_example(url: str, *, key: bool) -> str:
 
 def _server(state: State) -> tuple[Item, ...]:
     alive = state.phase in ALIVE and state.own
-    idle = state.phase in (Phase.STOPPED, Phase.CRASHED, Phase.FAILED)
     return (
-        _item("Start", Action.START, allowed=idle),
+        _item("Start", Action.START, allowed=state.phase in (Phase.STOPPED, Phase.CRASHED, Phase.FAILED)),
         _item("Stop", Action.STOP, allowed=alive or state.phase is Phase.CRASHED),
         _item("Restart", Action.RESTART, allowed=alive),
     )

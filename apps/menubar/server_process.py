@@ -139,8 +139,7 @@ class ServerProcess:
         if wanted.port != 0 and health(wanted) is not None:
             self._watch(wanted, own=False)
             return
-        address = next(filter(is_free, candidates(wanted)), None)
-        if address is None:
+        if (address := next(filter(is_free, candidates(wanted)), None)) is None:
             problem = f"ports {wanted.port} and those after it are taken: choose another --port"
             self._show(Phase.FAILED, problem=problem)
         else:

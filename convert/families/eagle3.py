@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import Conventions
-from mlx_spec.drafters.eagle3 import Eagle3Network, PEagleNetwork
+from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
 
@@ -42,19 +42,13 @@ def _convert_peagle(tensors: Tensors, config: Config, target: Config) -> Convert
             f"({', '.join(MASK_KEYS)}; found {mask!r}): take a complete checkpoint"
         )
     flat = {name: t.reshape(-1) if name.endswith("mask_hidden") else t for name, t in tensors.items()}
-    return _convert("peagle", PEAGLE_TITLE, PEagleNetwork, flat, config, target, mask_token_id=int(mask))
+    return _convert("peagle", PEAGLE_TITLE, flat, config, target, mask_token_id=int(mask))
 
 
 def _convert(
-    name: str,
-    title: str,
-    network: type[Eagle3Network],
-    tensors: Tensors,
-    config: Config,
-    target: Config,
-    **fields: Any,
+    name: str, title: str, tensors: Tensors, config: Config, target: Config, **fields: Any
 ) -> Converted:
-    """Convert a drafter that `network` runs. Raises BadCheckpoint and Mismatch."""
+    """Convert a drafter. Raises BadCheckpoint and Mismatch."""
     layer = common.layer_config(config)
     capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
     sizes = common.check_captured(title, config, capture, target)
@@ -67,7 +61,7 @@ def _convert(
     conventions = Conventions(hidden="layers", capture=capture, chain=chain)
     switches = {key: bool(config.get(key)) for key in SWITCHES}
     written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
-    return common.finish_layers(source, network, written, target, (note, *notes))
+    return common.finish_layers(source, Eagle3Network, written, target, (note, *notes))
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
@@ -88,5 +82,5 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
 
 
-EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE, Eagle3Network), catalog.EAGLE3)
+EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE), catalog.EAGLE3)
 PEAGLE = Family("peagle", _convert_peagle, catalog.PEAGLE)

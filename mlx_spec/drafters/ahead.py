@@ -151,8 +151,7 @@ class Ahead(DrafterWrapper):
             return self.inner.draft(history, limit, sampler)
         self._accepted += len(outcome) - 1
         self._judged += min(len(outcome), len(request.drafted))
-        draft = found.get(outcome)
-        if draft is None:
+        if (draft := found.get(outcome)) is None:
             return replace(self.inner.draft(history, limit, sampler), ahead=False)
         probs = None if draft.probs is None else draft.probs[:limit]
         return Draft(draft.tokens[:limit], probs, ahead=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,21 +154,14 @@ def own_parts(network: nn.Module, parts: TargetParts, vocab_size: int) -> Target
 
     Tokens outside a reduced vocabulary have logits of -inf. Their probability is 0, so sampling stays exact.
     """
-    embed = network.get("embed_tokens", parts.embed)
-    unembed = network.get("lm_head", parts.unembed)
-    if "draft_ids" in network:
-        unembed = widened(unembed, network["draft_ids"], vocab_size)
-    return TargetParts(embed, unembed, parts.select)
+    embed, unembed = network.get("embed_tokens", parts.embed), network.get("lm_head", parts.unembed)
+    if "draft_ids" not in network:
+        return TargetParts(embed, unembed, parts.select)
+    ids = network.draft_ids
+    return TargetParts(embed, lambda normed: widened(unembed(normed), ids, vocab_size), parts.select)
 
 
-def widened(
-    unembed: Callable[[mx.array], mx.array], ids: mx.array, vocab_size: int
-) -> Callable[[mx.array], mx.array]:
-    """Return a head over all tokens from one over the tokens `ids` [W]. The others have logits of -inf."""
-
-    def to_full_vocabulary(normed: mx.array) -> mx.array:
-        logits = unembed(normed)  # [T, W]
-        empty = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
-        return mx.put_along_axis(empty, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
-
-    return to_full_vocabulary
+def widened(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
+    """Return logits [T, V] of all tokens from those [T, W] of the tokens `ids`. The others have -inf."""
+    empty = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
+    return mx.put_along_axis(empty, mx.broadcast_to(ids, logits.shape), logits, axis=-1)

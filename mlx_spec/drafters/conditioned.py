@@ -29,31 +29,23 @@ class Rows:
     def __init__(self) -> None:
         self.offset = 0  # position of the next row; mlx-lm's attention reads it by this name
         self.size = 0
-        self._keys: mx.array | None = None  # [1, H, capacity, Dk]
-        self._values: mx.array | None = None  # [1, H, capacity, Dv]
+        self.buffers: list[mx.array] = []  # keys and values [1, H, capacity, D]; none before any row
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [1, H, T, D] and return all rows [1, H, S, D]."""
         start, end = self.size, self.size + keys.shape[2]
-        self._keys = _write_rows(self._keys, keys, start, end)
-        self._values = _write_rows(self._values, values, start, end)
+        pairs = zip(self.buffers or (None, None), (keys, values), strict=True)
+        self.buffers = [_write_rows(buffer, rows, start, end) for buffer, rows in pairs]
         self.size, self.offset = end, self.offset + keys.shape[2]
-        return self._keys[..., :end, :], self._values[..., :end, :]
+        return self.buffers[0][..., :end, :], self.buffers[1][..., :end, :]
 
     def mask(self, T: int, *, array: bool = False) -> mx.array | str | None:
         """Return the causal mask of the next T rows."""
-        mask: mx.array | str | None = create_attention_mask(
-            T, self.size, return_array=array, window_size=None
-        )
-        return mask
+        return create_attention_mask(T, self.size, return_array=array, window_size=None)
 
     def cut(self, size: int, position: int) -> None:
         """Keep the first `size` rows; the next one is at `position`."""
         self.size, self.offset = min(self.size, size), position
-
-    def arrays(self) -> list[mx.array]:
-        """Return the buffers."""
-        return [a for a in (self._keys, self._values) if a is not None]
 
 
 class ConditionedDrafter(SequenceDrafter):
@@ -86,9 +78,8 @@ class ConditionedDrafter(SequenceDrafter):
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens; none if the newest row is not that of `history`."""
-        if limit < 1 or not self._follows(history):
-            return no_draft()
-        return self.draft_next(history, limit, sampler)
+        follows = self._positions[-1:] == [len(history) - 2] and self._tokens[-1] == history[-1]
+        return self.draft_next(history, limit, sampler) if follows and limit > 0 else no_draft()
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Queue the rows of `features`, which end before the last token of `history`."""
@@ -105,17 +96,17 @@ class ConditionedDrafter(SequenceDrafter):
         self._waiting.append(rows)
         if self._num_waiting > MAX_WAITING:
             self._write(self._num_waiting - 1)
-            mx.async_eval([cache.arrays() for cache in self._caches])
+            mx.async_eval([cache.buffers for cache in self._caches])
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for cache in self._caches for array in cache.arrays())
+        return sum(array.nbytes for cache in self._caches for array in cache.buffers)
 
     def state(self) -> CacheState:
         """Return all rows, those that wait as the features that they are."""
         written = len(self._positions) - self._num_waiting
         parts = {
-            str(i): CacheState({str(j): a[..., :written, :] for j, a in enumerate(cache.arrays())})
+            str(i): CacheState({str(j): a[..., :written, :] for j, a in enumerate(cache.buffers)})
             for i, cache in enumerate(self._caches)
         }
         waiting = CacheState({"rows": mx.concatenate(self._waiting)} if self._waiting else {})
@@ -124,8 +115,7 @@ class ConditionedDrafter(SequenceDrafter):
 
     def restore(self, state: CacheState) -> None:
         for i, cache in enumerate(self._caches):
-            rows = state.part(str(i)).arrays
-            if rows:
+            if rows := state.part(str(i)).arrays:
                 cache.update_and_fetch(rows["0"], rows["1"])
         places = state.part("all").numbers
         self._positions, self._tokens = list(places["positions"]), list(places["tokens"])
@@ -138,10 +128,6 @@ class ConditionedDrafter(SequenceDrafter):
     @property
     def _num_waiting(self) -> int:
         return sum(rows.shape[0] for rows in self._waiting)
-
-    def _follows(self, history: Sequence[int]) -> bool:
-        """Return True if the newest row is that of the position before the last token of `history`."""
-        return self._positions[-1:] == [len(history) - 2] and self._tokens[-1] == history[-1]
 
     def _write(self, count: int) -> None:
         """Write the first `count` of the waiting rows to the caches."""
@@ -173,14 +159,10 @@ class ConditionedDrafter(SequenceDrafter):
         adjacent = keep > 0 and self._positions[keep - 1] == position - 1
         if adjacent and self.reads_next_token and self._tokens[keep - 1] != token:
             keep -= 1
-        dropped = len(self._positions) - keep
-        if dropped:
+        if dropped := len(self._positions) - keep:
             left = self._num_waiting - dropped
             self._waiting = [mx.concatenate(self._waiting)[:left]] if left > 0 else []
             del self._positions[keep:], self._tokens[keep:]
-
-
-# --- drafts of several steps
 
 
 class ChainDrafter(ConditionedDrafter):
@@ -236,11 +218,9 @@ def network_source(
 
     `network` may bring an embedding and an LM head.
     """
-
-    def make(parts: TargetParts) -> SequenceDrafter:
-        return kind(network, own_parts(network, parts, vocab_size), needs, *own)
-
-    return DrafterSource(name, needs, make, network)
+    return DrafterSource(
+        name, needs, lambda parts: kind(network, own_parts(network, parts, vocab_size), needs, *own), network
+    )
 
 
 def _write_rows(buffer: mx.array | None, rows: mx.array, start: int, end: int) -> mx.array:

@@ -12,7 +12,6 @@ the block has queries; its rows see the whole context and each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,6 @@ def _windows(layer: Mapping[str, Any]) -> list[int | None]:
     ]
 
 
-# --- the network
-
-
 class DFlashNetwork(nn.Module):
     """Layers over a context that grows, and one block at a time. Names are those the converter writes."""
 
@@ -84,8 +80,7 @@ class DFlashNetwork(nn.Module):
         x = embedded.astype(self.norm.weight.dtype)[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache)
-        normed: mx.array = self.norm(x)[0]
-        return normed
+        return self.norm(x)[0]
 
 
 class _Attention(DrafterAttention):
@@ -101,26 +96,17 @@ class _Attention(DrafterAttention):
         return self.attend(self.queries(x, position), keys[..., low:, :], values[..., low:, :])
 
 
-# --- the drafter
-
-
-@dataclass(frozen=True)
-class Block:
-    """The block that a checkpoint was trained on."""
-
-    size: int  # B slots
-    mask_token: int
-    shift: int  # 0: slot j predicts token j of the block; 1: the token after it
-
-
 class DFlash(ConditionedDrafter):
     """Drafts one sequence. Its caches hold the context and, during a draft, the block."""
 
     reads_next_token = False
 
-    def __init__(self, network: DFlashNetwork, parts: TargetParts, needs: FeatureSpec, block: Block) -> None:
+    def __init__(
+        self, network: DFlashNetwork, parts: TargetParts, needs: FeatureSpec, masks: list[int], shift: int
+    ) -> None:
         super().__init__(network, parts, needs)
-        self._block = block
+        self._masks = masks  # of the block that the checkpoint was trained on, after the pending token
+        self._shift = shift  # 0: slot j predicts token j of the block; 1: the token after it
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         """Append context rows [T, F] to the caches."""
@@ -130,10 +116,8 @@ class DFlash(ConditionedDrafter):
         """Return tokens up to the end of the block."""
         self._write(self._num_waiting)
         self._cut()
-        block = [history[-1], *[self._block.mask_token] * (self._block.size - 1)]
-        embedded = self._parts.embed(mx.array(block, dtype=mx.int32))
-        slots = self._network(embedded, self._caches)
-        drafted = slots[1 - self._block.shift :][:limit]
+        embedded = self._parts.embed(mx.array([history[-1], *self._masks], dtype=mx.int32))
+        drafted = self._network(embedded, self._caches)[1 - self._shift :][:limit]
         return draw_rows(self._parts.unembed(drafted), history, sampler)
 
 
@@ -141,10 +125,9 @@ def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     network, sizes = load_layers(DFlashNetwork, path, config, target_config)
     _check_switches(config, target_config)
-    mask, size = mask_token(config, sizes.vocab_size), required(config, "block_size", int, CONFIG)
-    block = Block(size, mask, sizes.conventions.shift)
-    needs = FeatureSpec(sizes.conventions.capture)
-    return network_source("dflash", network, needs, sizes.vocab_size, DFlash, block)
+    masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", int, CONFIG) - 1)
+    needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
+    return network_source("dflash", network, needs, sizes.vocab_size, DFlash, masks, shift)
 
 
 def _check_switches(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:

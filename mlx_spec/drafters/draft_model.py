@@ -120,8 +120,7 @@ class DraftModel(SequenceDrafter):
             return super().draft_ahead(request)
         self.write(request.history)
         chain = [request.history[-1], *request.drafted]
-        logits = self._write_tree(self._rows(chain), range(len(request.drafted)))
-        outcomes = request.outcomes(logits)
+        outcomes = request.outcomes(self._write_tree(self._rows(chain), range(len(request.drafted))))
         found = {} if request.found.cancelled() else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]
@@ -150,8 +149,7 @@ class DraftModel(SequenceDrafter):
 
     def _unwritten(self, history: Sequence[int]) -> mx.array:
         """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
-        missing = len(history) - self._align(history)
-        if missing > MAX_VERIFIED:
+        if (missing := len(history) - self._align(history)) > MAX_VERIFIED:
             self._prefill(history, missing - 1)
         return self._rows(history[len(self._written) :])
 

@@ -22,8 +22,6 @@ from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import DrafterAttention, DrafterLayer, LayerConfig, add_tables, load_layers
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
-# --- the network
-
 
 class Eagle3Network(nn.Module):
     """Fused features, or its own hidden state, and an embedding to the next hidden state."""
@@ -39,12 +37,12 @@ class Eagle3Network(nn.Module):
             self.input_norm = nn.RMSNorm(count * theirs, eps=eps)
         if required(written, "fc_norm", bool, CONFIG):
             self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(count)]
-        self.layers: list[nn.Module] = [
-            _FirstLayer(config, _Attention(config, 2 * width, "layers.0.self_attn"))
-        ]
-        for _ in range(1, depth):
-            self.layers.append(DrafterLayer(config, _Attention(config, width, "layers.1.self_attn")))
+        first = _FirstLayer(config, _Attention(config, 2 * width, "layers.0.self_attn"))
+        others = (_Attention(config, width, "layers.1.self_attn") for _ in range(1, depth))
+        self.layers = [first, *(DrafterLayer(config, attention) for attention in others)]
         self.norm = nn.RMSNorm(width, eps=eps)
+        if "mask_token_id" in written:  # P-EAGLE: the feature of rows whose token is not known
+            self.mask_hidden = mx.zeros(count * theirs)
         add_tables(self, config.tensors, width, config.vocab_size, config.draft_vocab_size)
 
     def fuse(self, features: mx.array) -> mx.array:
@@ -55,8 +53,7 @@ class Eagle3Network(nn.Module):
         if "fc_norm" in self:
             parts = mx.split(features, len(self.fc_norm), axis=-1)
             features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1)
-        fused: mx.array = self.fc(features)
-        return fused
+        return self.fc(features)
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
@@ -95,22 +92,11 @@ class _Attention(DrafterAttention):
         return self.attend(self.queries(x, position), *self.append(x, cache, position), mask)
 
 
-class PEagleNetwork(Eagle3Network):
-    """The layers of EAGLE-3, and the feature of rows whose token is not known."""
-
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__(config)
-        self.mask_hidden = mx.zeros(self.fc.weight.shape[1:])
-
-
-# --- the drafter
-
-
 class PEagle(ConditionedDrafter):
     """Drafts one sequence in one pass a draft. Its caches never keep rows of masks."""
 
     def __init__(
-        self, network: PEagleNetwork, parts: TargetParts, needs: FeatureSpec, mask_token: int
+        self, network: Eagle3Network, parts: TargetParts, needs: FeatureSpec, mask_token: int
     ) -> None:
         super().__init__(network, parts, needs)
         self._mask_token = mask_token
@@ -121,15 +107,13 @@ class PEagle(ConditionedDrafter):
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         rows, tokens = self._next_rows(self._num_waiting)
         masks = mx.broadcast_to(self._network.mask_hidden, (limit - 1, rows.shape[1]))
-        both = mx.concatenate([rows, masks])
-        normed = self._run(both, [*tokens, *[self._mask_token] * (limit - 1)])
+        normed = self._run(mx.concatenate([rows, masks]), [*tokens, *[self._mask_token] * (limit - 1)])
         self._mark_written(len(tokens) - 1)  # the next draft runs the newest row again
         return draw_rows(self._parts.unembed(normed[-limit:]), history, sampler)
 
     def _run(self, rows: mx.array, tokens: list[int]) -> mx.array:
         embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
-        normed: mx.array = self._network(embedded, self._network.fuse(rows), self._caches)[1]
-        return normed
+        return self._network(embedded, self._network.fuse(rows), self._caches)[1]
 
 
 def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
@@ -141,6 +125,6 @@ def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[st
 
 def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(PEagleNetwork, path, config, target_config)
+    network, sizes = load_layers(Eagle3Network, path, config, target_config)
     needs, mask = FeatureSpec(sizes.conventions.capture), mask_token(config, sizes.vocab_size)
     return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask)

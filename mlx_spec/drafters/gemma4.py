@@ -34,7 +34,6 @@ ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
-Head = Callable[[mx.array, mx.array], mx.array]
 Newest = tuple[mx.array, Callable[[], Mapping[str, KVRows]]]
 
 
@@ -142,8 +141,7 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
     _check("vocabulary size", config.vocab_size, target.get("vocab_size"))
     shapes = _owned_shapes(target)
     for kind, expected in zip(config.layer_types, config.heads, strict=True):
-        found = shapes.get(kind)
-        if found is None:
+        if (found := shapes.get(kind)) is None:
             raise Mismatch(
                 f"the drafter reads {kind} K/V, the target has {sorted(shapes) or 'none'}: {ADVICE}"
             )
@@ -202,8 +200,7 @@ class AssistantNetwork(nn.Module):
         *inner, last = [shared[layer.attention_type] for layer in self.model.layers]
         for rows, stage in zip(inner, between, strict=True):
             x, queries = stage(x, _attend(queries, rows), position)
-        hidden, normed = leave(x, _attend(queries, last))
-        return hidden, normed
+        return leave(x, _attend(queries, last))
 
     @cached_property
     def _stages(self) -> list[Stage]:
@@ -236,11 +233,9 @@ class AssistantNetwork(nn.Module):
         """Return logits [B, V] for the final norm [B, h]. A centroid head leaves most tokens at -inf."""
         table = self.model.embed_tokens
         if "masked_embedding" not in self:
-            logits: mx.array = table.as_linear(normed)
-            return logits
+            return table.as_linear(normed)
         candidates, scores = self.masked_embedding(normed, table)
-        empty = mx.full((normed.shape[0], table.weight.shape[0]), -mx.inf, dtype=scores.dtype)
-        return mx.put_along_axis(empty, candidates, scores, axis=-1)
+        return widened(scores, candidates, table.weight.shape[0])
 
     def places(self, ids: mx.array) -> mx.array:
         """Return the rows of the embedding table that belong to token ids."""
@@ -291,8 +286,7 @@ class _Layer(nn.Module):
         """Return the residual stream [B, h] after this layer; `attended`: [B, H, 1, Dv]."""
         x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
         forwarded = self.mlp(self.pre_feedforward_layernorm(x))
-        scaled: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
-        return scaled
+        return (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
 
 
 class _Attention(nn.Module):
@@ -311,21 +305,16 @@ class _Attention(nn.Module):
 
     def queries(self, x: mx.array, position: mx.array) -> mx.array:
         queries = self.q_norm(self.q_proj(x).reshape(-1, self._num_heads, 1, self._head_dim))
-        rotated: mx.array = self._rope(queries, offset=position)
-        return rotated
+        return self._rope(queries, offset=position)
 
     def project(self, attended: mx.array, dtype: mx.Dtype) -> mx.array:
-        projected: mx.array = self.o_proj(attended.reshape(attended.shape[0], -1).astype(dtype))
-        return projected
+        return self.o_proj(attended.reshape(attended.shape[0], -1).astype(dtype))
 
 
 def _attend(queries: mx.array, rows: KVRows) -> mx.array:
     """Attend with one query [B, H, 1, Dk] to all rows; [B, H, 1, Dv]."""
     queries = queries.astype(rows.keys.dtype)
-    attended: mx.array = mx.fast.scaled_dot_product_attention(
-        queries, rows.keys, rows.values, scale=1.0, mask=rows.mask
-    )
-    return attended
+    return mx.fast.scaled_dot_product_attention(queries, rows.keys, rows.values, scale=1.0, mask=rows.mask)
 
 
 class Centroids(nn.Module):
@@ -384,7 +373,8 @@ class Gemma4Assistant(SequenceDrafter):
         self._network = network
         self._window = sliding_window
         self._parts = parts
-        self._logits = head_of(network, parts)
+        ids = network.get("draft_ids")  # a reduced vocabulary is scored by the target's own head
+        self._score = None if ids is None else parts.select(ids)
         self.features: Features | None = None
         self.length = 0  # of the history that the features belong to
 
@@ -393,6 +383,12 @@ class Gemma4Assistant(SequenceDrafter):
         self.features, self.length = None, len(history)
         if features.final_hidden is not None:  # None for a prompt
             self.features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)
+
+    def _logits(self, hidden: mx.array, normed: mx.array) -> mx.array:
+        """Return logits [B, V] for the next hidden state [B, D] and the final norm [B, h]."""
+        if self._score is None:
+            return self._network.logits(normed)
+        return widened(self._score(hidden), self._network.draft_ids, self._network.vocab_size)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return `limit` tokens; none if the newest features are not those of `history`."""
@@ -420,17 +416,6 @@ class Gemma4Assistant(SequenceDrafter):
         for (i, _, _), builder in zip(ready, builders, strict=True):
             drafts[i] = builder.draft()
         return drafts
-
-
-def head_of(network: AssistantNetwork, parts: TargetParts) -> Head:
-    """Return the head: logits [B, V] for the next hidden state [B, D] and the final norm [B, h].
-
-    A reduced vocabulary is scored by the target's own head. Its other tokens have logits of -inf.
-    """
-    if "draft_ids" not in network:
-        return lambda hidden, normed: network.logits(normed)
-    score = widened(parts.select(network.draft_ids), network.draft_ids, network.vocab_size)
-    return lambda hidden, normed: score(hidden)
 
 
 def _newest(request: DraftRequest) -> Newest | None:

@@ -96,12 +96,9 @@ def _rope(
     dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0))
     base = float(both.get("rope_theta") or 10000.0)
     try:
-        rope: nn.Module = initialize_rope(
-            dims, base, False, dict(scaling) if scaling else None, max_positions
-        )
+        return initialize_rope(dims, base, False, dict(scaling) if scaling else None, max_positions)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise BadCheckpoint(f"rotary parameters {scaling} cannot be used: {one_line(error)}") from error
-    return rope
 
 
 def load_layers(
@@ -162,8 +159,7 @@ class DrafterLayer(nn.Module):
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
         """Return the output [1, T, D] for the result of attention."""
         x = residual + attended
-        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DrafterAttention(nn.Module):
@@ -189,8 +185,7 @@ class DrafterAttention(nn.Module):
     def queries(self, x: mx.array, position: int) -> mx.array:
         """Return the queries [1, H, T, Dk] of rows [1, T, D] from `position` on."""
         queries = self._split(self.q_proj(x), self._heads)
-        rotated: mx.array = self._rope(self.q_norm(queries) if "q_norm" in self else queries, offset=position)
-        return rotated
+        return self._rope(self.q_norm(queries) if "q_norm" in self else queries, offset=position)
 
     def append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
         """Append K and V of rows [1, T, D] from `position` on. Return all rows of the cache."""
@@ -203,8 +198,7 @@ class DrafterAttention(nn.Module):
     ) -> mx.array:
         """Return the projected result [1, T, D] of attention."""
         attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=mask)
-        projected: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, queries.shape[2], -1))
-        return projected
+        return self.o_proj(attended.swapaxes(1, 2).reshape(1, queries.shape[2], -1))
 
     def _split(self, x: mx.array, heads: int) -> mx.array:
         """Reshape [1, T, H * Dk] to [1, H, T, Dk]."""

@@ -68,8 +68,7 @@ class _Head(nn.Module):
     def __call__(self, hidden: mx.array) -> mx.array:
         for layer in self.layers:
             hidden = hidden + nn.silu(layer(hidden))
-        logits: mx.array = self.lm_head(hidden)
-        return logits
+        return self.lm_head(hidden)
 
 
 class GuessRates:
@@ -88,8 +87,7 @@ class GuessRates:
         """Learn from a draft and the tokens that were emitted in its place."""
         row = 0
         for depth, token in enumerate(tokens):
-            guesses = [j for j, parent in enumerate(tree.parents) if parent == row]
-            if not guesses:
+            if not (guesses := [j for j, parent in enumerate(tree.parents) if parent == row]):
                 break
             found = next((r for r, j in enumerate(guesses) if drafted[j] == token), None)
             for rank in range(len(guesses) if found is None else found + 1):

@@ -13,15 +13,7 @@ import mlx.core as mx
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper, SequenceDrafter
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.text import common_prefix
-from mlx_spec.types import (
-    Draft,
-    Drafter,
-    Features,
-    FeatureSpec,
-    RequestDrafter,
-    Sampler,
-    no_draft,
-)
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, RequestDrafter, Sampler, no_draft
 
 MIN_MATCH = 2  # tokens that must match before anything is copied
 MAX_MATCH = 32  # tokens of a match that are compared
@@ -76,8 +68,7 @@ class Lookup(SequenceDrafter):
     def _index(self, history: Sequence[int]) -> None:
         """Enter all places up to the last token: a continuation can be copied from them."""
         start = len(self._before) - len(self._tail)
-        kept = common_prefix(self._tail, history[start : len(self._before)])
-        if kept < len(self._tail):
+        if (kept := common_prefix(self._tail, history[start : len(self._before)])) < len(self._tail):
             self._take_back(start, kept)
         new = len(self._before) if self._tail else 0
         for place in range(len(self._before), len(history)):
@@ -259,8 +250,6 @@ def for_request(
         extras.append(RequestDrafter("grammar", forced, forced.available, forced.prior))
     if prediction:
         predicted = Prediction(prediction, prompt)
-        checked: Drafter = predicted
-        if matcher is not None:
-            checked = GrammarFilter(predicted, matcher, len(prompt))
+        checked = predicted if matcher is None else GrammarFilter(predicted, matcher, len(prompt))
         extras.append(RequestDrafter("prediction", checked, predicted.available, predicted.prior))
     return tuple(drafters), tuple(extras)

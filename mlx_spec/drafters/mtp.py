@@ -103,8 +103,7 @@ class MTPNetwork(nn.Module):
         dtype = self.norm.weight.dtype
         inputs = [self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))]
         x = self.fc(mx.concatenate(inputs, axis=-1))[None]
-        mask = caches[0].mask(x.shape[1], array=self._array_mask)
-        x = self.layers[0](x, mask, caches[0])
+        x = self.layers[0](x, caches[0].mask(x.shape[1], array=self._array_mask), caches[0])
         normed: mx.array = self.norm(x)[0]
         return normed if self._conventions.chain == POST_NORM else x[0], normed
 

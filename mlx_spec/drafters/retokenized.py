@@ -46,9 +46,6 @@ SPACES = (b" ", b"\n")  # a new word begins with one of these in every tokenizer
 PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
 
 
-# --- text and tokens
-
-
 def encode_after(tokenizer: Text, before: bytes, text: bytes) -> list[int] | None:
     """Return the tokens of `text` when it follows `before`.
 
@@ -174,9 +171,6 @@ def continuation(target: Text, place: Place, drafted: bytes) -> list[int]:
     return found or []
 
 
-# --- the drafter
-
-
 class Retokenized(DrafterWrapper):
     """Drafts one sequence with a model, caches and tokens of its own."""
 
@@ -191,10 +185,9 @@ class Retokenized(DrafterWrapper):
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process a prompt, and the tokens of many rounds without a draft."""
-        if not 0 <= len(history) - self._read <= MAX_UNWRITTEN:
-            tokens = self._place(history).tokens
-            if tokens:
-                self.inner.write(tokens)
+        is_near = 0 <= len(history) - self._read <= MAX_UNWRITTEN
+        if not is_near and (tokens := self._place(history).tokens):
+            self.inner.write(tokens)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Draft greedily, at most `limit` tokens: a deterministic draft has the highest acceptance.

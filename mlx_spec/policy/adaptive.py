@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ EPSILON = 0.01  # share of the time that drafting may lose in the long run; a dr
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
-ENOUGH_TOKENS = 16  # emitted, to say that speculation pays; timed, to assume costs: fewer are noise
+ENOUGH_TOKENS = 16  # of an answer, to say that speculation pays: fewer are noise
 TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
 
@@ -128,8 +127,7 @@ class AdaptivePolicy:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
         others: list[int] = []
         for index, proposal in enumerate(self._proposals):
-            limit = proposal.available(history, self._queued)
-            if limit < 1:
+            if (limit := proposal.available(history, self._queued)) < 1:
                 continue
             speed, length, ahead = self._best(index, limit, costs)
             if speed * costs.plain > 1 + EPSILON:
@@ -205,7 +203,7 @@ class AdaptivePolicy:
         now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
         if round.kind == "draft" and round.drafter is not None and costs is not None:
             self._observe_draft(round, round.drafter, now - self._decided, costs)
-        else:
+        elif costs is not None:
             self._observe_plain(round, now, costs)
         self._queued, self._done = round.kind == "plain", now
         self._tokens += len(round.tokens)
@@ -238,12 +236,7 @@ class AdaptivePolicy:
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
         proposal.belief.shared.since, proposal.verified = 0, True
 
-    def _observe_plain(self, round: Round, now: float, costs: CostModel | None) -> None:
-        timed = self._queued and round.kind == "plain"
-        if costs is None:
-            if timed and self._shared.costs is None:
-                self._shared.assume(now - self._done)
-            return
+    def _observe_plain(self, round: Round, now: float, costs: CostModel) -> None:
         steps = 1.0 if self._queued else 1 + costs.host / costs.plain
         if self._choices and round.kind == "landed":
             steps += max(self._wasted(c.drafter, c.limit, costs) for c in self._choices) / costs.plain
@@ -254,6 +247,7 @@ class AdaptivePolicy:
         self._idle = True
         for proposal in self._proposals:
             proposal.belief.shared.since += 1
+        timed = self._queued and round.kind == "plain"
         if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
             costs.observe_plain(now - self._done)
 
@@ -284,9 +278,8 @@ class AdaptivePolicies:
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()
         self.costs: Costs | None = None
-        self.measured: str | None = None  # date of the costs; None if they are assumed or unknown
+        self.measured: str | None = None  # date of the costs
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
-        self._plain_samples: list[float] = []
         self.too_dear, self._next_check = 0, 1  # answers with a drafter too dear; when to measure again
         if key is not None and folder is not None:
             self._load(folder / saved_costs.file_name(key), key)
@@ -327,22 +320,14 @@ class AdaptivePolicies:
         if self.costs is None or self.measured is None or self.key is None or self.folder is None:
             return
         table = self.costs.table()
-        changes = [abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()]
-        if max(changes) >= least_change:
+        if max(abs(math.log(table.verify[rows] / s)) for rows, s in self._saved.items()) >= least_change:
             self._saved, file = table.verify, self.folder / saved_costs.file_name(self.key)
             try:
                 saved_costs.write(file, self.key, self.measured, table)
             except BadCosts as error:
                 _log.warning("%s: costs will be measured again", error)
 
-    def assume(self, plain_seconds: float) -> None:
-        """Count a timed plain token. Assume costs once there are enough."""
-        self._plain_samples.append(plain_seconds)
-        if len(self._plain_samples) >= ENOUGH_TOKENS:
-            plain = statistics.median(self._plain_samples)
-            self._set(Table.assumed(plain, [i in self.copying for i in range(len(self.names))]), None)
-
-    def _set(self, table: Table, measured: str | None) -> None:
+    def _set(self, table: Table, measured: str) -> None:
         self.costs, self.measured, self._saved = Costs(table), measured, table.verify
 
 

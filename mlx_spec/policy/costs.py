@@ -27,7 +27,6 @@ HEAT_WALK = 0.01  # log seconds: change of the heat from one round to the next
 NOISE = 0.05  # log seconds: deviation of one measurement
 DELAYED = 0.1  # per log second: density of the delays that other programs cause in a round
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
-DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
 STALE = 1.25  # times what a round costs now: dearer saved costs were measured while other programs ran
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
@@ -48,12 +47,6 @@ class Table:
     host: float = 0.0  # one more wait for the device
     context: int = 1  # tokens
     longest: int = FIRST_LENGTH  # draft tokens: twice the longest draft that a round has timed
-
-    @classmethod
-    def assumed(cls, plain: float, copying: Sequence[bool]) -> Table:
-        """Return a cautious table for a pair that could not be measured; `copying` drafters take no time."""
-        verify = {1: plain, MAX_DRAFT_TOKENS + 1: plain * (1 + ROW_COST * MAX_DRAFT_TOKENS)}
-        return cls(plain, verify, [{} if copies else assumed_drafting(plain) for copies in copying])
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], drafters: int) -> Table:
@@ -89,11 +82,6 @@ class Table:
         old, new = CostModel(self), CostModel(now)
         ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
         return any(float(ratio[: FIRST_LENGTH + 1].max()) > STALE for ratio in ratios)
-
-
-def assumed_drafting(plain: float) -> dict[int, float]:
-    """Return the drafting seconds of a drafter that could not be measured, by draft tokens."""
-    return {1: plain * DRAFT_COST, MAX_DRAFT_TOKENS: plain * DRAFT_COST * MAX_DRAFT_TOKENS}
 
 
 class Costs:

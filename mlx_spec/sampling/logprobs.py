@@ -52,7 +52,9 @@ class LogprobRecorder:
         path, accepted = draft.tokens, verdict[:1]
         if draft.parents is not None:
             logits, path, accepted = _as_chain(logits, path, accepted, tree_of(draft.parents))
-        self._record(logits, history, path, _emitted(path, accepted, verdict[1:]))
+        tokens = mx.concatenate([path, verdict[1:]])  # those accepted, the one after them in all other places
+        tokens = mx.where(mx.arange(tokens.size) < accepted, tokens, verdict[1:])
+        self._record(logits, history, path, tokens)
         return verdict
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
@@ -121,22 +123,13 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
 
 def _read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:
     """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
-    values = cast(list[list[float]], rows.tolist())
-    return tuple(_unpack(row, token, text) for row, token in zip(values, tokens, strict=True))
-
-
-def _unpack(row: list[float], token: int, text: Text) -> TokenLogprob:
-    count = len(row) // 2
-    pairs = zip(row[1 : 1 + count], row[1 + count :], strict=True)
-    likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
-    top = tuple(TokenLogprob(i, text.token_bytes(i), -negative) for negative, i in likely)
-    return TokenLogprob(token, text.token_bytes(token), row[0], top)
-
-
-def _emitted(drafted: mx.array, accepted: mx.array, last: mx.array) -> mx.array:
-    """Return the accepted draft tokens, then the last token in every other place; [K + 1]."""
-    tokens = mx.concatenate([drafted, last])
-    return mx.where(mx.arange(tokens.size) < accepted, tokens, last)
+    found, top = list[TokenLogprob](), rows.shape[1] // 2
+    for token, row in zip(tokens, cast(list[list[float]], rows.tolist()), strict=True):
+        pairs = zip(row[1 : 1 + top], row[1 + top :], strict=True)
+        likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
+        best = tuple(TokenLogprob(i, text.token_bytes(i), -negative) for negative, i in likely)
+        found.append(TokenLogprob(token, text.token_bytes(token), row[0], best))
+    return tuple(found)
 
 
 def _as_chain(

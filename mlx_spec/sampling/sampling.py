@@ -139,8 +139,7 @@ class LogitsProcessor:
         mask = None if self._grammar_mask is None else self._grammar_mask.mask(logits, history, drafted)
         if self._penalises:
             logits = self._penalise(logits.astype(mx.float32), history, drafted)
-        bias = self._row_bias(logits.shape[0], len(history) + drafted.shape[0])
-        if bias is not None:
+        if (bias := self._row_bias(logits.shape[0], len(history) + drafted.shape[0])) is not None:
             bias = bias if mask is None else mx.maximum(bias, BAN_UNDER_GRAMMAR)
             logits = logits.astype(mx.float32) + bias
         return logits if mask is None else mx.where(mask, logits, -mx.inf)
@@ -178,8 +177,7 @@ class LogitsProcessor:
             self._generated = mx.zeros((self._vocab_size,))
             if self.prompt_length:
                 self._in_prompt[mx.array(list(history[: self.prompt_length]))] = True
-        fresh = list(history[max(self._counted, self.prompt_length) :])
-        if fresh:
+        if fresh := list(history[max(self._counted, self.prompt_length) :]):
             self._generated = self._generated.at[mx.array(fresh)].add(1.0)
         self._counted = len(history)
         return self._in_prompt, self._generated

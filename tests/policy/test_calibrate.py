@@ -7,8 +7,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from mlx_spec.policy.calibrate import measure
-from mlx_spec.policy.costs import DRAFT_COST
+from mlx_spec.policy.calibrate import DRAFT_COST, measure
 from mlx_spec.types import Draft, no_draft
 
 
