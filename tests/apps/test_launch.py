@@ -69,13 +69,10 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record"
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlx_spec", "launch", *words]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_an_agent_takes_the_place_of_the_command(url: str, agents: Path) -> None:
-    done = run("codex", "--url", url, "--api-key", KEY, "--", "exec", "--json", "What does zip do?")
+    words = ["codex", "--url", url, "--api-key", KEY, "--", "exec", "--json", "What does zip do?"]
+    command = [sys.executable, "-m", "mlx_spec", "launch", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (7, "")
     record = json.loads(agents.read_text())
     assert record["arguments"][-3:] == ["exec", "--json", "What does zip do?"]
@@ -159,12 +156,14 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: An
     assert "npm install -g @qwen-code/qwen-code" in capsys.readouterr().err
 
 
-def test_a_server_lives_as_long_as_the_agent(agents: Path, tmp_path: Path) -> None:
+def test_a_server_lives_as_long_as_the_agent(
+    agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
     words = ("--url", "http://127.0.0.1:1", "--target", str(target), "--drafter", "none")
-    done = run("claude", *words, "--", "-p", "hi")
-    assert done.returncode == 7, done.stderr
+    assert launch.main(["claude", *words, "--", "-p", "hi"]) == 7
     record = json.loads(agents.read_text())
     assert (record["arguments"], record["health"]) == (["-p", "hi"], "ok")
     with pytest.raises(URLError):

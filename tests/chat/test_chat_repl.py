@@ -14,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_stand_in import serving
+from hub_stand_in import ASSISTANT, E2B, serving
+from huggingface_hub import constants
 from screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from waiting import wait_until
 
-from mlx_spec.apps.chat import repl
+from mlx_spec.apps.chat import models, repl
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.terminal import Terminal
@@ -262,40 +263,34 @@ def test_model_that_cannot_be_loaded(tmp_path):
     os.close(writing)
 
 
-def test_model_is_downloaded(tmp_path):
+def test_model_is_downloaded(converse, tmp_path, monkeypatch):
     """Size, free disk and memory first; fetched after a yes, and Ctrl-C only pauses that."""
-    target, drafter = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
-    with serving({target: GOLDEN / "target", drafter: GOLDEN / "assistant"}) as hub:
-        variables = {name: value for name, value in hub.variables(tmp_path).items() if name.startswith("HF_")}
-        with Screen(*TINY, "--max-tokens=4", home=tmp_path, **variables) as screen:
-            screen.wait_for(READY)
-            screen.say("hello")
-            assert re.search(r"gemma-4-e2b +mlx-community/gemma-4-e2b-it-4bit", screen.say("/model"))
-            _ask_for(screen, "gemma-4-e2b", "n")
-            screen.wait_for("nothing was downloaded")
-            screen.wait_for(READY)
-            hub.breaks.clear()
-            hub.cut_after, hub.cuts = 60_000, 1
-            _ask_for(screen, "gemma-4-e2b", "y")
-            wait_until(lambda: hub.cuts == 0)
-            screen.type("\x03")
-            screen.wait_for("complete files are kept")
-            screen.wait_for("mlx-spec: gemma-4-e2b is not here: the conversation goes on as before")
-            screen.wait_for(READY)
-            hub.breaks.set()
-            _ask_for(screen, "gemma-4-e2b", "y")
-            screen.wait_for("are here")
-            screen.wait_for(f"loading {target}")
-            screen.wait_for(READY)
-            assert f"model: {target}" in screen.say("/show") and "turns: 1, " in screen.text
+    replies, fetch = iter("nyy"), models.download
 
+    def interrupted(name: str) -> bool:
+        signal.raise_signal(signal.SIGINT)  # it reaches both programs
+        monkeypatch.setattr(models, "download", fetch)
+        return False
 
-def _ask_for(screen: Screen, name: str, reply: str) -> None:
-    screen.type(f"/model {name}\r")
-    screen.wait_for(r": 0\.\d MB of 0\.\d MB to fetch")
-    screen.wait_for("are free on the disk; memory: fits, about")
-    screen.wait_for(r"Download\? \[y/N\] ")
-    screen.type(f"{reply}\n")
+    monkeypatch.setattr(models, "download", interrupted)
+    monkeypatch.setattr("builtins.input", lambda: next(replies))
+    with serving({E2B: GOLDEN / "target", ASSISTANT: GOLDEN / "assistant"}) as hub:
+        for name, value in hub.variables(tmp_path).items():
+            if name.startswith("HF_"):
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        lines = ("hello", "/model", *["/model gemma-4-e2b"] * 3, "/show")
+        _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines)
+    assert re.search(f"gemma-4-e2b +{E2B}", listed)
+    for said in asked:
+        assert re.search(
+            r"(: 0\.\d MB of 0\.\d MB to fetch\n)+.* are free on the disk; memory: fits, about", said
+        )
+    ends = ("nothing was downloaded", "gemma-4-e2b is not here: the conversation goes on as before")
+    for said, end in zip(asked, (*ends, f"loading {E2B}"), strict=True):
+        assert "Download? [y/N] " in said and end in said
+    assert f"model: {E2B}" in shown and "turns: 1, " in shown
 
 
 # --- keys and Ctrl-C, on terminals of their own

@@ -1,14 +1,12 @@
-"""The parts of the menu around its state: figures, files, ports, options, login; and no MLX."""
+"""The parts of the menu around its state: figures, files, ports, options, login."""
 
 from __future__ import annotations
 
 import plistlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT
 
 from mlx_spec.apps import menubar
 from mlx_spec.apps.menubar import macos, parse
@@ -17,24 +15,6 @@ from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
 from mlx_spec.errors import InvalidValue
 from mlx_spec.hub.files import locked
-
-# --- without MLX
-
-PROGRAM = """
-import sys
-from mlx_spec.apps.menubar import app, macos, main, parse, server_process
-from mlx_spec.apps.menubar.menu import State, menu
-assert menu(State()).entries
-parse(["--target", "demo"])
-print(*sorted({name.split(".")[0] for name in sys.modules}))
-"""
-
-
-def test_the_process_of_the_menu_never_loads_mlx():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    heavy = {"mlx", "mlx_lm", "numpy", "transformers", "starlette", "uvicorn", "huggingface_hub"}
-    assert "mlx_spec" in done.stdout.split() and not heavy & set(done.stdout.split())
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="there it would be shown")

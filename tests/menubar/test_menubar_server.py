@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from waiting import LIMIT, wait_until
 
+from mlx_spec.apps.menubar import app as menu_app
 from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
 from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, Selection, State
@@ -45,6 +46,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0, "SHUTDOWN_S": 20.0}
     for name, seconds in times.items():
         monkeypatch.setattr(server_process, name, seconds)
+    for name in ("IDLE_POLL_S", "BUSY_POLL_S"):
+        monkeypatch.setattr(menu_app, name, 0.02)
 
 
 class Watched:
@@ -114,6 +117,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"service": "mlx_spec", "status": "ok"}).encode())
 
 try:
+    if "/nowhere" in sys.argv:
+        sys.exit("mlx-spec: there is no folder /nowhere")
     server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler)
 except OSError:
     sys.exit("mlx-spec: CANNOT_LISTEN there")
@@ -171,7 +176,7 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
     assert one.retries == [0.1]
     one.server.stop()  # while it starts
     assert one.state.phase is Phase.STOPPED and is_free(Address(HOST, port))
-    time.sleep(0.5)
+    time.sleep(0.2)
     one.server.tick()
     assert one.state.phase is Phase.STOPPED  # a stopped server is not started again
 
@@ -217,11 +222,12 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
     one.reach(Phase.STOPPED)
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_refusal_is_shown_and_not_tried_again(watched, port):
     one = watched(port)
-    one.server.start(Selection(target="/nowhere/at/all"))
+    one.server.start(Selection(target="/nowhere"))
     one.reach(Phase.FAILED)
-    assert "/nowhere/at/all" in one.state.problem
+    assert "there is no folder /nowhere" in one.state.problem
     one.server.tick()
     assert one.state.phase is Phase.FAILED and not one.retries
 

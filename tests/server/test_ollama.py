@@ -10,23 +10,11 @@ from typing import Any
 
 import pytest
 import served
-from endpoint import (
-    ANSWER,
-    CALLS,
-    CONVERSATION,
-    DEMO,
-    HELLO,
-    SHUTDOWN,
-    TURN,
-    Stub,
-    fresh,
-    shared,
-    stubbed,
-)
+from endpoint import ANSWER, CALLS, CONVERSATION, DEMO, HELLO, SHUTDOWN, TURN, Stub, fresh, shared, stubbed
 from starlette.testclient import TestClient
 from waiting import wait_until
 
-from mlx_spec.apps.server import http
+from mlx_spec.apps.server import engine_thread, http
 from mlx_spec.apps.server.answers import Finished
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import parse_duration, timestamp
@@ -43,13 +31,8 @@ from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 
 OLLAMA, GENERATE = "/api/chat", "/api/generate"
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 BRIEF, HI = {"role": "system", "content": "Be brief."}, ({"role": "user", "content": "Hi"},)
 
 
@@ -98,7 +81,7 @@ def test_a_conversation_with_everything() -> None:
         format={"type": "object"},
     )
     ids = json.dumps(CONVERSATION).replace('"a"', '"call_2_0"').replace('"b"', '"call_2_1"')
-    tools = ToolUse((Tool("weather", None, WEATHER["function"]["parameters"]),))
+    tools = ToolUse((Tool("weather", None, CITY),))
     assert found.prompt == Chat(tuple(json.loads(ids)), tools)
     assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3)
     assert (found.max_tokens, found.stop) == (9, ("x",))
@@ -155,9 +138,8 @@ def test_thinking_is_refused_where_the_model_cannot() -> None:
     plain.models = lambda: (ModelCard("demo", (), 0, loaded=True, thinks=False),)  # type: ignore[method-assign]
     other = stubbed(plain).client
     body = {"messages": HELLO, "stream": False}
-    assert other.post(OLLAMA, json=body | {"think": True}).json() == {
-        "error": "think: 'demo' does not support thinking"
-    }
+    refused = other.post(OLLAMA, json=body | {"think": True}).json()
+    assert refused == {"error": "think: 'demo' does not support thinking"}
     assert other.post(OLLAMA, json=body).status_code == 200
     assert not plain.requests[0].prompt.thinking  # type: ignore[union-attr]
 
@@ -262,7 +244,8 @@ def test_the_guards_stand_before_these_routes() -> None:
 # --- with a real engine
 
 
-def test_an_empty_prompt_loads_and_keep_alive_unloads() -> None:
+def test_an_empty_prompt_loads_and_keep_alive_unloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 0.05)
     with served.working() as engine:
         other = stubbed(engine, served.DEMO).client  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, parsed, refused, stubbed
+from endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, fresh, parsed, refused, stubbed
 
 from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings
@@ -175,7 +175,7 @@ def test_sizes_are_limited():
 
 
 def test_a_whole_answer():
-    found = stubbed(Stub()).chat(logprobs=True, top_logprobs=2).json()
+    found = fresh()[1].chat(logprobs=True, top_logprobs=2).json()
     assert found["object"] == "chat.completion" and found["id"].startswith("chatcmpl-")
     (choice,) = found["choices"]
     assert choice["message"] == {

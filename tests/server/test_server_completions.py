@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, READ, ROUND, TEXT, TOKENS, Stub, parsed, refused, stubbed
+from endpoint import CLOSED, READ, ROUND, TEXT, TOKENS, fresh, parsed, refused
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import Offsets, logprobs_json
@@ -69,7 +69,7 @@ def test_logprobs_name_bytes_and_offsets():
 def test_offsets_of_a_stream_are_those_of_the_whole():
     """The first piece ends inside its token, as before what may begin a stop string."""
     pieces = (TextDelta(0, "answer", "He", TOKENS[:1]), ROUND, TextDelta(0, "answer", "llo", TOKENS[1:]))
-    endpoint = stubbed(Stub((READ, *pieces, ROUND, ChoiceEnded(0, "stop"), CLOSED)))
+    endpoint = fresh((READ, *pieces, ROUND, ChoiceEnded(0, "stop"), CLOSED))[1]
     whole = endpoint.post(TEXT, prompt="a", logprobs=0).json()["choices"][0]["logprobs"]["text_offset"]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in endpoint.chunks(TEXT, prompt="a", logprobs=0)]
     assert whole == [0, 3] == [offset for found in streamed if found for offset in found["text_offset"]]
@@ -85,7 +85,7 @@ def test_chunks():
         ChoiceEnded(1, "length"),
         CLOSED,
     )
-    found = stubbed(Stub(events)).chunks(TEXT, prompt=["a", "b"], logprobs=1)
+    found = fresh(events)[1].chunks(TEXT, prompt=["a", "b"], logprobs=1)
     assert {chunk["object"] for chunk in found} == {"text_completion"}
     choices = [chunk["choices"][0] for chunk in found]
     said = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices]

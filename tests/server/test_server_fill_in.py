@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, said, stubbed
+from endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, fresh, said, shared, stubbed
 from served import working
 from tokenizers import Tokenizer, processors
 from vocabularies import ROOT, byte_level, sentencepiece_like
@@ -68,12 +68,8 @@ def test_begin_of_text_and_spaces_of_sentencepiece():
     assert found == ["<s>", "▁<PRE>", "▁a▁b", "▁<SUF>", "c▁d", "▁<MID>", "e"]
     assert pieces(FillIn("a", ""), tokenizer) == ["<s>", "▁<PRE>", "▁a", "▁<SUF>", "▁<MID>"]
     text = Text(tokenizer, None, ())
-    assert {text.token_bytes(end) for end in fill_in_ends(text)} == {
-        b" <PRE>",
-        b" <SUF>",
-        b" <MID>",
-        b" <EOT>",
-    }
+    ends = {text.token_bytes(end) for end in fill_in_ends(text)}
+    assert ends == {b" <PRE>", b" <SUF>", b" <MID>", b" <EOT>"}
 
 
 def test_a_model_without_such_tokens_is_named():
@@ -123,7 +119,7 @@ def test_the_middle_is_continued_and_ends(served: Endpoint):
 
 @pytest.fixture
 def stub() -> Stub:
-    return Stub(said("Hel", "lo"))
+    return fresh(said("Hel", "lo"))[0]
 
 
 def test_fields_of_editors(stub: Stub):
@@ -144,25 +140,25 @@ def test_fields_of_editors(stub: Stub):
         "t_max_predict_ms": 1000,
         "response_fields": ["content", "timings/prompt_n", "generation_settings/n_ctx"],
     }
-    reply = stubbed(stub).post(INFILL, **body).json()
+    reply = shared()[1].post(INFILL, **body).json()
     assert reply == {"content": "Hello", "timings/prompt_n": 3}
     found = stub.requests[-1]
     given = FillIn("a\n", "\nb", (("c.py", "c"),), "de", "input_suffix")
     assert (found.prompt, found.max_tokens, found.stop) == (RawPrompts((given,)), 128, ("\n",))
     assert found.sampling == Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05)
     nulls = {"temperature": None, "top_k": None, "min_p": 0}
-    stubbed(stub).post(INFILL, n_predict=-1, **nulls, prediction={"type": "content", "content": "Hel"})
+    shared()[1].post(INFILL, n_predict=-1, **nulls, prediction={"type": "content", "content": "Hel"})
     found = stub.requests[-1]
     assert (found.max_tokens, found.prediction) == (None, "Hel")
     assert found.sampling == Sampling(temperature=0.8, top_k=40, top_p=0.95)
 
 
 def test_a_stream_of_infill(stub: Stub):
-    found = [json.loads(data) for data in events_of(stubbed(stub).post(INFILL, stream=True).text)]
+    found = [json.loads(data) for data in events_of(shared()[1].post(INFILL, stream=True).text)]
     assert [one["content"] for one in found] == ["Hel", "lo", ""]
     assert [one["stop"] for one in found] == [False, False, True] and found[-1]["timings"]["prompt_n"] == 3
     stub.events = (READ, Failed(internal_error()))
-    assert "error" in json.loads(events_of(stubbed(stub).post(INFILL, stream=True).text)[-1])
+    assert "error" in json.loads(events_of(shared()[1].post(INFILL, stream=True).text)[-1])
 
 
 @pytest.mark.parametrize(
@@ -176,9 +172,9 @@ def test_a_stream_of_infill(stub: Stub):
     ],
 )
 def test_refusals(stub: Stub, path: str, body: dict[str, Any], param: str):
-    assert error_of(stubbed(stub).post(path, **body), 400)["param"] == param and stub.requests == []
+    assert error_of(shared()[1].post(path, **body), 400)["param"] == param and stub.requests == []
 
 
 def test_each_prompt_gets_the_suffix(stub: Stub):
-    stubbed(stub).post(TEXT, prompt=["a", "c"], suffix="b")
+    shared()[1].post(TEXT, prompt=["a", "c"], suffix="b")
     assert stub.requests[-1].prompt.prompts == (FillIn("a", "b"), FillIn("c", "b"))

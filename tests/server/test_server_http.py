@@ -10,27 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from endpoint import (
-    BODIES,
-    CHAT,
-    DEMO,
-    HELLO,
-    MESSAGES,
-    RESPONSES,
-    TEXT,
-    Stub,
-    error_of,
-    fresh,
-    stubbed,
-)
+from endpoint import BODIES, CHAT, DEMO, HELLO, MESSAGES, RESPONSES, TEXT, Stub, error_of, fresh, stubbed
 from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
@@ -55,8 +40,9 @@ def stub() -> Stub:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
 )
-def test_a_body_that_is_no_json_object_is_400(stub, path, body):
-    response = stubbed(stub).client.post(path, content=body)
+def test_a_body_that_is_no_json_object_is_400(path, body):
+    stub, endpoint = fresh()
+    response = endpoint.client.post(path, content=body)
     error = response.json()["error"]
     assert response.status_code == 400 and "\n" not in error["message"]
     assert error["type"] == "invalid_request_error" and stub.requests == []
@@ -64,16 +50,11 @@ def test_a_body_that_is_no_json_object_is_400(stub, path, body):
 
 def test_a_compressed_body_is_refused_by_name():
     stub, endpoint = fresh()
+    content = json.dumps(BODIES[CHAT]).encode("utf-8-sig")  # a byte order mark is passed over
     for coding, status in (("gzip", 400), ("zstd", 400), ("identity", 200)):
-        headers = {"content-encoding": coding}
-        response = endpoint.client.post(CHAT, json=BODIES[CHAT], headers=headers)
+        response = endpoint.client.post(CHAT, content=content, headers={"content-encoding": coding})
         assert response.status_code == status and ("send a plain body" in response.text) == (status == 400)
     assert len(stub.requests) == 1
-
-
-def test_a_byte_order_mark_before_the_body_is_passed_over():
-    content = json.dumps(BODIES[CHAT]).encode("utf-8-sig")
-    assert fresh()[1].client.post(CHAT, content=content).status_code == 200
 
 
 def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
@@ -85,7 +66,7 @@ def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
     allowed = endpoint.client.put(f"{RESPONSES}/x").headers["allow"]
     assert set(allowed.split(", ")) == {"DELETE", "GET", "HEAD"}
     for path in (CHAT, TEXT, RESPONSES):
-        error = endpoint.refused(path, 404, **BODIES[path] | {"model": "gpt-9" * 20_000})
+        error = endpoint.refused(path, 404, model="gpt-9" * 20_000)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert len(error["message"]) < 300  # a long name is not sent back
     assert stub.requests == []
@@ -140,7 +121,7 @@ def test_a_failure_before_the_first_event_has_a_status(path, kind):
     failure, (stub, endpoint) = FAILURES[kind], fresh()
     for admitted, stream in itertools.product((False, True), (False, True)):
         stub.events, stub.refusal = (Failed(failure),), None if admitted else failure
-        response = endpoint.post(path, **BODIES[path], stream=stream)
+        response = endpoint.post(path, stream=stream)
         seconds = None if failure.retry_after is None else str(failure.retry_after)
         assert response.headers.get("retry-after") == seconds
         if path == MESSAGES:
@@ -175,8 +156,8 @@ def test_health_says_who_we_are(stub):
         assert (found.status_code, found.json()["status"]) == (503, state)
 
 
-def test_models(stub):
-    client = stubbed(stub).client
+def test_models():
+    client = fresh()[1].client
     listed = client.get("/v1/models?").json()
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["demo", "alias"]
     one = client.get("/v1/models/alias").json()
@@ -223,41 +204,31 @@ def test_metrics(stub):
 # --- as a process
 
 
-@contextmanager
-def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, Any]]:
-    """A server that is ready, the line that it begins with, and a client of it."""
-    command = [sys.executable, "-W", "error", "-m", "mlx_spec.serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
-        assert found, line
-        url = f"http://127.0.0.1:{found[1]}"
-        with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
-            wait_until(lambda: client.get("/health").json()["status"] == "ok")
-            yield process, line, client
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
     ask = {"messages": HELLO, "max_tokens": 4000, "temperature": 2, "stream": True}
     ask["logit_bias"] = {"106": -100, "1": -100}  # it never ends by itself
-    with started() as (process, line, client):
-        assert "demo at" in line and "Ctrl-C" in line
-        with client.stream("POST", CHAT, json=ask) as response:
-            assert response.status_code == 200
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            began = time.monotonic()
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # an impatient user
-                process.send_signal(number)
-            last = [text for text in lines if text][-1]
-        assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert process.stderr is not None and process.stderr.read() == ""
+    command = "-W error -m mlx_spec.serve --port 0 --num-draft-tokens 4"
+    with subprocess.Popen(
+        [sys.executable, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            url = re.search(r"demo at (http://127\.0\.0\.1:\d+)/v1 .*Ctrl-C", line)[1]
+            with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
+                wait_until(lambda: client.get("/health").json()["status"] == "ok")
+                with client.stream("POST", CHAT, json=ask) as response:
+                    assert response.status_code == 200
+                    lines = response.iter_lines()
+                    assert next(lines).startswith("data: ")
+                    began = time.monotonic()
+                    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # an impatient user
+                        process.send_signal(number)
+                    last = [text for text in lines if text][-1]
+            assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
 
 
 def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_path):
@@ -279,29 +250,23 @@ def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_pat
     assert waited == [app.WRITE_TIMEOUT_S]
 
 
-def test_a_port_that_is_taken_is_one_line(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["--port", str(taken.getsockname()[1])]) == 1
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert said.out == "" and line.startswith("mlx-spec: cannot listen on 127.0.0.1, port")
-
-
-@pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_a_host_that_is_no_name_is_one_line(host, capsys):
-    assert main(["--port", "0", "--api-key", "k", "--host", host]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"mlx-spec: cannot listen on {host}")
-
-
-@pytest.mark.parametrize("option", ["--target={}", "--model=a={}/none", "--model=a=demo,{}/none"])
-def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys, option):
-    assert main(["--port", "0", option.format(tmp_path)]) == 1
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert said.out == "" and line.startswith("mlx-spec: ") and str(tmp_path) in line
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--port={taken}", "cannot listen on 127.0.0.1, port {taken}"),
+        *((f"--port=0 --api-key=k --host={name}", f"cannot listen on {name}") for name in ("a..b", "x" * 64)),
+        ("--port=0 --target={folder}", "{folder}"),
+        ("--port=0 --model=a={folder}/none", "{folder}/none"),
+        ("--port=0 --model=a=demo,{folder}/none", "{folder}/none"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(options, said, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {"taken": server.getsockname()[1], "folder": tmp_path}
+        assert main(options.format(**names).split()) == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and line.startswith("mlx-spec: ") and said.format(**names) in line
 
 
 # --- options

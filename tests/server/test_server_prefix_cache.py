@@ -7,13 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import tiny
-from served import DEMO, begin, body, chat, closed, text_of, working
 from test_sequence import generate
 from test_session import alone, make_pair
 
-from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.engine import decode
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
@@ -136,37 +133,3 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
         assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
         histories[name] = edited(rng, prompt, answer)
     assert reused >= 3
-
-
-QUESTIONS = ("What does os.path.join do?", "Explain len()", "and re.sub?", "json.loads", "why is that?")
-
-
-def test_a_random_schedule_through_the_engine() -> None:
-    """Chats that go on, are edited, think, stop, are cancelled; several at a time, past the window of 64."""
-    rng = random.Random(2)
-    plain = Settings(models=(ServedModel("demo", "demo", drafter="none"),), conversations=0)
-    chats: list[list[str]] = [[], [], []]
-    cached = checked = 0
-    with working(DEMO) as engine, working(plain) as fresh:
-        for _ in range(4):
-            streams = []
-            for turns in chats:
-                if turns and rng.random() < 0.2:
-                    turns[0] = rng.choice(QUESTIONS)  # the history is edited
-                turns.append(rng.choice(QUESTIONS))
-                stop = ("e ",) if rng.random() < 0.3 else ()
-                request = chat(*turns, thinking=rng.random() < 0.3, stop=stop, max_tokens=10)
-                streams.append((request, turns, begin(engine, request)))
-            lost = begin(engine, request)
-            lost.until(RoundDone)
-            lost.job.cancel()
-            for request, turns, stream in streams:
-                events = stream.all()
-                turns.append(text_of(events))  # without thoughts
-                cached += closed(events).usage.cached_tokens
-                if rng.random() < 0.4:
-                    expected = begin(fresh, request).all()
-                    assert closed(expected).usage.cached_tokens == 0
-                    assert body(events) == body(expected)
-                    checked += 1
-    assert cached > 100 and checked > 3

@@ -123,15 +123,12 @@ def test_sampling_and_reasoning(place: Place):
     assert not place.request(reasoning={"effort": "none"}).prompt.thinking
 
 
+NOW = {**WEATHER, "name": "now", "description": "The time."}
 SPACE = {
     "type": "namespace",
     "name": "mcp__sky",
     "description": "The sky.",
-    "tools": [
-        WEATHER,
-        {**WEATHER, "name": "now", "description": "The time."},
-        {"type": "custom", "name": "c"},
-    ],
+    "tools": [WEATHER, NOW, {"type": "custom", "name": "c"}],
 }
 CODEX = {  # what Codex CLI 0.169 sends beside its input
     "tool_choice": "auto",
@@ -157,16 +154,12 @@ def test_namespaces_are_opened_and_hosted_tools_left_out(
     stub.events = (TURN[0], *calls, *TURN[-2:])
     found = place.frames(**CODEX)
     parsed = stub.requests[-1].prompt.tools
-    assert [(tool.name, tool.description) for tool in parsed.tools] == [
-        ("weather", None),
-        ("mcp__sky__weather", "The sky."),
-        ("mcp__sky__now", "The time."),
-    ]
+    described = [(tool.name, tool.description) for tool in parsed.tools]
+    sky = [("mcp__sky__weather", "The sky."), ("mcp__sky__now", "The time.")]
+    assert described == [("weather", None), *sky]
     done = [content["item"] for name, content in found if name == "response.output_item.done"]
-    assert [(item["name"], item.get("namespace")) for item in done] == [
-        ("weather", None),
-        ("now", "mcp__sky"),
-    ]
+    names = [(item["name"], item.get("namespace")) for item in done]
+    assert names == [("weather", None), ("now", "mcp__sky")]
     for _, content in found:
         EVENT.validate_python(content, strict=True)
     last = found[-1][1]["response"]
@@ -184,9 +177,8 @@ def test_a_function_of_a_namespace_can_be_chosen(place: Place):
     one = {"type": "function", "name": "now", "namespace": "mcp__sky"}
     assert place.request(tools=[SPACE], tool_choice=one).prompt.tools.named == "mcp__sky__now"
     allowed = {"type": "allowed_tools", "tools": [one]}
-    assert [t.name for t in place.request(tools=[SPACE], tool_choice=allowed).prompt.tools.tools] == CALLED[
-        1:
-    ]
+    tools = place.request(tools=[SPACE], tool_choice=allowed).prompt.tools.tools
+    assert [tool.name for tool in tools] == CALLED[1:]
 
 
 def item(**fields: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import httpx2
 import pytest
 from endpoint import (
     ANSWER,
-    BODIES,
     CHAT,
     CLOSED,
     DEMO,
@@ -26,6 +25,7 @@ from endpoint import (
     TURN,
     Stub,
     events_of,
+    fresh,
     listening,
     refused,
     said,
@@ -105,7 +105,7 @@ def test_silence_loses_nothing():
 
 
 def test_chunks_of_a_chat():
-    found = stubbed(Stub()).chunks()
+    found = fresh()[1].chunks()
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
     assert deltas == [
         {"role": "assistant", "content": ""},
@@ -123,7 +123,7 @@ def test_chunks_of_a_chat():
 
 
 def test_sources_are_shown_on_request():
-    found = stubbed(Stub()).chunks(stream_options={"include_draft": True})
+    found = fresh()[1].chunks(stream_options={"include_draft": True})
     spans = [span for chunk in found for span in chunk.get("mlx_spec", {}).get("spans", [])]
     first = {"text": "Hel", "source": "lookup", "position": 1}
     assert spans == [first, {"text": "lo", "source": None, "position": 0}]
@@ -134,18 +134,17 @@ def test_sources_are_shown_on_request():
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_progress_is_shown_on_request(path):
-    stub = Stub((PromptProgress(12, 2, 7), *said("Hi")))
-    given = {"path": path, **BODIES[path]}
-    found = stubbed(stub).chunks(**given, stream_options={"include_draft": True})
+    stub, endpoint = fresh((PromptProgress(12, 2, 7), *said("Hi")))
+    found = endpoint.chunks(path, stream_options={"include_draft": True})
     assert found[0]["mlx_spec"] == {"prompt": {"prompt_n": 12, "cached_n": 2, "read_n": 7}}
     assert found[0]["choices"] == [] and stub.requests[0].progress
-    stubbed(stub).chunks(**given)
+    endpoint.chunks(path)
     assert not stub.requests[1].progress
 
 
 def test_a_failure_after_the_headers_ends_the_stream():
     for path in (CHAT, TEXT, MESSAGES, RESPONSES):
-        text = stubbed(Stub((*TURN[:6], SHUTDOWN))).post(path, **BODIES[path], stream=True).text
+        text = fresh((*TURN[:6], SHUTDOWN))[1].post(path, stream=True).text
         last = json.loads(text.rstrip().rpartition("data: ")[2])
         assert text.count("data: ") > 1
         if path == MESSAGES:
@@ -179,8 +178,8 @@ def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monke
         raise RuntimeError("a secret of the house")
 
     monkeypatch.setattr(writer, name, breaks)
-    stub = Stub()
-    response = stubbed(stub).post(path, **BODIES[path], stream=True)
+    stub, endpoint = fresh()
+    response = endpoint.post(path, stream=True)
     last = response.text.removesuffix("\n\n").split("\n\n")[-1]
     assert response.status_code == 200 and last.startswith(begins)
     found = json.loads(last.removeprefix(begins))
@@ -191,7 +190,7 @@ def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monke
 
 def test_only_the_stream_ends_lines():
     text = "".join(map(chr, range(0x2030))) + "ü🌦"
-    raw = stubbed(Stub(said(text))).chat(stream=True)
+    raw = fresh(said(text))[1].chat(stream=True)
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.headers["cache-control"] == "no-cache"
     assert all(line == "" or line.startswith("data: ") for line in raw.text.splitlines())
@@ -216,7 +215,7 @@ def test_silence_is_filled(path, sign, event, monkeypatch):
 
     monkeypatch.setattr(http, "read_events", played)
     endpoint = stubbed(Stub(), Settings(DEMO, keepalive_seconds=0.0))
-    text = endpoint.post(path, **BODIES[path], stream=True).text
+    text = endpoint.post(path, stream=True).text
     first, second = text.split("late", 1)
     assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
 

@@ -202,14 +202,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
     ("schema", "message"),
     [
         ({"type": 5}, "type: Input should be a valid list"),
-        (
-            {"properties": {"a": {"items": {"minLength": "x"}}}},
-            "properties.a.items.minLength: Input",
-        ),
-        (
-            {"properties": {"a": {"minItems": 5, "maxItems": 2}}},
-            "properties.a: minItems must not be more",
-        ),
+        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "properties.a.items.minLength: Input"),
+        ({"properties": {"a": {"minItems": 5, "maxItems": 2}}}, "properties.a: minItems must not be more"),
     ],
 )
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):

@@ -193,19 +193,17 @@ class Endpoint:
     app: Any
 
     def post(self, path: str, **body: Any) -> Any:
-        return self.client.post(path, json=body)
+        return self.client.post(path, json=BODIES.get(path, {}) | body)
 
     def chat(self, **body: Any) -> Any:
-        return self.post(CHAT, **BODIES[CHAT] | body)
+        return self.post(CHAT, **body)
 
     def refused(self, path: str = CHAT, status: int = 400, **body: Any) -> dict[str, Any]:
-        given = BODIES[CHAT] | body if path == CHAT else body
-        return error_of(self.post(path, **given), status)
+        return error_of(self.post(path, **body), status)
 
     def chunks(self, path: str = CHAT, **body: Any) -> list[Any]:
         """The data of a stream; its end is checked and left out."""
-        given = BODIES[CHAT] | body if path == CHAT else body
-        found = events_of(self.post(path, **given, stream=True).text)
+        found = events_of(self.post(path, **body, stream=True).text)
         assert found[-1] == "[DONE]"
         return [json.loads(one) for one in found[:-1]]
 
@@ -240,6 +238,7 @@ def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
     stub, endpoint = shared()
     stub.events, stub.refusal = events, None
     stub.requests.clear()
+    stub.jobs.clear()
     return stub, endpoint
 
 
@@ -288,11 +287,11 @@ class Place:
     path: str
 
     def post(self, **changes: Any) -> tuple[int, Any]:
-        response = self.endpoint.post(self.path, **BODIES[self.path] | changes)
+        response = self.endpoint.post(self.path, **changes)
         return response.status_code, response.json()
 
     def frames(self, **changes: Any) -> list[tuple[str | None, Any]]:
-        response = self.endpoint.post(self.path, **BODIES[self.path] | changes, stream=True)
+        response = self.endpoint.post(self.path, **changes, stream=True)
         assert response.headers["content-type"].startswith("text/event-stream")
         return frames(response.text)
 
