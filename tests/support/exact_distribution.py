@@ -15,7 +15,7 @@ import chi_square
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from lossless import Scripted, emitted, rounds
+from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
@@ -179,15 +179,3 @@ def drafted_excess(
 def control_excess(source: DrafterSource, generations: int = LAW_FEW) -> float:
     """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
     return excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN), generations, law_target())
-
-
-def seeded_texts(source: DrafterSource) -> tuple[list[int], list[int]]:
-    """Return 60 tokens of one seed, drafted three at a time, and without a drafter."""
-    texts = []
-    for K in (3, 0):
-        target, sampling = LMTarget(law_target(), source.needs), Sampling(0.8, seed=5)
-        drafter = source.make(target.parts) if K else Scripted([], needs=source.needs)
-        done = rounds(target, drafter, K, PROMPT, 60, V, sampling)
-        assert not K or 0 < sum(r.accepted for r in done) < sum(r.drafted for r in done)
-        texts.append(emitted(done))
-    return texts[0], texts[1]
