@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 
 import policy as benchmark
@@ -190,19 +189,6 @@ def test_unknown_costs_are_assumed_after_some_plain_tokens():
     assert answer.seconds < 0.8 * 400 * PLAIN_SECONDS
     costs = policies.costs.at(400)
     assert costs.plain == pytest.approx(PLAIN_SECONDS, rel=0.1)
-
-
-def test_one_decision_takes_microseconds():
-    """The benchmark reports the figure; this finds a policy that became ten times as slow."""
-    device, policies = pair("M5 Max")
-    policy = policies.policy(device.clock)
-    decode(policy, device, make_text("code", 200, [0]), 200)
-    taken = []
-    for length in range(200, 500):
-        start = time.perf_counter()
-        policy.decide(range(length))
-        taken.append(time.perf_counter() - start)
-    assert statistics.median(taken) < 100e-6
 
 
 @pytest.mark.parametrize("known", [False, True])
