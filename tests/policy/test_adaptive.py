@@ -233,7 +233,7 @@ def test_the_policy_finds_the_best_length(name, percent):
 def test_some_cells():
     recorded = benchmark.read_recorded()
     assert len(recorded) == 864
-    chosen = [cell for index, cell in enumerate(recorded) if index % 37 == 0]
+    chosen = [cell for index, cell in enumerate(recorded) if index % 61 == 0]
     ratios = []
     for cell in chosen:
         for seed in (0, 1):

@@ -49,9 +49,9 @@ def _random(build: Callable[[], nn.Module], seed: int, scale: float) -> nn.Modul
 
 
 def full(seed: int = 0, scale: float = 0.2, vocab: int = VOCAB, **changes: Any) -> nn.Module:
-    """A Llama: full attention in every layer."""
-    sizes = SIZES | EPS | {"vocab_size": vocab} | changes
-    args = llama.ModelArgs(model_type="llama", num_hidden_layers=3, **sizes)
+    """A Llama: full attention in every layer, of which there are three."""
+    sizes = SIZES | EPS | {"vocab_size": vocab, "num_hidden_layers": 3} | changes
+    args = llama.ModelArgs(model_type="llama", **sizes)
     return _random(lambda: llama.Model(args), seed, scale)
 
 
