@@ -9,19 +9,17 @@ from functools import cache
 from itertools import accumulate, count
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 import random_sources
 import tiny
-from lossless import Scripted, emitted
+from lossless import Scripted, plain
 
 from mlx_spec.batch.scheduler import Batch
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import lookup_source
-from mlx_spec.engine import RunningSequence, generate
+from mlx_spec.engine import RunningSequence
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
     Choice,
@@ -45,28 +43,15 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.3, presence_penalty=0.5, logit_bias={7: 2.0, 9: -100.0}),
 ]
 STOP = frozenset(range(0, 256, 97))
-KINDS = {
-    "full": None,
-    "quantized": 8,
-    "sliding": None,
-    "shared": None,
-    "recurrent": None,
-    "recurrent_moe": None,
-}
+KINDS = ["full", "quantized", "sliding", "shared", "recurrent", "recurrent_moe"]
 SOURCES = {"lookup": lookup_source, **random_sources.FOR_TINY}
-
-
-@cache
-def model_of(kind: str) -> nn.Module:
-    return tiny.sliding() if kind == "quantized" else getattr(tiny, kind)()
 
 
 @cache
 def alone(kind: str, index: int, sampling: int) -> list[int]:
     """Return the text of a prompt by itself, decoded plainly."""
-    prompt, sampler = PROMPTS[index], SAMPLINGS[sampling].sampler(len(PROMPTS[index]), 256)
-    target = LMTarget(model_of(kind), kv_bits=KINDS[kind])
-    return emitted(list(generate(target, (), FixedPolicy(0), sampler, prompt, max_tokens=COUNT, stop=STOP)))
+    model, bits = tiny.model_of(kind), tiny.bits_of(kind)
+    return plain(model, PROMPTS[index], COUNT, bits, SAMPLINGS[sampling], STOP)
 
 
 class RandomLengths:
@@ -131,7 +116,7 @@ def assert_texts_alone(
 
     The first `samplings` of SAMPLINGS are used.
     """
-    draw, model, needs = random.Random(seed), model_of(kind), source.needs if source else FeatureSpec()
+    draw, model, needs = random.Random(seed), tiny.model_of(kind), source.needs if source else FeatureSpec()
     ticks = random.Random(seed)  # of a clock that goes alike on every machine
     times = accumulate(ticks.uniform(0, 0.01) for _ in count())  # seconds
     batch = Batch(lambda: SharedTarget(model, needs), most, clock=lambda: next(times))
@@ -141,7 +126,7 @@ def assert_texts_alone(
 
     def add() -> None:
         index, sampling = draw.randrange(len(PROMPTS)), draw.randrange(samplings)
-        truth, target = alone(kind, index, sampling), LMTarget(model, needs, kv_bits=KINDS[kind])
+        truth, target = alone(kind, index, sampling), LMTarget(model, needs, kv_bits=tiny.bits_of(kind))
         drafters.append(Mixed([*PROMPTS[index], *truth], source, target, draw.randrange(99)))
         policy, sampler = (
             RandomLengths(draw.randrange(99)),

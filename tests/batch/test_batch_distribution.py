@@ -15,6 +15,8 @@ import random_sources
 from exact_distribution import (
     COUNT,
     FILTERED,
+    GENERATIONS,
+    NOISE,
     PLAIN,
     PROMPT,
     Lying,
@@ -35,9 +37,9 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Round
 
-GENERATIONS, FEW, TOGETHER = 560, 320, 8
+FEW, TOGETHER = 320, 8
 SOURCES: dict[str, Callable[[], DrafterSource]] = {
-    "draft model": lambda: draft_model_source("other", model(noise=0.2), VocabularySizes(V, V)),
+    "draft model": lambda: draft_model_source("other", model(noise=NOISE), VocabularySizes(V, V)),
     "eagle3": lambda: random_sources.eagle3(16, V, range(0, V, 2), (0, 1)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,21 @@ def pair() -> Pair:
     return made
 
 
+def prompts_of(pair: Pair) -> list[list[int]]:
+    return [[2, *pair.text.encode(text)] for text in TEXTS]
+
+
+def texts_of(rounds: Iterable[tuple[int, Round]], count: int = len(TEXTS)) -> list[list[int]]:
+    texts: list[list[int]] = [[] for _ in range(count)]
+    for index, round in rounds:
+        texts[index] += round.tokens
+    return texts
+
+
+def texts_alone(pair: Pair, prompts: list[list[int]], count: int) -> list[list[int]]:
+    return [emitted(list(pair.generate(prompt, max_tokens=count))) for prompt in prompts]
+
+
 def requests_of(pair: Pair) -> list[dict[str, Any]]:
     grammar = compile_grammar("regex", "[a-z ]{20}", pair.text, pair.info.vocab_size, seconds=5.0)
     return [
@@ -52,8 +68,8 @@ def requests_of(pair: Pair) -> list[dict[str, Any]]:
 
 def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Exception]]:
     batch, found, sizes = pair.batch(), list[list[Round | Exception]](), set[int]()
-    for text, request in zip(TEXTS * 2, requests * 2, strict=True):
-        batch.add(pair.prepare(pair.open(), [2, *pair.text.encode(text)], max_tokens=40, **request))
+    for prompt, request in zip(prompts_of(pair) * 2, requests * 2, strict=True):
+        batch.add(pair.prepare(pair.open(), prompt, max_tokens=40, **request))
         found.append([])
     while len(batch):
         for id, round in batch.step():
@@ -65,8 +81,7 @@ def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Excep
 
 def test_every_request_is_as_alone(pair: Pair) -> None:
     together, accepted = by_id(pair, requests_of(pair)), 0
-    for text, request, rounds in zip(TEXTS * 2, requests_of(pair) * 2, together, strict=True):
-        prompt = [2, *pair.text.encode(text)]
+    for prompt, request, rounds in zip(prompts_of(pair) * 2, requests_of(pair) * 2, together, strict=True):
         alone = list(decode(pair.prepare(pair.open(), prompt, max_tokens=40, **request)))
         assert all(isinstance(round, Round) for round in rounds)
         assert emitted(rounds) == emitted(alone)
@@ -104,34 +119,26 @@ class Failing:
 
 @pytest.mark.parametrize(("method", "num_draft_tokens"), [("draw", 0), ("verify", 3)])
 def test_a_failing_request_fails_alone(pair: Pair, method: str, num_draft_tokens: int) -> None:
-    batch = pair.batch()
-    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
-    expected = [emitted(list(pair.generate(prompt, max_tokens=20))) for prompt in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
+    batch, prompts = pair.batch(), prompts_of(pair)
+    expected = texts_alone(pair, prompts, 20)
     pair.policies = FixedPolicy(num_draft_tokens)
     for index, prompt in enumerate(prompts):
         sequence = pair.prepare(pair.open(), prompt, max_tokens=20)
         if index == 1:
             sequence.sampler = Failing(sequence.sampler, 4, method)
         batch.add(sequence)
-    errors = []
-    for id, round in batch.run():
-        if isinstance(round, Exception):
-            errors.append((id, str(round)))
-        else:
-            found[id] += round.tokens
+    results = list(batch.run())
+    found = texts_of((id, round) for id, round in results if isinstance(round, Round))
     pair.policies = FixedPolicy(3)
-    assert errors == [(1, "this sampler fails")]
+    assert [(id, str(e)) for id, e in results if isinstance(e, Exception)] == [(1, "this sampler fails")]
     assert found[1] == expected[1][: len(found[1])]
     assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
 
 
 def test_generate_batch(pair: Pair) -> None:
-    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
-    found: dict[int, list[int]] = {}
-    for index, round in pair.generate_batch(prompts, max_tokens=15, max_running=2):
-        found[index] = found.get(index, []) + round.tokens
-    assert found == {i: emitted(list(pair.generate(p, max_tokens=15))) for i, p in enumerate(prompts)}
+    prompts = prompts_of(pair)
+    found = texts_of(pair.generate_batch(prompts, max_tokens=15, max_running=2))
+    assert found == texts_alone(pair, prompts, 15)
     with pytest.raises(InvalidValue, match="prompt is empty"):
         pair.generate_batch([[2], []], max_tokens=4)
     with pytest.raises(PromptTooLong):
@@ -145,13 +152,9 @@ def recurrent_rounds() -> list[Round]:
     target = GOLDEN / "trained" / "qwen"
     pair = mlx_spec.load(target, target, num_draft_tokens=3)
     prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 7, 5, 6, 7, 5, 6]]
-    texts, rounds = [list[int](), list[int]()], []
-    for index, round in pair.generate_batch(prompts, max_tokens=40):
-        texts[index] += round.tokens
-        rounds += [round] if round.company > 1 else []
-    for prompt, text in zip(prompts, texts, strict=True):
-        assert text == [token for round in pair.generate(prompt, max_tokens=40) for token in round.tokens]
-    return rounds
+    results = list(pair.generate_batch(prompts, max_tokens=40))
+    assert texts_of(results, 2) == texts_alone(pair, prompts, 40)
+    return [round for _, round in results if round.company > 1]
 
 
 def test_recurrent_targets_draft_in_company() -> None:
@@ -171,17 +174,12 @@ def test_a_recurrent_target_that_takes_no_padding_is_plain_in_company(
 
 def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair) -> None:
     batch = Batch(None, 4)
-    prompts = [[2, *pair.text.encode(text)] for text in TEXTS[:2]]
+    prompts = prompts_of(pair)[:2]
     for prompt in prompts:
         batch.add(pair.prepare(pair.open(), prompt, max_tokens=10))
-    texts: list[list[int]] = [[], []]
-    for _ in range(4):
-        for id, round in batch.step():
-            texts[id] += round.tokens
+    results = [result for _ in range(4) for result in batch.step()]
     assert batch.group_sizes == [1, 1]
-    for id, round in batch.run():
-        texts[id] += round.tokens
-    assert texts == [emitted(list(pair.generate(prompt, max_tokens=10))) for prompt in prompts]
+    assert texts_of([*results, *batch.run()], 2) == texts_alone(pair, prompts, 10)
 
 
 def test_the_adaptive_policy_decides_for_the_batch() -> None:
@@ -190,10 +188,9 @@ def test_the_adaptive_policy_decides_for_the_batch() -> None:
     assert isinstance(pair.policies, AdaptivePolicies)
     table = {rows: 0.01 for rows in (1, 17, 64)}
     pair.policies.use(Table(0.01, table, [{1: 1e-5, 16: 1e-4}] * len(pair.policies.names)))
-    prompts = [[2, *pair.text.encode(text)] for text in TEXTS]
+    prompts = prompts_of(pair)
     rounds = list(pair.generate_batch(prompts, max_tokens=30))
-    found = {index: [t for i, r in rounds for t in r.tokens if i == index] for index in range(len(prompts))}
-    assert found == {i: emitted(list(pair.generate(p, max_tokens=30))) for i, p in enumerate(prompts)}
+    assert texts_of(rounds) == texts_alone(pair, prompts, 30)
     assert any(round.drafted for _, round in rounds)
     assert {round.plain_seconds for _, round in rounds} != {None}
 

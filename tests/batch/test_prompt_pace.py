@@ -23,7 +23,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
 
-MODEL = tiny.full()
+MODEL = tiny.full(num_hidden_layers=1)  # what passes take is counted
 LONG = 1500  # tokens of the prompt that is read while others decode
 ROWS = 7  # sequences that decode meanwhile
 

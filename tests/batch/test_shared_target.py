@@ -25,10 +25,6 @@ SPEC = FeatureSpec(hidden_layers=(1,), final_hidden=True)
 MAX_ERROR = 2e-4  # of the largest value: float32 sums in another order; a wrong position gives 0.1 and more
 
 
-def model_of(kind: str) -> tuple[nn.Module, int | None]:
-    return (tiny.sliding(), 8) if kind == "quantized" else (getattr(tiny, kind)(), None)
-
-
 @dataclass
 class Sequence:
     """A target in company and the same one alone."""
@@ -68,7 +64,7 @@ def assert_same_features(got: Features, expected: Features) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sequence_is_as_if_alone(kind: str) -> None:
-    model, bits = model_of(kind)
+    model, bits = tiny.model_of(kind), tiny.bits_of(kind)
     draw = random.Random(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     target, inside, outside = SharedTarget(model, spec), list[Sequence](), list[Sequence]()
@@ -119,7 +115,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
 def test_prompts_are_read_together_as_alone(kind: str) -> None:
     """Some targets hold a part of their prompts, others have no buffers yet; the window is 16."""
-    model, bits = model_of(kind)
+    model, bits = tiny.model_of(kind), tiny.bits_of(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     for held in ([0, 0, 0], [0, 40, 7], [40, 0, 20]):
         both = [Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2))) for _ in held]
@@ -143,7 +139,7 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds of the same company move the window to the front of buffers of the same size."""
     monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)
-    model = model_of("sliding")[0]
+    model = tiny.model_of("sliding")
     target, pairs = (
         SharedTarget(model, FeatureSpec()),
         [Sequence(LMTarget(model), LMTarget(model)) for _ in "ab"],
@@ -164,7 +160,7 @@ def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_uncommitted_pass_survives_a_leave() -> None:
     for kind in ("full", "sliding", "recurrent"):
-        model = model_of(kind)[0]
+        model = tiny.model_of(kind)
         target = SharedTarget(model, SPEC)
         pairs = [Sequence(LMTarget(model, SPEC), LMTarget(model, SPEC)) for _ in range(3)]
         for i, each in enumerate(pairs):

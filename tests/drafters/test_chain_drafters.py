@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -18,6 +17,7 @@ from fitted import largest
 from lossless import emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
+from synthetic import Checkpoint
 
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source
@@ -49,7 +49,7 @@ class Golden:
         root = ROOT / "eagle3" if self.is_eagle else ROOT / "mtp" / name
         self.published = root / name if self.is_eagle else root
         self.target_folder = root / "llama" if self.is_eagle else root
-        self.facts = json.loads((root / "golden.json").read_text())
+        self.facts = drafting.read(root, "golden.json")
         self.history, self.prompt = self.facts["history"], self.facts["prompt"]
         self.drafts = self.facts["drafts"][name] if self.is_eagle else self.facts["drafts"]
         self.vocab = 96 if self.is_eagle else 64
@@ -67,10 +67,13 @@ class Golden:
         """The target, without a head in its checkpoint, in float32."""
         found = convert_model(open_source(str(self.target_folder)), None, "float32")
         with tempfile.TemporaryDirectory() as folder:
-            mx.save_safetensors(str(Path(folder) / "model.safetensors"), found.tensors)
-            (Path(folder) / "config.json").write_text(json.dumps(found.config))
-            model, _ = load_model(Path(folder))
+            model, _ = load_model(Checkpoint(found.tensors, found.config, {}).write(Path(folder)))
         return model
+
+    @cached_property
+    def source(self) -> DrafterSource:
+        """The drafter as it should be, for those who do not change it."""
+        return self.open()
 
     def open(self, **conventions: Any) -> DrafterSource:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +114,7 @@ def golden(name: str) -> Golden:
 @pytest.mark.parametrize("name", NAMES)
 def test_features_and_text_of_the_target(name):
     g = golden(name)
-    found, source = g.features, g.open()
+    found, source = g.features, g.source
     ours = g.target(source).prefill(g.history)
     for a, b in zip((*ours.hidden, ours.final_hidden), (*found.hidden, found.final_hidden), strict=True):
         assert a is b or largest(a, b) < TOLERANCE
@@ -123,7 +126,7 @@ def test_features_and_text_of_the_target(name):
 def test_drafts_of_all_rounds(name, in_chunks):
     """Rounds keep some, none or all of 4 draft tokens; the prompt comes whole or in pieces."""
     g = golden(name)
-    source = g.open()
+    source = g.source
     assert source.name == MTP.get(name, "eagle3")
     assert max(map(max, g.errors(source, (1, 4, g.prompt - 6) if in_chunks else ()))) < TOLERANCE
     for seen, expected in zip(drafting.in_rounds(g.model, source, g.facts), g.drafts, strict=True):
@@ -136,15 +139,15 @@ def test_drafts_of_all_rounds(name, in_chunks):
 @pytest.mark.parametrize("name", EAGLE)
 def test_drafts_as_mlx_vlm_computes_them(name):
     g, theirs = golden(name), mx.load(str(ROOT / "eagle3" / "mlx_vlm.safetensors"))
-    for i, seen in enumerate(drafting.in_rounds(g.model, g.open(), g.facts)):
+    for i, seen in enumerate(drafting.in_rounds(g.model, g.source, g.facts)):
         assert largest(seen.logits[:, g.ids], theirs[f"{name}.{i}"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_rounds_are_those_of_transformers_generate(name):
     """Drafts of one token: the same logits, the same acceptance, the same text."""
-    g, source = golden(name), golden(name).open()
-    facts = json.loads((g.published / "generated.json").read_text())
+    g, source = golden(name), golden(name).source
+    facts = drafting.read(g.published, "generated.json")
     logits = mx.load(str(g.published / "generated.safetensors"))["logits"]
     history, begins = facts["history"], facts["begins"]
     target = g.target(source)
@@ -188,7 +191,7 @@ def test_wrong_chaining_changes_all_but_the_first_token(name):
 def test_another_end_of_a_known_prefix():
     """The row that read the token that changed is dropped; everything before it stays."""
     g = golden("official")
-    source, history = g.open(), g.history
+    source, history = g.source, g.history
     target = g.target(source)
     first = target.prefill(history[:20])
     drafter = drafting.fresh(source, target, history[:21], first)
@@ -211,7 +214,7 @@ def test_another_end_of_a_known_prefix():
 @pytest.mark.parametrize("name", ["official", "deepseek_v3"])
 def test_a_shortened_history(name):
     g = golden(name)
-    source, history = g.open(), g.history
+    source, history = g.source, g.history
     target = g.target(source)
     drafter = source.make(target.parts)
     drafter.observe(history, target.prefill(history[:-1]))
@@ -231,7 +234,7 @@ def test_a_shortened_history(name):
 def test_rounds_over_three_turns_equal_plain_decoding(name):
     """Recurrent targets go back to checkpoints, others to any place; the head follows them."""
     g = golden(name)
-    source = g.open()
+    source = g.source
     for limit in (1, 4):
         target = g.target(source)
         drafter, prompt = source.make(target.parts), g.history[:7]
@@ -261,11 +264,7 @@ def test_quantized(name, bits, tmp_path):
     g = golden(name)
     folder = drafting.write_converted(g.published, g.target_folder, tmp_path / "drafter")
     network = g.open().network
-
-    def chosen(path: str, layer: nn.Module) -> bool:
-        return path != "fc" and hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
-
-    nn.quantize(network, 32, bits, class_predicate=chosen)
+    drafting.quantize(network, bits, 32, "fc")
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(network.parameters())))
     source: Any = open_drafter(folder, drafting.read(folder), drafting.read(g.target_folder))
     layers = dict(source.network.named_modules())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
+from checkpoints import read
 from drafting import drafted
 from fitted import Recorder, largest
-from mlx.utils import tree_flatten
+from lossless import count_calls
+from test_load import save
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, Pard, VocabularySizes
@@ -95,11 +96,9 @@ def test_a_draft_that_was_read(kind, monkeypatch):
     check(drafter, history[:-3], 4, kind)
     drafter.write(history)
     drafter.keep_draft(draft := check(drafter, history, 4, kind))
-    calls = []
-    verify = LMTarget.verify
-    monkeypatch.setattr(LMTarget, "verify", lambda self, rows: calls.append(rows.size) or verify(self, rows))
+    calls = count_calls(monkeypatch, "verify")
     drafter.draft([*history, *draft[:3], (draft[3] + 1) % tiny.VOCAB], 2, Recorder())
-    assert calls == [1, 1]  # what it had guessed right is not written again
+    assert calls == [("verify", 1)] * 2  # what it had guessed right is not written again
 
 
 @pytest.mark.parametrize("kind", ["sliding", "recurrent"])
@@ -149,19 +148,12 @@ def fail(*_, **__):
 
 def test_prompt_is_written_while_it_is_observed(monkeypatch):
     """No draft waits for a long prompt, and no pass over it is longer than a chunk."""
-    chunks: list[int] = []
-    prefill = LMTarget.prefill
-
-    def counted(self, tokens):
-        chunks.append(len(tokens))
-        return prefill(self, tokens)
-
-    monkeypatch.setattr(LMTarget, "prefill", counted)
+    chunks = count_calls(monkeypatch, "prefill")
     drafter, history = new("full"), tiny.prompt(2 * PREFILL_STEP + MAX_UNWRITTEN // 2)
     drafter.observe(history[: 2 * PREFILL_STEP - 99], NOTHING)
-    assert chunks == [PREFILL_STEP, PREFILL_STEP - 100]
+    assert chunks == [("prefill", PREFILL_STEP), ("prefill", PREFILL_STEP - 100)]
     drafter.observe(history, NOTHING)
-    assert sum(chunks) == len(history) - 1
+    assert sum(size for _, size in chunks) == len(history) - 1
     chunks.clear()
     drafter.draft(history, 4, Recorder())
     assert not chunks
@@ -178,22 +170,10 @@ def test_prompt_is_written_while_it_is_observed(monkeypatch):
 @pytest.mark.parametrize("outcome", [full, partial, none])
 def test_one_pass_a_token(outcome, kind, monkeypatch):
     """After a round nothing is written twice, and at most the last draft token is missing."""
-    calls: list[tuple[str, int]] = []
-
-    def count(name: str) -> None:
-        method = getattr(LMTarget, name)
-
-        def counted(self, tokens):
-            calls.append((name, len(tokens)))
-            return method(self, tokens)
-
-        monkeypatch.setattr(LMTarget, name, counted)
-
     drafter, history = new(kind), tiny.prompt(9)
     history += outcome(drafted(drafter, history, 4).tokens)
     drafter.observe(history, NOTHING)
-    for name in ("verify", "prefill"):
-        count(name)
+    calls = count_calls(monkeypatch, "verify", "prefill")
     drafter.draft(history, 4, Recorder())
     assert calls == [("verify", 2 if outcome is full else 1), *[("verify", 1)] * 3]
 
@@ -220,37 +200,23 @@ def test_padded_vocabulary(size, temperature):
 # --- from disk
 
 
-def save(folder: Path, model: nn.Module, config: dict) -> None:
-    folder.mkdir(exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def llama_config(model: nn.Module) -> dict:
-    return {key: value for key, value in vars(model.args).items() if value is not None}
-
-
 def test_any_language_model_becomes_a_drafter(tmp_path):
-    model = tiny.full(seed=1)
-    config = llama_config(model)
-    save(tmp_path, model, config)
-    source = open_drafter(tmp_path, config, {"model_type": "llama", "vocab_size": 260})
-    assert source.name == "llama"
-    assert source.make(None)._vocabulary == VocabularySizes(tiny.VOCAB, 260)
-    nested = {"text_config": {"vocab_size": 300}, "vocab_size": 1}
-    assert open_drafter(tmp_path, config, nested).make(None)._vocabulary.target == 300
+    history, expected = tiny.prompt(9), drafted(new("full"), tiny.prompt(9), 3)
+    config = read(save(model_of("full"), tmp_path))
+    for sizes in ({"vocab_size": 260}, {"text_config": {"vocab_size": 260}, "vocab_size": 1}):
+        source = open_drafter(tmp_path, config, {"model_type": "llama", **sizes})
+        draft = source.make(None).draft(history, 3, Sampling(1.0).sampler(1, 260))
+        assert source.name == "llama" and draft.probs.shape == (3, 260)
+    assert drafted(source.make(None), history, 3).tokens == expected.tokens
     with pytest.raises(BadCheckpoint, match="target has no 'vocab_size'"):
         open_drafter(tmp_path, config, {"text_config": {}})
-    target = LMTarget(tiny.full())
-    draft = drafted(source.make(target.parts), tiny.prompt(9), 3)
-    assert draft.tokens == drafted(DraftModel(model, SAME), tiny.prompt(9), 3).tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_five_rounds_of_pard_by_transformers(name, tmp_path):
     """2, none, all, 1 and 3 of the 4 drafts are accepted."""
     folder = Path(__file__).parents[1] / "golden" / "pard" / name
-    config, facts = (json.loads((folder / f"{part}.json").read_text()) for part in ("config", "golden"))
+    config, facts = read(folder), read(folder, "golden.json")
     tensors, golden = (mx.load(str(folder / f"{part}.safetensors")) for part in ("model", "golden"))
     published = fitted.Checkpoint(tensors, config, fitted.target_config(3, vocab=config["vocab_size"]))
     drafter = fitted.opened(published, tmp_path).make(LMTarget(tiny.full()).parts)

@@ -19,15 +19,17 @@ from mlx_spec.drafters.model_free import (
 )
 from mlx_spec.types import Features
 
-NOTHING = Features()
 SAMPLER = lossless.GREEDY.sampler(1, 1000)
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def drafts(drafter: Lookup, history: list[int], limit: int) -> list[int]:
+def drafts(drafter: Lookup | Prediction, history: Sequence[int], limit: int = 16) -> list[int]:
     draft = drafter.draft(history, limit, SAMPLER)
-    assert draft.probs is None
-    return draft.tokens.tolist()
+    assert draft.probs is None and draft.tokens.dtype == mx.int32
+    if isinstance(drafter, Prediction):
+        assert drafter.available(history) >= draft.tokens.size
+    tokens: list[int] = draft.tokens.tolist()
+    return tokens
 
 
 def reference(history: list[int], limit: int, min_match: int = 2, max_match: int = 32) -> list[int]:
@@ -94,14 +96,6 @@ def test_looks_at_the_latest_places_only():
 # --- predicted output
 
 
-def drafted(drafter: Prediction, history: Sequence[int], limit: int = 16) -> list[int]:
-    found = drafter.draft(history, limit, SAMPLER)
-    assert drafter.available(history) >= found.tokens.size and found.probs is None
-    assert found.tokens.dtype == mx.int32
-    tokens: list[int] = found.tokens.tolist()
-    return tokens
-
-
 @pytest.mark.parametrize(
     ("before", "answer", "limit", "expected"),
     [
@@ -119,7 +113,7 @@ def test_prediction(before: list[int], answer: Sequence[int], limit: int, expect
     drafter = Prediction(range(10, 40), prompt)
     for end in range(len(answer)):
         drafter.observe([*prompt, *answer[:end]], Features())
-    assert drafted(drafter, [*prompt, *answer], limit) == expected
+    assert drafts(drafter, [*prompt, *answer], limit) == expected
 
 
 def test_a_prompt_in_chunks() -> None:
@@ -128,7 +122,7 @@ def test_a_prompt_in_chunks() -> None:
     drafter = Prediction(range(100, 130), prompt)
     for high in (1000, 2000, 3000):
         drafter.observe(prompt[:high], Features())
-    assert drafted(drafter, prompt) == list(range(100, 116))
+    assert drafts(drafter, prompt) == list(range(100, 116))
 
 
 # --- what is counted

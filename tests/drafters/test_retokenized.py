@@ -213,25 +213,17 @@ def pair_of(kind: str, K: int) -> Pair:
 
 
 def test_a_conversation_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefilled: list[int] = []
-    prefill = LMTarget.prefill
-
-    def counted(self: LMTarget, tokens: list[int]) -> Features:
-        prefilled.append(len(tokens))
-        return prefill(self, tokens)
-
     ours, plain = pair_of("words", 4).session(), pair_of("words", 0).session()
     for turn in range(2):
-        monkeypatch.setattr(LMTarget, "prefill", counted if turn else prefill)
+        prefilled = lossless.count_calls(monkeypatch, "prefill")
         question = RECITED[: 300 - turn] * 2
         answers = [
             [piece.text for piece in session.stream(question, max_tokens=50)] for session in (plain, ours)
         ]
         assert "".join(answers[0]) == "".join(answers[1])
         assert ours.statistics.accepted > 10
-    assert (
-        prefilled and max(prefilled) < 250
-    )  # both models wrote what was new of a turn, not the turns before
+    # Both models wrote what was new of a turn, not the turns before.
+    assert prefilled and max(size for _, size in prefilled) < 250
 
 
 # --- text and tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fitted
@@ -14,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from drafting import QUESTIONS, converted
+from drafting import QUESTIONS
 from fitted import opened
-from synthetic import Checkpoint
 from test_logprobs import recorded
 
 from mlx_spec import load
@@ -30,10 +27,9 @@ from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, FixedPolicy, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS, COUNT = 4, 48
 RATES = [[0.6, 0.15, 0.07, 0.04]] * HEADS
-TARGETS = {"full": None, "sliding": None, "shared": None, "quantized": 8}
+KINDS, PROMPT = ("full", "sliding", "shared", "quantized"), tiny.prompt(25)
 PENALTIES = Sampling(0.9, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, seed=3)
 
 
@@ -41,42 +37,13 @@ def small(nodes: int, height: int = HEADS) -> Tree:
     return tree_template(nodes, RATES[:height]).tree(nodes)
 
 
-@cache
-def fit(
-    kind: str, sampling: Sampling = lossless.GREEDY
-) -> tuple[fitted.nn.Module, list[int], list[int], Checkpoint]:
-    """A target, a prompt, its text, and heads whose first guess is right, or else the second."""
-    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
-    truth = text(model, kind, prompt, Scripted([]), sampling, 0)[0]
-    made = fitted.medusa(len(model.layers), HEADS)
-    with tempfile.TemporaryDirectory() as folder:
-        needs = opened(made, Path(folder)).needs
-    target = LMTarget(model, needs, kv_bits=TARGETS.get(kind))
-    target.prefill(prompt[:-1])
-    hidden = []
-    for token in [prompt[-1], *truth[:-1]]:
-        target.verify(mx.array([token]))
-        hidden.append(np.array(target.commit(1).final_hidden)[0])
-    changes = {}
-    for k in range(HEADS):
-        wanted = [*truth[k + 1 :], *[0] * (k + 1)]
-        other = [(token + 1) % 256 for token in wanted]
-        swapped = [(i + k) % 3 == 1 for i in range(len(wanted))]
-        first = [b if s else a for a, b, s in zip(wanted, other, swapped, strict=True)]
-        second = [a if s else b for a, b, s in zip(wanted, other, swapped, strict=True)]
-        changes[f"{k}__0__linear__weight"] = mx.zeros((64, 64))
-        changes[f"{k}__0__linear__bias"] = mx.zeros(64)
-        changes[f"{k}__1__weight"] = 2 * fitted.head_of(np.array(hidden), first) + fitted.head_of(
-            np.array(hidden), second
-        )
-    return model, prompt, truth, made.changed(**changes)
-
-
 class Scripted(SequenceDrafter):
     """Trees whose path of truth goes now by first guesses and now by others, and ends now and then."""
 
-    def __init__(self, truth: Sequence[int], needs: FeatureSpec | None = None) -> None:
-        self.truth, self.drafts, self.needs = list(truth), 0, needs or FeatureSpec()
+    needs = FeatureSpec()
+
+    def __init__(self, truth: Sequence[int]) -> None:
+        self.truth, self.drafts = list(truth), 0
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         pass
@@ -97,18 +64,13 @@ class Scripted(SequenceDrafter):
         return Draft(mx.array(tokens, dtype=mx.int32), parents=tree.parents)
 
 
-def text(
-    model: fitted.nn.Module,
-    kind: str,
-    prompt: list[int],
-    drafter: Drafter,
-    sampling: Sampling,
-    K: int,
-) -> tuple[list[int], list[Round]]:
-    """Tokens and rounds; K is the most tokens of a tree."""
-    target = LMTarget(model, drafter.needs, kv_bits=TARGETS.get(kind))
-    done = lossless.rounds(target, drafter, K, prompt, COUNT, sampling=sampling)
-    return lossless.emitted(done), done
+def rounds(kind: str, drafter: Drafter, K: int, sampling: Sampling = lossless.GREEDY) -> list[Round]:
+    target = LMTarget(tiny.model_of(kind), kv_bits=tiny.bits_of(kind))
+    return lossless.rounds(target, drafter, K, PROMPT, COUNT, sampling=sampling)
+
+
+def plain(kind: str, sampling: Sampling = lossless.GREEDY) -> list[int]:
+    return lossless.emitted(rounds(kind, Scripted([]), 0, sampling))
 
 
 # --- the draft
@@ -116,24 +78,23 @@ def text(
 
 def test_a_tree_of_the_heads_likeliest_tokens(tmp_path: Path) -> None:
     """Node by node from the heads' own rows, in the order of an independent ranking."""
-    _, prompt, _, made = fit("full")
-    source, row = opened(made, tmp_path), fitted.random_rows(1, 1)[0]
+    source, row = opened(fitted.medusa(3), tmp_path), fitted.random_rows(1, 1)[0]
     trees, chain = (each.make(None) for each in (source.trees, source))
     sampler = lossless.GREEDY.sampler(1, 256)
-    assert trees.draft(prompt, 9, sampler).tokens.size == 0  # nothing was observed
-    trees.observe(prompt, Features(final_hidden=row))
-    chain.observe(prompt, Features(final_hidden=row))
+    assert trees.draft(PROMPT, 9, sampler).tokens.size == 0  # nothing was observed
+    trees.observe(PROMPT, Features(final_hidden=row))
+    chain.observe(PROMPT, Features(final_hidden=row))
     ranked = np.argsort(-np.array(source.network(row, HEADS)), axis=-1, kind="stable")
     for nodes in (1, 2, 7, 16):
-        draft = trees.draft(prompt, nodes, sampler)
+        draft = trees.draft(PROMPT, nodes, sampler)
         tree = tree_of(draft.parents)
         assert len(tree.parents) == nodes and draft.probs is None
         for j, token in enumerate(draft.tokens.tolist()):
             assert token == ranked[tree.depths[j + 1] - 1, tree.ranks[j + 1]]
-    likeliest = chain.draft(prompt, HEADS, sampler).tokens.tolist()
+    likeliest = chain.draft(PROMPT, HEADS, sampler).tokens.tolist()
     assert draft.tokens.tolist()[: tree.height] == likeliest[: tree.height]
-    assert trees.draft(prompt, 0, sampler).tokens.size == 0
-    assert trees.draft([*prompt, 1], 9, sampler).tokens.size == 0
+    assert trees.draft(PROMPT, 0, sampler).tokens.size == 0
+    assert trees.draft([*PROMPT, 1], 9, sampler).tokens.size == 0
 
 
 @pytest.mark.parametrize(("accepted", "chain"), [(HEADS, True), (1, False)])
@@ -164,54 +125,33 @@ def check(done: list[Round], nodes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampling"), [*((kind, lossless.GREEDY) for kind in TARGETS), ("sliding", PENALTIES)]
+    ("kind", "sampling"), [*((kind, lossless.GREEDY) for kind in KINDS), ("sliding", PENALTIES)]
 )
 def test_scripted_trees_leave_the_text(kind: str, sampling: Sampling) -> None:
     """Past the sliding window; with penalties, which count the tokens of each path."""
-    model, prompt = getattr(tiny, "full" if kind == "quantized" else kind)(), tiny.prompt(25)
-    truth, _ = text(model, kind, prompt, Scripted([]), sampling, 0)
-    emitted, done = text(model, kind, prompt, Scripted([*prompt, *truth]), sampling, 14)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
+    truth = plain(kind, sampling)
+    done = rounds(kind, Scripted([*PROMPT, *truth]), 14, sampling)
+    assert lossless.emitted(done) == truth, lossless.first_difference(lossless.emitted(done), truth)
     check(done, 14)
     assert len(done) < COUNT // 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "nodes", "sampling"),
-    [("full", 9, lossless.GREEDY), ("shared", 16, lossless.GREEDY), ("sliding", 16, PENALTIES)],
-)
-def test_medusa_trees_leave_the_text(kind: str, nodes: int, sampling: Sampling, tmp_path: Path) -> None:
-    model, prompt, truth, made = fit(kind, sampling)
-    emitted, done = text(model, kind, prompt, opened(made, tmp_path).trees.make(None), sampling, nodes)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
-    check(done, nodes)
 
 
 @pytest.mark.parametrize("place", [13, 16, 17])
 def test_a_stop_token_inside_a_path(place: int) -> None:
     """The text ends with it, the caches hold all before it, and what follows is right."""
-    model, prompt = tiny.sliding(), tiny.prompt(25)
-    truth, _ = text(model, "sliding", prompt, Scripted([]), lossless.GREEDY, 0)
+    truth = plain("sliding")
     place = truth.index(truth[place])
-    target = LMTarget(model)
-    drafter = Scripted([*prompt, *truth])
-    rounds = lossless.rounds(target, drafter, 14, prompt, COUNT, stop=[truth[place]])
-    emitted = lossless.emitted(rounds)
-    assert emitted == truth[: place + 1] and rounds[-1].finish_reason == "stop"
-    assert rounds[-1].accepted <= len(rounds[-1].tokens)
-    assert target.size == len(prompt) + place and target.uncommitted == 0
-    again = lossless.rounds(target, drafter, 14, [*prompt, *emitted], COUNT - place - 1)
+    target, drafter = LMTarget(tiny.model_of("sliding")), Scripted([*PROMPT, *truth])
+    done = lossless.rounds(target, drafter, 14, PROMPT, COUNT, stop=[truth[place]])
+    emitted = lossless.emitted(done)
+    assert emitted == truth[: place + 1] and done[-1].finish_reason == "stop"
+    assert done[-1].accepted <= len(done[-1].tokens)
+    assert target.size == len(PROMPT) + place and target.uncommitted == 0
+    again = lossless.rounds(target, drafter, 14, [*PROMPT, *emitted], COUNT - place - 1)
     assert lossless.emitted(again) == truth[place + 1 :]
 
 
 # --- heads that were trained, from `load` on
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("trained") / "pair"
-    converted(GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / "medusa", out)
-    return out
 
 
 PLAIN = 0.03  # seconds of a plain token
@@ -238,9 +178,10 @@ class Simulated(AdaptivePolicies):
 
 
 @pytest.fixture(scope="module")
-def pairs(folder: Path) -> tuple[Pair, Pair]:
+def pairs(trained_pair: Callable[[str], tuple[Path, object]]) -> tuple[Pair, Pair]:
     """Trained heads with their target, and the target alone."""
-    return load(folder), load(folder, "none")
+    out, _ = trained_pair("medusa")
+    return load(out), load(out, "none")
 
 
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, Sampling(0.8, top_p=0.95, seed=6)])
@@ -253,8 +194,8 @@ def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair],
     for question in QUESTIONS:
         prompt = [2, *pair.text.encode(question)]
         found = list(pair.generate(prompt, sampling=sampling, max_tokens=COUNT))
-        plain = lossless.emitted(list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT)))
-        assert lossless.emitted(found) == plain, question
+        expected = list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT))
+        assert lossless.emitted(found) == lossless.emitted(expected), question
         done += found
     check(done, 16)
     trees = [round for round in done if round.nodes]
@@ -269,28 +210,22 @@ def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair],
 @pytest.mark.parametrize("sampling", [lossless.GREEDY, PENALTIES])
 def test_log_probabilities_along_side_branches(sampling: Sampling) -> None:
     """They equal those of plain decoding, token for token."""
-    model, prompt = tiny.sliding(), tiny.prompt(25)
-    found, truth = [], list[int]()
+    model, found, truth = tiny.model_of("sliding"), [], list[int]()
     for K in (0, 14):
-        rounds, said = recorded(model, Scripted([*prompt, *truth]), FixedPolicy(K), sampling, prompt)
-        truth = lossless.emitted(rounds)
+        done, said = recorded(model, Scripted([*PROMPT, *truth]), FixedPolicy(K), sampling, PROMPT)
+        truth = lossless.emitted(done)
         found.append(said)
-    check(rounds, 14)
-    for plain, drafted in zip(*found, strict=True):
-        assert (plain.token, [a.token for a in plain.top]) == (drafted.token, [a.token for a in drafted.top])
-        assert drafted.logprob == pytest.approx(plain.logprob, abs=1e-4)
+    check(done, 14)
+    for off, on in zip(*found, strict=True):
+        assert (off.token, [a.token for a in off.top]) == (on.token, [a.token for a in on.top])
+        assert on.logprob == pytest.approx(off.logprob, abs=1e-4)
 
 
 def test_a_grammar_holds_on_every_path() -> None:
-    model, prompt = tiny.full(), tiny.prompt(25)
     sampling = Sampling(grammar=grammars.compiled("regex", "[a-f]{30}[0-9]{40}"))
-    truth, _ = text(model, "full", prompt, Scripted([]), sampling, 0)
-    assert (
-        bytes(truth[:32]).isalnum()
-        and truth != text(model, "full", prompt, Scripted([]), lossless.GREEDY, 0)[0]
-    )
-    matcher = sampling.grammar.matcher(prompt)
-    drafter = GrammarFilter(Scripted([*prompt, *truth]), matcher, len(prompt))
-    emitted, done = text(model, "full", prompt, drafter, sampling, 14)
-    assert emitted == truth, lossless.first_difference(emitted, truth)
+    truth = plain("full", sampling)
+    assert bytes(truth[:32]).isalnum() and truth != plain("full")
+    matcher = sampling.grammar.matcher(PROMPT)
+    done = rounds("full", GrammarFilter(Scripted([*PROMPT, *truth]), matcher, len(PROMPT)), 14, sampling)
+    assert lossless.emitted(done) == truth, lossless.first_difference(lossless.emitted(done), truth)
     check(done, 14)

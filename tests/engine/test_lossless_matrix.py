@@ -27,15 +27,9 @@ from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampl
 
 PROMPT, COUNT = tiny.prompt(20), 28  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
-CACHES = {"full": None, "quantized": 8, "sliding": None, "shared": None, "recurrent": None}
+CACHES = ["full", "quantized", "sliding", "shared", "recurrent"]
 SHARED = {"shared, full": ("ffffffff", "ff"), "shared, quantized": ("sffsffsf", "sssf")}  # target, assistant
 LENGTHS = [4, "adaptive", "switching"]  # the last has plain rounds and drafts of one token
-PUBLISHED = {
-    "medusa": lambda: fitted.medusa(3),
-    "pard": lambda: fitted.pard(tiny.full(seed=1, max_position_embeddings=512), 3),
-    "dflash": lambda: fitted.dflash(3, (0, 1, 2)),
-    "peagle": lambda: fitted.peagle(3, (0, 1, 2)),
-}
 
 
 def short_lookup() -> DrafterSource:
@@ -44,7 +38,7 @@ def short_lookup() -> DrafterSource:
 
 
 SOURCES = {"lookup": short_lookup, **random_sources.FOR_TINY}
-DRAFTERS = ["prediction", "retokenized", *SOURCES, *PUBLISHED]
+DRAFTERS = ["prediction", "retokenized", *SOURCES, *fitted.MADE]
 PAIRS = [pair for pair in itertools.product(DRAFTERS, CACHES) if pair[0] != "gemma4 assistant"]
 # It reads the K/V of these targets.
 PAIRS += [("gemma4 assistant", kind) for kind in ("shared", *SHARED)]
@@ -53,23 +47,16 @@ PAIRS += [("gemma4 assistant", kind) for kind in ("shared", *SHARED)]
 @cache
 def target_of(kind: str) -> tuple[nn.Module, list[tuple[list[int], list[int]]]]:
     """Return a model, and prompts and answers of plain decoding: two turns."""
-    if kind in SHARED:
-        model = tiny.shared(pattern=SHARED[kind][0])
-    else:
-        model = tiny.sliding() if kind == "quantized" else getattr(tiny, kind)()
-    first = plain(model, PROMPT, COUNT, bits_of(kind))
+    model = tiny.shared(pattern=SHARED[kind][0]) if kind in SHARED else tiny.model_of(kind)
+    first = plain(model, PROMPT, COUNT, tiny.bits_of(kind))
     longer = [*PROMPT, *first, *MORE]
-    return model, [(PROMPT, first), (longer, plain(model, longer, COUNT // 3, bits_of(kind)))]
-
-
-def bits_of(kind: str) -> int | None:
-    return 8 if "quantized" in kind else None
+    return model, [(PROMPT, first), (longer, plain(model, longer, COUNT // 3, tiny.bits_of(kind)))]
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterSource]:
     folder: Path = tmp_path_factory.mktemp("published")
-    return {name: fitted.opened(make(), folder / name) for name, make in PUBLISHED.items()}
+    return {name: fitted.opened(make(), folder / name) for name, make in fitted.MADE.items()}
 
 
 class Guided(Scripted):
@@ -105,7 +92,7 @@ def test_the_text_is_that_of_plain_decoding(
     if kind in SHARED:
         source = tiny.assistant(pattern=SHARED[kind][1])
     for length in LENGTHS:
-        target = LMTarget(model, source and source.needs, kv_bits=bits_of(kind))
+        target = LMTarget(model, source and source.needs, kv_bits=tiny.bits_of(kind))
         (_, truth), _ = turns
         if source is not None:
             drafter: Drafter = source.make(target.parts)

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
+from lossless import plain
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_spec import engine
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.model_free import lookup_source
@@ -83,12 +83,8 @@ def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
 
 def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
     """Return the tokens of plain decoding with fresh caches."""
-    target = LMTarget(MODELS[kind], kv_bits=8 if kind == "quantized" else None)
-    sampler = sampling.sampler(len(prompt), tiny.VOCAB)
-    rounds = engine.generate(
-        target, [], FixedPolicy(0), sampler, prompt, max_tokens=count, stop=pair.text.eos
-    )
-    return [token for round in rounds for token in round.tokens]
+    bits = 8 if kind == "quantized" else None
+    return plain(MODELS[kind], prompt, count, bits, sampling, pair.text.eos)
 
 
 def prompt_of(session: Session, pair: Pair, question: str, *, thinking: bool = False) -> list[int]:

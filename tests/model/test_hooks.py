@@ -63,13 +63,6 @@ def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.
     assert started.count == len(model.layers) - 1
 
 
-def test_a_gpu_starts_several_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [tiny.full().layers[0] for _ in range(20)]
-    monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
-    hooks.start_layers_early(layers)
-    assert [i for i, layer in enumerate(layers) if isinstance(layer, EagerLayer)] == [7, 15]
-
-
 def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None:
     """A model that was a target's can still be saved, and loaded into, under its own names."""
     model = tiny.full()

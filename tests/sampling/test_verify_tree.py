@@ -212,7 +212,7 @@ class Sampled(Static):
 
     def __init__(self, lies: bool = False) -> None:
         self.rng, self.lies = np.random.default_rng(5), lies
-        self.rows = normalised(np.exp(2 * np.random.default_rng(12).normal(size=(2, V))))
+        self.rows = normalised(np.exp(3 * np.random.default_rng(12).normal(size=(2, V))))
 
     def guesses(self, tokens: tuple[int, ...], shape: tuple[int, ...]) -> Draft:
         tree, drawn, said = tree_of(shape), list[int](), []
@@ -247,5 +247,5 @@ def test_what_is_emitted_follows_the_distribution(trees: str) -> None:
 
 
 def test_trees_that_lie_about_their_distribution_are_caught() -> None:
-    assert excess(Sampled(lies=True), PLAIN, unseeded(PLAIN), 700) > 1
+    assert excess(Sampled(lies=True), PLAIN, unseeded(PLAIN), 300) > 1
     assert excess(Posing(), PLAIN, unseeded(PLAIN), 300) > 1

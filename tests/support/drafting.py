@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from checkpoints import read, stored
-from fitted import Recorder
+from fitted import MADE, Recorder
 from lossless import GREEDY, emitted
+from synthetic import Checkpoint
 
 import mlx_spec
 from mlx_spec.convert import selftest
@@ -39,11 +39,8 @@ def write_converted(published: Path, target: Path, folder: Path, **conventions: 
     tensors = stored(published / "model.safetensors")
     config = read(published)
     made = family_of(config, tensors.keys()).convert(tensors, config, read(target))
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), made.tensors)
     written = {**made.config, "mlx_spec": {**made.config["mlx_spec"], **conventions}}
-    (folder / "config.json").write_text(json.dumps(written))
-    return folder
+    return Checkpoint(made.tensors, written, {}).write(folder)
 
 
 def open_converted(published: Path, target: Path, folder: Path, **conventions: Any) -> Any:
@@ -52,6 +49,15 @@ def open_converted(published: Path, target: Path, folder: Path, **conventions: A
     source: Any = open_drafter(folder, read(folder), read(target))
     source.network.set_dtype(mx.float32)
     return source
+
+
+def quantize(network: nn.Module, bits: int, group: int, kept: str) -> None:
+    """Quantize all layers that allow it, but the one named `kept`."""
+
+    def chosen(path: str, layer: nn.Module) -> bool:
+        return path != kept and hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group == 0
+
+    nn.quantize(network, group, bits, class_predicate=chosen)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,13 @@ def in_rounds(
         yield drafted(drafter, history[:end])
 
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Targets and drafters of each family that were trained for each other. A Qwen holds its own.
+TRAINED: dict[str, tuple[Path, Path | str]] = {
+    **{name: (GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / name) for name in MADE},
+    "eagle3": (GOLDEN / "trained" / "llama", GOLDEN / "trained" / "eagle3"),
+    "qwen_mtp": (GOLDEN / "trained" / "qwen", "auto"),
+}
 QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):", "one two three", '{"name":')
 OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 
@@ -114,7 +127,7 @@ def converted(
     return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
 
 
-def prove(target: Path, drafter: str, out: Path) -> dict[str, Any]:
+def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "GENERATED", 12)

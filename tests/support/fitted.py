@@ -1,30 +1,25 @@
-"""Drafters of every one-pass family for the models of tiny.py, through the converter, and a head that fits.
-
-Their layers are random. The head is a least-squares fit to a greedy text of the target, so that on that text
-accepting, accepting in part and rejecting all happen.
-"""
+"""Random drafters of every one-pass family for the models of tiny.py, through the converter."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import synthetic
+import tiny
 from checkpoints import read
 from mlx.utils import tree_flatten
-from synthetic import Checkpoint, D, V, target_config
+from synthetic import Checkpoint, D, target_config
 
 from mlx_spec.convert.parts import convert_drafter, family_or_model
-from mlx_spec.convert.source import Quantization, open_source
+from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.model.target import LMTarget
-from mlx_spec.types import Drafter, Features, TargetParts
+from mlx_spec.types import Drafter, Features
 
 HEADS, GROUPS, HEAD, LAYER = synthetic.HEADS, synthetic.GROUPS, synthetic.HEAD, synthetic.LAYER
 dflash, medusa, peagle = synthetic.dflash, synthetic.medusa, synthetic.peagle
@@ -61,18 +56,12 @@ def largest(a: mx.array | np.ndarray, b: mx.array | np.ndarray) -> float:
     return float(np.abs(np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)).max())
 
 
-def opened(
-    made: Checkpoint, folder: Path, bits: int | None = None, edit: Callable[[dict[str, Any]], object] = id
-) -> DrafterSource:
+def opened(made: Checkpoint, folder: Path, edit: Callable[[dict[str, Any]], object] = id) -> DrafterSource:
     """Converted, written, and loaded; `edit` changes the written config.json."""
     source = open_source(str(made.write(folder / "published")))
-    quantization = None if bits is None else Quantization(bits, 32)
-    prepared = convert_drafter(source, family_or_model(source), made.target, quantization, None)
+    prepared = convert_drafter(source, family_or_model(source), made.target, None, None)
     edit(prepared.config)
-    ours = folder / "converted"
-    ours.mkdir()
-    mx.save_safetensors(str(ours / "model.safetensors"), prepared.tensors)
-    (ours / "config.json").write_text(json.dumps(prepared.config))
+    ours = Checkpoint(prepared.tensors, prepared.config, {}).write(folder / "converted")
     return open_drafter(ours, read(ours), made.target)
 
 
@@ -84,6 +73,15 @@ def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:
     config = {key: value for key, value in vars(model.args).items() if value is not None}
     vocab = config["vocab_size"]
     return Checkpoint(tensors, {**config, "pard_token": vocab - 1}, target_config(layers, vocab=vocab))
+
+
+# For the targets of `tiny` that have three layers.
+MADE: dict[str, Callable[..., Checkpoint]] = {
+    "medusa": partial(medusa, 3),
+    "pard": lambda: pard(tiny.full(seed=1, max_position_embeddings=512), 3),
+    "dflash": partial(dflash, 3, (0, 1, 2)),
+    "peagle": partial(peagle, 3, (0, 1, 2)),
+}
 
 
 def replay(
@@ -111,41 +109,3 @@ def random_rows(count: int, layers: int, width: int = D, seed: int = 21) -> list
     """Activations of `layers` layers, [S, D] each."""
     mx.random.seed(seed)
     return [mx.random.normal((count, width)) for _ in range(layers)]
-
-
-def layer_outputs(model: nn.Module, tokens: Sequence[int]) -> list[mx.array]:
-    """[S, D] of each decoder layer, by a plain pass without caches."""
-    x, found = model.model.embed_tokens(mx.array(list(tokens))[None]), []
-    for layer in [getattr(layer, "layer", layer) for layer in model.layers]:
-        x = layer(x, mask="causal")
-        found.append(x[0])
-    return found
-
-
-def gather(
-    source: DrafterSource, model: nn.Module, prompt: list[int], truth: list[int], limit: int
-) -> tuple[np.ndarray, list[int]]:
-    """Return the head's inputs [N, D] along a text and the tokens it should say, one in seven wrong."""
-    target, rows, wanted = LMTarget(model, source.needs), [], []
-
-    def unembed(hidden: mx.array) -> mx.array:
-        rows.append(np.array(hidden))
-        return mx.zeros((hidden.shape[0], V))
-
-    drafter = source.make(TargetParts(target.parts.embed, unembed, target.parts.select))
-    history = list(prompt)
-    drafter.observe(history, target.prefill(history[:-1]))
-    for i, token in enumerate(truth):
-        drafter.draft(history, limit, lossless.GREEDY.sampler(1, V))
-        wanted += truth[i : i + limit] + [0] * max(0, i + limit - len(truth))
-        target.verify(mx.array(history[-1:]))
-        history.append(token)
-        drafter.observe(history, target.commit(1))
-    spoiled = [(token + 1) % V if i % 7 == 3 else token for i, token in enumerate(wanted)]
-    return np.concatenate(rows), spoiled
-
-
-def head_of(rows: np.ndarray, wanted: Sequence[int], vocab: int = V) -> mx.array:
-    """The LM head [V, D] that says `wanted` behind `rows` [N, D], as nearly as squares are least."""
-    weights, *_ = np.linalg.lstsq(rows, np.eye(vocab)[list(wanted)], rcond=1e-4)
-    return mx.array(weights.T.astype(np.float32))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_spec.engine import generate
@@ -109,14 +111,40 @@ def rounds(
     return list(done)
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[tuple[str, int]]:
+    """Return a list to which every call of these methods of targets is added, with its number of tokens."""
+    calls: list[tuple[str, int]] = []
+
+    def count(name: str) -> None:
+        method = getattr(LMTarget, name)
+
+        def counted(self: LMTarget, tokens: Any) -> Any:
+            calls.append((name, len(tokens)))
+            return method(self, tokens)
+
+        monkeypatch.setattr(LMTarget, name, counted)
+
+    for name in names:
+        count(name)
+    return calls
+
+
 def emitted(done: Iterable[Round]) -> list[int]:
     """The tokens of all rounds."""
     return [token for round in done for token in round.tokens]
 
 
-def plain(model: nn.Module, prompt: list[int], count: int, kv_bits: int | None = None) -> list[int]:
-    """Greedy tokens of our engine at depth 0, with fresh caches."""
-    return emitted(rounds(LMTarget(model, kv_bits=kv_bits), Scripted([]), 0, prompt, count))
+def plain(
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    kv_bits: int | None = None,
+    sampling: Sampling = GREEDY,
+    stop: Collection[int] = (),
+) -> list[int]:
+    """Tokens of our engine without drafts, with fresh caches."""
+    target = LMTarget(model, kv_bits=kv_bits)
+    return emitted(rounds(target, (), 0, prompt, count, sampling=sampling, stop=stop))
 
 
 def first_difference(a: list[int], b: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -48,9 +49,9 @@ def _random(build: Callable[[], nn.Module], seed: int, scale: float) -> nn.Modul
 
 
 def full(seed: int = 0, scale: float = 0.2, vocab: int = VOCAB, **changes: Any) -> nn.Module:
-    """A Llama: full attention in every layer."""
-    sizes = SIZES | EPS | {"vocab_size": vocab} | changes
-    args = llama.ModelArgs(model_type="llama", num_hidden_layers=3, **sizes)
+    """A Llama: full attention in every layer, of which there are three."""
+    sizes = SIZES | EPS | {"vocab_size": vocab, "num_hidden_layers": 3} | changes
+    args = llama.ModelArgs(model_type="llama", **sizes)
     return _random(lambda: llama.Model(args), seed, scale)
 
 
@@ -159,6 +160,18 @@ def recurrent_moe(seed: int = 0, scale: float = 0.2) -> nn.Module:
         **DELTA,
     )
     return _random(lambda: qwen3_next.Model(args), seed, scale)
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    """Return the model of a kind of cache, the same one every time; that of "quantized" has windows, too."""
+    model: nn.Module = globals()["sliding" if kind == "quantized" else kind]()
+    return model
+
+
+def bits_of(kind: str) -> int | None:
+    """Return the bits of its K/V."""
+    return 8 if "quantized" in kind else None
 
 
 def prompt(length: int, seed: int = 3) -> list[int]:
