@@ -35,7 +35,7 @@ CHUNKS, ROUNDS = 2, 4  # whose times are remembered: prompts may be read by turn
 # Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
 # the weights, on any Mac, so that a pass of their own costs each prompt no more.
 MAX_PROMPT_ROWS = 512
-MAX_PADDED = 1.5  # rows of such a pass for each token that it reads
+MAX_PADDED = 1.5  # rows of such a pass for each token that it reads: where rows cost time, padding does, too
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
