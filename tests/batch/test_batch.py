@@ -35,7 +35,8 @@ from mlx_spec.types import (
 )
 
 COUNT = 30  # tokens of an answer; the window of sliding caches is 16
-PROMPTS = [tiny.prompt(length, seed=length) for length in (1, 3, 14, 20, 45, 90, 130, 30)]
+PROMPTS = [tiny.prompt(length, seed=length) for length in (1, 3, 14, 20, 45, 40, 130, 30)]
+ALIKE = (3, 7, 5, 4)  # prompts whose lengths are so alike that one pass reads them
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=3),
@@ -119,13 +120,20 @@ def assert_texts_alone(
     draw, model, needs = random.Random(seed), tiny.model_of(kind), source.needs if source else FeatureSpec()
     ticks = random.Random(seed)  # of a clock that goes alike on every machine
     times = accumulate(ticks.uniform(0, 0.01) for _ in count())  # seconds
-    batch = Batch(lambda: SharedTarget(model, needs), most, clock=lambda: next(times))
+    read = list[int]()  # how many prompts were read together
+
+    class Counted(SharedTarget):
+        def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
+            read.append(len(sizes))
+            return super().prefill(tokens, sizes)
+
+    batch = Batch(lambda: Counted(model, needs), most, clock=lambda: next(times))
     texts: dict[int, list[int]] = {}
     truths: dict[int, list[int]] = {}
     drafters, together, own = list[Mixed](), set[int](), 0
 
-    def add() -> None:
-        index, sampling = draw.randrange(len(PROMPTS)), draw.randrange(samplings)
+    def add(index: int) -> None:
+        sampling = draw.randrange(samplings)
         truth, target = alone(kind, index, sampling), LMTarget(model, needs, kv_bits=tiny.bits_of(kind))
         drafters.append(Mixed([*PROMPTS[index], *truth], source, target, draw.randrange(99)))
         policy, sampler = (
@@ -136,11 +144,12 @@ def assert_texts_alone(
         id = batch.add(RunningSequence(*parts), park=draw.random() < 0.5)
         truths[id], texts[id] = truth, []
 
-    for _ in range(most):
-        add()
+    for i in range(most):
+        add(ALIKE[i % len(ALIKE)])
     for step in range(400):
         if step < steps and len(batch) < most + 2 and draw.random() < 0.4:
-            add()
+            for _ in range(draw.choice([1, 1, 3])):
+                add(draw.randrange(len(PROMPTS)))
         if step < steps and draw.random() < 0.05:
             batch.remove(draw.choice(list(texts)))
         for id, round in batch.step():
@@ -153,6 +162,7 @@ def assert_texts_alone(
             break
     assert not len(batch)
     assert max(together) >= min(most, 4)
+    assert bool(read) != kind.startswith("recurrent")
     own = sum(drafter.own for drafter in drafters)
     assert own or source is None or source.name == "lookup"
 
