@@ -205,7 +205,7 @@ def _describe(folder: Path, name: str, config: Config, headers: Headers, files: 
         precision=precision(tensors, config),
         layer_types=dict(counts) if len(counts) > 1 else {},
         heads=integer(text, "num_attention_heads"),
-        context=integer(text, "max_position_embeddings"),
+        context=integer(text, "max_position_embeddings", "n_positions"),
         has_tokenizer=has_tokenizer,
         has_template=_holds_template(folder / "tokenizer_config.json")
         or any(fnmatch(file, "*.jinja") or file == "chat_template.json" for file in files),

@@ -110,7 +110,8 @@ def plan_removal(name: str) -> Removal:
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
     if not is_pair and not folder.is_dir():
         raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
-    return Removal(name, folder, _size(folder), _parts(folder) if is_pair else list(folder.iterdir()))
+    parts = _parts(folder) if is_pair else list(folder.iterdir())
+    return Removal(name, folder, _size(folder), parts)
 
 
 # --- listing

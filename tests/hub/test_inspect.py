@@ -52,6 +52,11 @@ def test_target(tmp_path: Path) -> None:
     assert found.speculative_heads == "none"
 
 
+def test_the_context_of_gpt_2_has_another_name(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_positions": 1024}
+    assert one(sparse.checkpoint(tmp_path / "target", config, FLOATS)).context == 1024
+
+
 MLX_4 = {"l.weight": ("U32", (64, 8)), "l.scales": ("BF16", (64, 1)), "l.biases": ("BF16", (64, 1))}
 HEAD_8 = {"h.weight": ("U32", (10, 16)), "h.scales": ("F16", (10, 2)), "h.biases": ("F16", (10, 2))}
 FP8 = {"l.weight": ("F8_E4M3", (128, 64)), "l.weight_scale_inv": ("F32", (1, 1))}
