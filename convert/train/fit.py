@@ -64,11 +64,6 @@ class TrainingRows:
     positions: mx.array  # [B * A]: of the pending token
     real: mx.array  # bool [B, A]: not padding
 
-    @property
-    def size(self) -> int:
-        """Return the number of rows, padding included."""
-        return self.positions.size
-
 
 def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) -> TrainingRows:
     """Return the rows of several answers. `window` limits what rows see of sliding K/V."""
