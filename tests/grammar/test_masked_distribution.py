@@ -13,7 +13,7 @@ import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
-from exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, unseeded
+from exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, seeded, unseeded
 from grammars import byte_text
 from lossless import Scripted
 
@@ -30,11 +30,7 @@ TEXT = byte_text({6: "<end>", 7: "<stop>"}, size=V, first=ord("a"))
 PATTERN = "[abe][abcd]{2}|d[ad]f|c{3,4}|fa*"
 
 
-def sampling(seed: int | None = None) -> Sampling:
-    return Sampling(1.0, seed=seed, grammar=compile_grammar("regex", PATTERN, TEXT, V, seconds=5.0))
-
-
-SAMPLING = sampling()
+SAMPLING = Sampling(1.0, grammar=compile_grammar("regex", PATTERN, TEXT, V, seconds=5.0))
 
 
 def may_begin(word: str) -> bool:
@@ -119,7 +115,7 @@ def test_drafts_that_are_not_drawn_and_no_drafts(expected: np.ndarray, drafter: 
 
 
 def test_seeded_drafts(expected: np.ndarray) -> None:
-    assert excess(expected, legal(draft_model()), lambda i: sampling(seed=i).sampler(len(PROMPT), V)) < 1
+    assert excess(expected, legal(draft_model()), seeded(SAMPLING)) < 1
 
 
 def test_drawn_drafts_cut_by_validity_are_caught(expected: np.ndarray) -> None:
