@@ -44,10 +44,6 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def top_level(names: object) -> set[str]:
-    return {name.split("/")[0] for name in names}
-
-
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """A copy of the repository's packages, since a build leaves files beside its sources."""
@@ -76,7 +72,7 @@ def sdist(tree, tmp_path_factory) -> Path:
 def test_wheel_holds_the_tree_and_nothing_else(tree, wheel):
     names = contents(wheel).keys()
     info = f"mlx_spec-{mlx_spec.__version__}.dist-info"
-    assert top_level(names) == {"mlx_spec", info}
+    assert {name.split("/")[0] for name in names} == {"mlx_spec", info}
     assert {"mlx_spec/convert/__init__.py", "mlx_spec/apps/cli.py", "mlx_spec/py.typed"} <= names
     assert f"{info}/licenses/LICENSE" in names
     packages = shutil.copytree(tree / "mlx_spec", wheel.parent.parent / "followed")  # follows the symlinks

@@ -26,13 +26,9 @@ SUCCESSORS = (  # parts of the names of their tensors, and what they are called
     ("prefix_gru", "Domino"),
 )
 SWITCHES = (  # that a runtime needs, if the config has them
-    "is_causal",
-    "causal",
-    "sliding_window_non_causal",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
+    "is_causal causal sliding_window_non_causal input_embedding_scale output_multiplier "
+    "final_logit_softcapping"
+).split()
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:

@@ -64,11 +64,6 @@ class TrainingRows:
     positions: mx.array  # [B * A]: of the pending token
     real: mx.array  # bool [B, A]: not padding
 
-    @property
-    def size(self) -> int:
-        """Return the number of rows, padding included."""
-        return self.positions.size
-
 
 def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) -> TrainingRows:
     """Return the rows of several answers. `window` limits what rows see of sliding K/V."""
@@ -370,9 +365,7 @@ def frequent_tokens(files: Sequence[Path], size: int, vocab_size: int) -> mx.arr
     return mx.array(sorted(chosen), dtype=mx.int32)
 
 
-def start_linear(
-    network: AssistantNetwork, embed: Callable[[mx.array], mx.array], files: Sequence[Path]
-) -> None:
+def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path]) -> None:
     """Set the projections to the best linear prediction of the next hidden state.
 
     The layers add little to it at first. Random weights would need a few hundred steps to come so far.

@@ -42,7 +42,7 @@ def refusal(pair: str | Path, out: Path, kind: type[SpecError] = BadCheckpoint, 
     """The one line a conversion is refused with; nothing is left of it."""
     with pytest.raises(kind) as caught:
         converted(pair, out, **changes)
-    assert not list(out.parent.glob(f"*{out.name}*")) or out.exists()
+    assert not list(out.parent.glob(f"*{out.name}*"))
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -161,17 +161,12 @@ def test_where_tensors_went(tmp_path: Path) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "message"), [(None, "has no tokenizer.json or tokenizer.model"), ("{}", "is no tokenizer")]
-)
 def test_tokenizer_is_read_before_anything_is_converted(
-    tokenizer: str | None, message: str, copied: Callable[[str], Path], tmp_path: Path
+    copied: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, shown = copied("12b"), io.StringIO()
-    (source / "target" / "tokenizer.json").unlink()
-    if tokenizer is not None:
-        (source / "target" / "tokenizer.json").write_text(tokenizer)
-    with pytest.raises(BadCheckpoint, match=message):
+    (source / "target" / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadCheckpoint, match="is no tokenizer"):
         converted(source, tmp_path / "out", shown=shown)
     assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import edit_config, edit_tensors
 from commands import run
 from mlx_lm.models.gemma4 import Model as Gemma4
-from test_convert import GOLDEN, converted
+from test_convert import GOLDEN, converted, refusal
 
 import mlx_spec
 from mlx_spec.convert import selftest
@@ -39,15 +39,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
     return dict(converted(pair, out, skip_test=False, **changes)["self_test"])
-
-
-def failure(pair: str | Path, out: Path, **changes: Any) -> str:
-    with pytest.raises(SelfTestFailed) as caught:
-        proved(pair, out, **changes)
-    assert not list(out.parent.glob(f"*{out.name}*"))
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 # --- what is right passes
@@ -105,7 +96,7 @@ def test_a_damaged_drafter(tmp_path: Path) -> None:
 
     source = Path(shutil.copytree(GOLDEN / PAIR, tmp_path / "source"))
     edit_tensors(source / "assistant", swap_inputs)
-    text = failure(source, tmp_path / "out", drafter_bits="8")
+    text = refusal(source, tmp_path / "out", SelfTestFailed, skip_test=False, drafter_bits="8")
     assert "likely the drafter of another target" in text and "--no-self-test" in text
 
 
@@ -123,7 +114,7 @@ def test_not_finite(tmp_path: Path) -> None:
 def test_a_model_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models of mlx-lm cannot be quantized although it quantizes them."""
     monkeypatch.setattr(Gemma4, "__call__", Mock(side_effect=ValueError("[matmul] odd\nshapes")))
-    text = failure(PAIR, tmp_path / "out", drafter="none")
+    text = refusal(PAIR, tmp_path / "out", SelfTestFailed, skip_test=False, drafter="none")
     assert text.startswith("the first pass of target fails ([matmul] odd shapes): ")
 
 

@@ -13,8 +13,8 @@ import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
-from exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, unseeded
-from grammars import byte_text
+from exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, seeded, unseeded
+from grammars import byte_text, language, next_letters
 from lossless import Scripted
 
 from mlx_spec.drafters.model_free import GrammarFilter, Lookup
@@ -28,28 +28,8 @@ GENERATIONS = 120
 LETTERS = "abcdef"  # tokens 0 to 5; 6 and 7 end a text
 TEXT = byte_text({6: "<end>", 7: "<stop>"}, size=V, first=ord("a"))
 PATTERN = "[abe][abcd]{2}|d[ad]f|c{3,4}|fa*"
-
-
-def sampling(seed: int | None = None) -> Sampling:
-    return Sampling(1.0, seed=seed, grammar=compile_grammar("regex", PATTERN, TEXT, V, seconds=5.0))
-
-
-SAMPLING = sampling()
-
-
-def may_begin(word: str) -> bool:
-    """Return True if a text of the language can begin with `word`, by hand."""
-    return any(
-        len(form) >= len(word) and all(letter in allowed for letter, allowed in zip(word, form, strict=False))
-        for form in (["abe", "abcd", "abcd"], ["d", "ad", "f"], ["c"] * 4, ["f", *"aaaa"])
-    )
-
-
-def may_end(word: str) -> bool:
-    """Return True if `word` is of the language, by hand."""
-    if word[:1] == "f":
-        return set(word[1:]) <= {"a"}
-    return (len(word) == 3 and may_begin(word)) or word == "cccc"
+LANGUAGE = language(PATTERN, LETTERS, COUNT + 1)
+SAMPLING = Sampling(1.0, grammar=compile_grammar("regex", PATTERN, TEXT, V, seconds=5.0))
 
 
 def masked(target: LMTarget, path: tuple[int, ...]) -> np.ndarray:
@@ -60,7 +40,8 @@ def masked(target: LMTarget, path: tuple[int, ...]) -> np.ndarray:
     target.rewind(0)
     logits = np.array(target.verify(mx.array([*PROMPT, *path])))[-1].astype(np.float64)
     target.commit(0)
-    legal = [may_begin(word + letter) for letter in LETTERS] + [may_end(word)] * 2
+    letters = next_letters(LANGUAGE, word)
+    legal = [letter in letters for letter in LETTERS] + [word in LANGUAGE] * 2
     weights = np.where(legal, np.exp(logits), 0)
     return weights / (weights.sum() or 1)  # nothing follows what cannot be
 
@@ -119,7 +100,7 @@ def test_drafts_that_are_not_drawn_and_no_drafts(expected: np.ndarray, drafter: 
 
 
 def test_seeded_drafts(expected: np.ndarray) -> None:
-    assert excess(expected, legal(draft_model()), lambda i: sampling(seed=i).sampler(len(PROMPT), V)) < 1
+    assert excess(expected, legal(draft_model()), seeded(SAMPLING)) < 1
 
 
 def test_drawn_drafts_cut_by_validity_are_caught(expected: np.ndarray) -> None:
