@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished
 from .engine_thread import EngineThread
@@ -268,11 +268,16 @@ def error_response(path: str, failure: Failure) -> Response:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Return the response to a request whose route raised an error, or that has no route."""
+    """Return the response to a request whose route raised an error, or that has no route.
+
+    A bug of ours becomes a 500 without details.
+    """
     path = request.url.path
     if isinstance(error, Failure):
         return error_response(path, error)
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        LOG.error("a request failed", exc_info=error)
+        return error_response(path, internal_error())
     message, code = str(error.detail), None
     if error.status_code == 404:
         message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
@@ -281,26 +286,3 @@ async def answer_error(request: Request, error: Exception) -> Response:
     response = error_response(path, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response
-
-
-@dataclass
-class LastResort:
-    """ASGI middleware: a bug of ours becomes a 500 without details."""
-
-    app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched)
-        except Exception as error:
-            if scope["type"] != "http" or begun:
-                raise
-            LOG.error("a request failed", exc_info=error)
-            await error_response(scope["path"], internal_error())(scope, receive, send)
