@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -32,7 +33,7 @@ from mlx_spec.hub.checkpoint import read_config
 from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread
 from .errors import LOG, Failure
-from .http import LastResort, answer, answer_error
+from .http import answer, answer_error
 from .metrics import RequestCounter
 from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Guards
@@ -82,7 +83,8 @@ def create(settings: Settings, engine: EngineThread) -> Starlette:
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
-    app.add_middleware(LastResort)
+    # A handler of all exceptions among those of the application would let Starlette raise them again.
+    app.add_middleware(ExceptionMiddleware, handlers={Exception: answer_error})
     app.add_middleware(Guards, settings=settings)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     # The middleware that is added last is the outermost.

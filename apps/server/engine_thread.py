@@ -168,7 +168,7 @@ class EngineThread:
 
     def _load_first(self) -> None:
         try:
-            self._models.ready(self._models.first, ())
+            self._models.ready(self.resolve(None), ())
         except Exception as error:
             self._problem = str(error.__cause__ or error)
         with self._changed:

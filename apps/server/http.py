@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished
 from .engine_thread import EngineThread
@@ -162,34 +162,47 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     writer = api.writer(body, request)
     if not body.stream:
         found = _collect(read_events(engine, request, wakes=LAST_EVENTS))
-        events = await _while_connected(http_request, found)
+        events = await _while_connected(http_request.receive, found)
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
-    try:
-        first = await _while_connected(http_request, anext(source))
-        if isinstance(first, Failed):
-            raise first.failure
-    except BaseException:
-        await source.aclose()
-        raise
-    frames = _frames(first, source, writer, settings.keepalive_seconds)
-    return EventStream(source, frames, api.media_type)
+    return EventStream(source, writer, settings.keepalive_seconds, api.media_type)
 
 
 class EventStream(StreamingResponse):
     """A stream of events, which closes its source in the end."""
 
-    def __init__(self, source: Events, frames: AsyncIterator[str], media_type: str) -> None:
+    def __init__(self, source: Events, writer: Writer, keepalive_s: float, media_type: str) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type=media_type, headers=headers)
-        self._source = source
+        super().__init__((), media_type=media_type, headers=headers)
+        self._source, self._writer, self._keepalive_s = source, writer, keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, then close the source, even if it was never read."""
-        try:
+        """Send the stream. Raises Failure if its first event is one."""
+        async with aclosing(self._source):
+            first = await _while_connected(receive, anext(self._source))
+            if isinstance(first, Failed):
+                raise first.failure
+            self.body_iterator = self._frames(first)
             await super().__call__(scope, receive, send)
-        finally:
-            await self._source.aclose()
+
+    async def _frames(self, event: Event | None) -> AsyncIterator[str]:
+        """Yield the text from an event on. Events that write nothing, as in a tool call, count as silence."""
+        try:
+            for text in self._writer.frames(event):
+                yield text
+            written = time.monotonic()
+            async for event in self._source:
+                texts = list(self._writer.frames(event))
+                if not texts and time.monotonic() - written >= self._keepalive_s:
+                    texts = list(self._writer.frames(None))
+                for text in texts:
+                    yield text
+                if texts:
+                    written = time.monotonic()
+        except Exception as error:  # a bug of ours: written as this protocol writes failures
+            LOG.error("a stream failed", exc_info=error)
+            for text in self._writer.frames(Failed(internal_error())):
+                yield text
 
 
 def named_event(name: str, content: Mapping[str, Any]) -> str:
@@ -215,32 +228,10 @@ async def _collect(source: Events) -> list[Event]:
     return events
 
 
-async def _frames(
-    first: Event | None, source: Events, writer: Writer, keepalive_s: float
-) -> AsyncIterator[str]:
-    """Yield the text of a stream. Events that write nothing, as those in a tool call, count as silence."""
-    try:
-        for text in writer.frames(first):
-            yield text
-        written = time.monotonic()
-        async for event in source:
-            texts = list(writer.frames(event))
-            if not texts and time.monotonic() - written >= keepalive_s:
-                texts = list(writer.frames(None))
-            for text in texts:
-                yield text
-            if texts:
-                written = time.monotonic()
-    except Exception as error:  # a bug of ours: written as this protocol writes failures
-        LOG.error("a stream failed", exc_info=error)
-        for text in writer.frames(Failed(internal_error())):
-            yield text
-
-
-async def _while_connected(http_request: Request, work: Awaitable[T]) -> T:
+async def _while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Return what `work` returns. If the client hangs up, cancel it and raise Failure."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(http_request))
+    gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -252,8 +243,8 @@ async def _while_connected(http_request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _disconnected(http_request: Request) -> None:
-    while (await http_request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -277,11 +268,16 @@ def error_response(path: str, failure: Failure) -> Response:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Return the response to a request whose route raised an error, or that has no route."""
+    """Return the response to a request whose route raised an error, or that has no route.
+
+    A bug of ours becomes a 500 without details.
+    """
     path = request.url.path
     if isinstance(error, Failure):
         return error_response(path, error)
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        LOG.error("a request failed", exc_info=error)
+        return error_response(path, internal_error())
     message, code = str(error.detail), None
     if error.status_code == 404:
         message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
@@ -290,26 +286,3 @@ async def answer_error(request: Request, error: Exception) -> Response:
     response = error_response(path, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response
-
-
-@dataclass
-class LastResort:
-    """ASGI middleware: a bug of ours becomes a 500 without details."""
-
-    app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched)
-        except Exception as error:
-            if scope["type"] != "http" or begun:
-                raise
-            LOG.error("a request failed", exc_info=error)
-            await error_response(scope["path"], internal_error())(scope, receive, send)

@@ -113,7 +113,8 @@ class Models:
         self._settings = settings
         self._loader = loader
         self._served = {served.name: served for served in settings.models}
-        self._names = {**dict(settings.aliases), **{name: name for name in self._served}}
+        self._names: dict[str | None, str] = {None: settings.models[0].name, **dict(settings.aliases)}
+        self._names |= {name: name for name in self._served}
         created = int(time.time())
         self._cards = {
             name: ModelCard(name, tuple(a for a, b in settings.aliases if b == name), created)
@@ -127,19 +128,11 @@ class Models:
             self._folder = CacheFolder(settings.cache_folder, settings.cache_folder_bytes)
         self.budget = memory_for_models() if settings.memory_bytes is None else settings.memory_bytes
 
-    @property
-    def first(self) -> str:
-        """Return the name of the model that is loaded at start."""
-        return self._settings.models[0].name
-
     def resolve(self, name: str | None) -> str:
         """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
-        if name is None:
-            return self.first
-        found = self._names.get(name)
-        if found is None:
-            raise unknown_model(name, ", ".join(self._served))
-        return found
+        if name not in self._names:
+            raise unknown_model(str(name), ", ".join(self._served))
+        return self._names[name]
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not. The files of each are read once."""

@@ -103,7 +103,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     chat = Chat(
         messages=_parse_messages(body, store.conversation(body.previous_response_id, body.input)),
-        tools=_parse_tools(body.tools or (), body.tool_choice, body.parallel_tool_calls),
+        tools=_parse_tools(body),
         thinking=effort not in parsing.NO_THINKING,
         variables={} if effort is None else {"reasoning_effort": effort},
     )
@@ -166,12 +166,10 @@ def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field:
 # --- tools: functions, namespaces of them, and hosted tools, which are left out
 
 
-def _parse_tools(
-    given: Sequence[ToolField], choice: ToolChoiceField | None, parallel: bool | None
-) -> ToolUse | None:
+def _parse_tools(body: ResponsesBody) -> ToolUse | None:
     """Return how the functions may be used; None without any. Raises Failure (400)."""
-    tools = [tool for tool, _, _ in _functions(given)]
-    choice = choice or ToolChoiceField(type="auto")
+    tools = [tool for tool, _, _ in _functions(body.tools or ())]
+    choice = body.tool_choice or ToolChoiceField(type="auto")
     named, mode = None, choice.type
     if choice.type == "allowed_tools":
         allowed = [_joined_name(tool.namespace, tool.name or "") for tool in choice.tools or ()]
@@ -180,7 +178,7 @@ def _parse_tools(
         tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
     elif choice.type == "function":
         named = _joined_name(choice.namespace, choice.name or "")
-    return parsing.make_tool_use(tools, mode, named, parallel)
+    return parsing.make_tool_use(tools, mode, named, body.parallel_tool_calls)
 
 
 def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, str]]:

@@ -16,6 +16,7 @@ from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
 from .settings import Limits
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
@@ -229,9 +230,7 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 # --- messages of a conversation
 
 
-def part_texts(
-    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
-) -> list[str]:
+def part_texts(parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT) -> list[str]:
     """Return the texts of parts that must be text or refusals, at least one. Raises Failure (400)."""
     texts = []
     for i, part in enumerate(required(parts, field)):
