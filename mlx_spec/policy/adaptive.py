@@ -288,8 +288,7 @@ class AdaptivePolicies:
     def _load(self, file: Path, key: Key) -> None:
         """Use saved costs. A file that is damaged, or of something else, is ignored with one warning."""
         try:
-            measured, table = saved_costs.read(file, key)
-            self._set(Table.from_json(table, len(self.names)), measured)
+            self._set(*saved_costs.read(file, key))
         except NotFound:
             pass
         except (BadCosts, Mismatch) as error:
