@@ -20,9 +20,10 @@ DATE = "2026-01-02T03:04:05+00:00"
 
 
 def test_round_trip(tmp_path):
-    file = tmp_path / "new" / saved_costs.file_name(KEY)
-    saved_costs.write(file, KEY, DATE, TABLE)
-    assert saved_costs.read(file, KEY) == (replace(TABLE, draft=list(TABLE.draft)), DATE)
+    key = replace(KEY, drafters=("mtp",))
+    file = tmp_path / "new" / saved_costs.file_name(key)
+    saved_costs.write(file, key, DATE, TABLE)
+    assert saved_costs.read(file, key) == (replace(TABLE, draft=list(TABLE.draft)), DATE)
     assert list(file.parent.iterdir()) == [file]
 
 
