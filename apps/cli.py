@@ -20,7 +20,7 @@ ANSWERS, MODELS, MEASUREMENTS = "Talk to a model", "Get models", "Measure and ch
 
 @dataclass(frozen=True)
 class Program:
-    """Where a program and its options are: names that are imported when they are needed."""
+    """Where a program and its options are: names in mlx_spec that are imported when they are needed."""
 
     main: str  # (arguments) -> exit status
     options: str  # what typer reads help and completion from
@@ -28,24 +28,20 @@ class Program:
 
 
 PROGRAMS = {
-    "chat": Program("mlx_spec.apps.chat:main", "mlx_spec.apps.chat.arguments:Options", ANSWERS),
-    "serve": Program("mlx_spec.apps.server:main", "mlx_spec.apps.server.settings:Options", ANSWERS),
-    "launch": Program("mlx_spec.apps.launch:main", "mlx_spec.apps.launch:Options", ANSWERS),
-    "menubar": Program("mlx_spec.apps.menubar:main", "mlx_spec.apps.menubar:options", ANSWERS),
-    "convert": Program(
-        "mlx_spec.convert.command:convert_main", "mlx_spec.convert.options:ConversionOptions", MODELS
-    ),
-    "train": Program(
-        "mlx_spec.convert.command:train_main", "mlx_spec.convert.options:TrainingOptions", MODELS
-    ),
-    "inspect": Program("mlx_spec.apps.models:inspect_main", "mlx_spec.apps.models:Inspect", MODELS),
-    "models": Program("mlx_spec.apps.models:models_main", "mlx_spec.apps.models:ListOptions", MODELS),
-    "pull": Program("mlx_spec.apps.models:pull_main", "mlx_spec.apps.models:Pull", MODELS),
-    "rm": Program("mlx_spec.apps.models:rm_main", "mlx_spec.apps.models:Remove", MODELS),
-    "tune": Program("mlx_spec.apps.tune:main", "mlx_spec.apps.tune:Options", MEASUREMENTS),
-    "roofline": Program("mlx_spec.apps.roofline:main", "mlx_spec.apps.roofline:Options", MEASUREMENTS),
-    "bench": Program("mlx_spec.apps.bench:main", "mlx_spec.apps.bench:Options", MEASUREMENTS),
-    "doctor": Program("mlx_spec.apps.doctor:main", "mlx_spec.apps.doctor:Options", MEASUREMENTS),
+    "chat": Program("apps.chat:main", "apps.chat.arguments:Options", ANSWERS),
+    "serve": Program("apps.server:main", "apps.server.settings:Options", ANSWERS),
+    "launch": Program("apps.launch:main", "apps.launch:Options", ANSWERS),
+    "menubar": Program("apps.menubar:main", "apps.menubar:options", ANSWERS),
+    "convert": Program("convert.command:convert_main", "convert.options:ConversionOptions", MODELS),
+    "train": Program("convert.command:train_main", "convert.options:TrainingOptions", MODELS),
+    "inspect": Program("apps.models:inspect_main", "apps.models:Inspect", MODELS),
+    "models": Program("apps.models:models_main", "apps.models:ListOptions", MODELS),
+    "pull": Program("apps.models:pull_main", "apps.models:Pull", MODELS),
+    "rm": Program("apps.models:rm_main", "apps.models:Remove", MODELS),
+    "tune": Program("apps.tune:main", "apps.tune:Options", MEASUREMENTS),
+    "roofline": Program("apps.roofline:main", "apps.roofline:Options", MEASUREMENTS),
+    "bench": Program("apps.bench:main", "apps.bench:Options", MEASUREMENTS),
+    "doctor": Program("apps.doctor:main", "apps.doctor:Options", MEASUREMENTS),
 }
 
 
@@ -60,8 +56,7 @@ def _run(words: list[str]) -> int:
         if COMPLETION in os.environ:
             get_command(app()).main(prog_name=NAME)  # answers the shell and exits
         if words and words[0] in PROGRAMS:
-            status: int = resolve_name(PROGRAMS[words[0]].main)(words[1:])
-            return status
+            return int(resolve_name(f"mlx_spec.{PROGRAMS[words[0]].main}")(words[1:]))
         run_app(app(), NAME, words or ["--help"])
         return 0
     except KeyboardInterrupt:  # while the program was imported; it handles its own
@@ -78,5 +73,5 @@ def app() -> typer.Typer:
         pass
 
     for name, program in PROGRAMS.items():
-        made.command(name, rich_help_panel=program.panel)(resolve_name(program.options))
+        made.command(name, rich_help_panel=program.panel)(resolve_name(f"mlx_spec.{program.options}"))
     return made

@@ -42,9 +42,8 @@ def option(
     **settings: Any,
 ) -> Any:
     """Declare an option that takes a value; `default` is shown instead of the default value."""
-    shown = True if default is None else default
     return typer.Option(
-        *names, metavar=value, help=help, show_default=shown, rich_help_panel=panel, **settings
+        *names, metavar=value, help=help, show_default=default or True, rich_help_panel=panel, **settings
     )
 
 

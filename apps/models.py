@@ -205,9 +205,7 @@ def _list(options: ListOptions) -> int:
     if not options.json:
         show(*table([(m.name, m.origin, human_bytes(m.size), summary(m, models)) for m in models]))
         return 0
-    entries = [
-        vars(model) | {"partners": partners(model, models), "found": as_json(model.found)} for model in models
-    ]
+    entries = [vars(m) | {"partners": partners(m, models), "found": as_json(m.found)} for m in models]
     show(json.dumps(entries, indent=2, default=str))  # folders are paths
     return 0
 

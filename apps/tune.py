@@ -42,7 +42,7 @@ class Options:
 
 def _run(options: Options) -> int:
     from mlx_spec import load
-    from mlx_spec.policy import AdaptivePolicies, BadCosts, Table, saved_costs
+    from mlx_spec.policy import AdaptivePolicies, BadCosts, saved_costs
 
     pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
     policies = pair.policies
@@ -53,8 +53,7 @@ def _run(options: Options) -> int:
         )
     if options.import_ is not None:
         try:
-            date, found = saved_costs.read(options.import_, policies.key)
-            policies.use(Table.from_json(found, len(policies.names)), date)
+            policies.use(*saved_costs.read(options.import_, policies.key))
         except (BadCosts, Mismatch) as error:
             raise type(error)(f"{error}: measure here with `mlx-spec tune`") from error
     else:

@@ -47,9 +47,7 @@ UNQUANTIZED = ".unquantized"  # for the time of the test: the drafter in our for
 
 # Built in, so that the self-test needs no network: prompts to be continued as they are, and questions to be
 # answered where the target has a chat template.
-BUILT_IN: dict[str, list[str]] = json.loads(
-    Path(__file__).with_name("texts.json").read_text(encoding="utf-8")
-)
+BUILT_IN: dict[str, list[str]] = json.loads(Path(__file__).with_name("texts.json").read_text("utf-8"))
 TEXTS, PROMPTS, QUESTIONS = (BUILT_IN[key] for key in ("texts", "prompts", "questions"))
 
 SAME_TYPE, NARROWED = 1e-4, 0.5  # tolerated differences of logits
@@ -341,9 +339,7 @@ def _why_not_before(plan: ConversionPlan) -> str | None:
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 
-def _cause(
-    plan: ConversionPlan, floor: float, before: DraftedTexts | None, prompts: Sequence[list[int]]
-) -> str:
+def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prompts: list[list[int]]) -> str:
     """Return the likely cause of an acceptance below `floor`."""
     original = draft(load(plan.folder / TARGET, plan.original_drafter, num_draft_tokens=K), prompts)
     if original.first >= floor:

@@ -75,7 +75,6 @@ FAMILIES_ALLOWED = ("mlx_spec/hub/", "mlx_spec/drafters/", "mlx_spec/load.py", "
 
 # Short files with one user, and why they stand apart.
 SHORT = {
-    "mlx_spec/policy/fixed.py": "the other policy beside the adaptive one",
     "convert/families/gemma4.py": "each family of drafters has a file",
     "convert/families/pard.py": "each family of drafters has a file",
 }

@@ -46,7 +46,7 @@ def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     from .repl import run
 
     if ranks is None:
-        return run(options, prompt, terminal, interrupts)
+        return run(options, prompt, terminal, interrupts, None)
     if ranks.rank:
         return ranks.run(lambda: follow(choose(options).target, ranks))
     return ranks.run(lambda: run(options, prompt, terminal, interrupts, ranks))

@@ -122,7 +122,6 @@ class CommandCompleter(Completer):
     arguments: Mapping[str, Completer]  # by the name of the command
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """Return what may stand at the end of the text before the cursor."""
         line = document.text_before_cursor
         command, space, argument = line.partition(" ")
         completer = self.arguments.get(command[1:]) if space else self.commands

@@ -32,11 +32,7 @@ ABOUT_DEMO = (
 
 
 def run(
-    options: Options,
-    prompt: str | None,
-    terminal: Terminal,
-    interrupts: Interrupts,
-    ranks: Ranks | None = None,
+    options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts, ranks: Ranks | None
 ) -> int:
     """Answer the prompt, or talk until the user leaves. Returns the exit status. Raises SpecError."""
     try:

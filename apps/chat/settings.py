@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.sampling import Sampling, check_integer
 
 from .arguments import Options
 
@@ -24,10 +24,7 @@ class AnswerSettings(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.max_tokens) is not int or self.max_tokens < 1:
-            raise InvalidValue(
-                f"max_tokens={self.max_tokens!r} is not allowed: give an integer of at least 1"
-            )
+        check_integer("max_tokens", self.max_tokens, least=1)
         if type(self.think) is not bool:
             raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 

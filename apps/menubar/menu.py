@@ -12,7 +12,7 @@ from mlx_spec.hub.files import human_bytes
 
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
-DRAFTERS = ((None, "auto"), (NONE, "off"), (LOOKUP, "lookup"))
+DRAFTERS = {None: "auto", NONE: "off", LOOKUP: "lookup"}
 
 
 class Action(enum.Enum):
@@ -186,12 +186,10 @@ def _selections(state: State) -> tuple[Menu, ...]:
         _item(label, Action.TARGET, name, allowed=allowed, checked=name == served)
         for name, label in _targets(state)
     )
-    ways = [*DRAFTERS]
-    if drafter is not None and drafter not in (NONE, LOOKUP):
-        ways.append((drafter, drafter))
+    ways = {**DRAFTERS, drafter: DRAFTERS.get(drafter, str(drafter))}
     drafters = tuple(
         _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
-        for way, label in ways
+        for way, label in ways.items()
     )
     return Menu("Model", targets), Menu("Draft", drafters)
 

@@ -109,7 +109,6 @@ class DFlash(ConditionedDrafter):
         self._shift = shift  # 0: slot j predicts token j of the block; 1: the token after it
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
-        """Append context rows [T, F] to the caches."""
         self._network.remember(rows, self._caches)
 
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from mlx_spec.drafters.drawing import (
     draw_rows,
 )
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.catalog import Config
 from mlx_spec.hub.checkpoint import check_weights, integer, text_config
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.read import read_model
@@ -222,9 +223,7 @@ def draft_model_source(
     return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
 
 
-def open_draft_model(
-    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
-) -> DrafterSource:
+def open_draft_model(path: Path, config: Config, target_config: Config) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
     return draft_model_source(str(config["model_type"]), load_language_model(path), vocabulary)
@@ -244,7 +243,7 @@ def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.
     return model
 
 
-def vocab_size_of(config: Mapping[str, Any], role: str) -> int:
+def vocab_size_of(config: Config, role: str) -> int:
     """Return the size of a model's vocabulary. Raises BadCheckpoint if its config does not say it."""
     size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
     if size is None:
@@ -252,7 +251,7 @@ def vocab_size_of(config: Mapping[str, Any], role: str) -> int:
     return size
 
 
-def open_pard(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_pard(path: Path, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     Conventions.from_config(config)  # refuses a drafter that was not converted
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)

@@ -82,7 +82,6 @@ class SequenceDrafter(Drafter):
         return 0
 
     def state(self) -> CacheState:
-        """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
         if self.nbytes:
             raise InvalidValue(f"the drafter {type(self).__name__} cannot save its caches")
         return CacheState()

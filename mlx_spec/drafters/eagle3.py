@@ -55,9 +55,7 @@ class Eagle3Network(nn.Module):
             features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1)
         return self.fc(features)
 
-    def __call__(
-        self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[Rows]) -> tuple[mx.array, mx.array]:
         """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         first, *rest = self.layers
         own, *others = caches
@@ -95,11 +93,9 @@ class _Attention(DrafterAttention):
 class PEagle(ConditionedDrafter):
     """Drafts one sequence in one pass a draft. Its caches never keep rows of masks."""
 
-    def __init__(
-        self, network: Eagle3Network, parts: TargetParts, needs: FeatureSpec, mask_token: int
-    ) -> None:
+    def __init__(self, network: Eagle3Network, parts: TargetParts, needs: FeatureSpec, mask: int) -> None:
         super().__init__(network, parts, needs)
-        self._mask_token = mask_token
+        self._mask = mask  # token of the rows that are not drafted yet
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         self._run(rows, tokens)
@@ -107,7 +103,7 @@ class PEagle(ConditionedDrafter):
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         rows, tokens = self._next_rows(self._num_waiting)
         masks = mx.broadcast_to(self._network.mask_hidden, (limit - 1, rows.shape[1]))
-        normed = self._run(mx.concatenate([rows, masks]), [*tokens, *[self._mask_token] * (limit - 1)])
+        normed = self._run(mx.concatenate([rows, masks]), [*tokens, *[self._mask] * (limit - 1)])
         self._mark_written(len(tokens) - 1)  # the next draft runs the newest row again
         return draw_rows(self._parts.unembed(normed[-limit:]), history, sampler)
 

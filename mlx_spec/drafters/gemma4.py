@@ -187,9 +187,7 @@ class AssistantNetwork(nn.Module):
         if config.draft_vocab_size is not None:
             self.draft_ids = mx.zeros((config.draft_vocab_size,), dtype=mx.int32)
         if config.num_centroids:
-            self.masked_embedding = Centroids(
-                width, config.vocab_size, config.num_centroids, config.centroid_intermediate_top_k
-            )
+            self.masked_embedding = Centroids(config)
 
     def __call__(
         self, embedded: mx.array, hidden: mx.array, position: mx.array, shared: Mapping[str, KVRows]
@@ -324,11 +322,11 @@ class Centroids(nn.Module):
     their scores are one gathered product, also of a quantized table.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, num_centroids: int, top_k: int) -> None:
+    def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
-        self._top_k = top_k
-        self.centroids = nn.Linear(hidden_size, num_centroids, bias=False)
-        self.token_ordering = mx.zeros((vocab_size,), dtype=mx.int32)  # token ids, cluster by cluster
+        self._top_k = config.centroid_intermediate_top_k
+        self.centroids = nn.Linear(config.hidden_size, config.num_centroids, bias=False)
+        self.token_ordering = mx.zeros((config.vocab_size,), dtype=mx.int32)  # token ids, cluster by cluster
 
     def __call__(
         self, normed: mx.array, table: nn.Embedding | nn.QuantizedEmbedding

@@ -23,6 +23,7 @@ from mlx_spec.drafters.checkpoint import (
 )
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.hub.catalog import Config
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import one_line
 
@@ -45,12 +46,10 @@ class LayerConfig:
     rope: nn.Module
     tensors: frozenset[str]
     conventions: Conventions
-    written: Mapping[str, Any]  # config.json, for what only one family reads
+    written: Config  # config.json, for what only one family reads
 
     @classmethod
-    def from_dict(
-        cls, config: Mapping[str, Any], tensors: Collection[str], target_config: Mapping[str, Any]
-    ) -> LayerConfig:
+    def from_dict(cls, config: Config, tensors: Collection[str], target_config: Config) -> LayerConfig:
         """Read config.json; `tensors` are the names in the checkpoint.
 
         Raises BadCheckpoint for a missing key and an unsupported value.
@@ -78,11 +77,9 @@ class LayerConfig:
         )
 
 
-def _rope(
-    config: Mapping[str, Any], conventions: Conventions, head_dim: int, target_config: Mapping[str, Any]
-) -> nn.Module:
+def _rope(config: Config, conventions: Conventions, head_dim: int, target_config: Config) -> nn.Module:
     """Return the target's rotation; the drafter's own if the target has one per attention type."""
-    found: Mapping[str, Any] = {}
+    found: Config = {}
     max_positions = text_config(target_config).get("max_position_embeddings")
     if conventions.rope != "own":
         target: dict[str, Any] = required(config, "target", dict, CONFIG)
@@ -102,10 +99,7 @@ def _rope(
 
 
 def load_layers(
-    kind: Callable[[LayerConfig], nn.Module],
-    folder: Path,
-    written: Mapping[str, Any],
-    target_config: Mapping[str, Any],
+    kind: Callable[[LayerConfig], nn.Module], folder: Path, written: Config, target_config: Config
 ) -> tuple[nn.Module, LayerConfig]:
     """Load a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
     config = LayerConfig.from_dict(written, read_tensors(folder).keys(), target_config)

@@ -222,7 +222,6 @@ class GrammarFilter(DrafterWrapper):
         self._prompt_length = prompt_length
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return the other drafter's tokens up to the first forbidden one, and that one."""
         draft = self.inner.draft(history, limit, sampler)
         if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
             return draft

@@ -7,7 +7,7 @@ vector, and runs a decoder layer of the target's own architecture (DeepSeek-V3, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,12 +93,9 @@ class MTPNetwork(nn.Module):
         self.norm = nn.RMSNorm(width, eps=eps)
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Return the target's hidden state unchanged."""
         return features
 
-    def __call__(
-        self, embedded: mx.array, hidden: mx.array, caches: Sequence[Rows]
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[Rows]) -> tuple[mx.array, mx.array]:
         """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         dtype = self.norm.weight.dtype
         inputs = [self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))]

@@ -1,8 +1,7 @@
 """Draft lengths: how many tokens to draft in the next round, and with which drafter. See README.md."""
 
-from mlx_spec.policy.adaptive import AdaptivePolicies, AdaptivePolicy
+from mlx_spec.policy.adaptive import AdaptivePolicies, AdaptivePolicy, FixedPolicy
 from mlx_spec.policy.costs import BadCosts, Table
-from mlx_spec.policy.fixed import FixedPolicy
 from mlx_spec.policy.saved_costs import Key
 
 __all__ = ["AdaptivePolicies", "AdaptivePolicy", "BadCosts", "FixedPolicy", "Key", "Table"]

@@ -87,9 +87,8 @@ class Belief:
         """Let the level change over some emitted tokens."""
         stay = (1 - CHANGE) ** tokens
         change = 1 - stay
-        self.levels = [
-            stay * b + change * f for b, f in zip(self.levels, self.shared.frequencies, strict=True)
-        ]
+        pairs = zip(self.levels, self.shared.frequencies, strict=True)
+        self.levels = [stay * b + change * f for b, f in pairs]
 
     def update(self, accepted: int, rejected: bool) -> None:
         """Learn that `accepted` tokens of a draft were accepted and, if `rejected`, the next one was not."""

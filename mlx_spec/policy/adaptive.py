@@ -2,7 +2,8 @@
 
 While plain decoding is the best, nothing is learned about the drafter. So one token is drafted and verified
 when the plain tokens since the last draft have paid for it: a probe. An account of the plain tokens won and
-lost bounds what drafting may lose. README.md has the formulas and the proof.
+lost bounds what drafting may lose. README.md has the formulas and the proof. `FixedPolicy` is for people who
+want one length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_spec.errors import Mismatch, NotFound
+from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.ahead import LEAST_LOSS, AheadCosts
@@ -287,8 +288,7 @@ class AdaptivePolicies:
     def _load(self, file: Path, key: Key) -> None:
         """Use saved costs. A file that is damaged, or of something else, is ignored with one warning."""
         try:
-            measured, table = saved_costs.read(file, key)
-            self._set(Table.from_json(table, len(self.names)), measured)
+            self._set(*saved_costs.read(file, key))
         except NotFound:
             pass
         except (BadCosts, Mismatch) as error:
@@ -329,6 +329,43 @@ class AdaptivePolicies:
 
     def _set(self, table: Table, measured: str) -> None:
         self.costs, self.measured, self._saved = Costs(table), measured, table.verify
+
+
+class FixedPolicy:
+    """Draft always the same number of tokens, with the first drafter that has any.
+
+    The drafters of a request come first, with the same limit. With 0 tokens nothing is drafted at all. With
+    `ahead`, every draft that is verified is also drafted ahead of.
+    """
+
+    def __init__(
+        self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1, ahead: bool = False
+    ) -> None:
+        is_integer = isinstance(num_draft_tokens, (int, np.integer))
+        if not is_integer or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidValue(
+                f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
+                "0 is plain decoding"
+            )
+        self._length, self._drafters, self._reason, self._ahead = num_draft_tokens, drafters, reason, ahead
+        self.begin()
+
+    def policy(self, clock: object = None, gains: object = None) -> FixedPolicy:
+        """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
+        return FixedPolicy(self._length, self._reason, self._drafters, self._ahead)
+
+    def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
+        count = self._drafters + len(request_drafters)
+        order = [*range(self._drafters, count), *range(self._drafters)]
+        length, ahead = self._length, self._ahead
+        choices = tuple(Choice(drafter, length, ahead) for drafter in order) if length else ()
+        self._decision = Decision(choices, self._reason)
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        return self._decision
+
+    def observe(self, round: Round) -> None:
+        """Learn nothing."""
 
 
 def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int) -> bool:

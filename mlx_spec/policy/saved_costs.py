@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -56,8 +55,8 @@ def write(file: Path, key: Key, measured: str, table: Table) -> None:
         raise BadCosts(f"{file} cannot be written ({reason}): check its folder") from error
 
 
-def read(file: Path, key: Key) -> tuple[str, dict[str, Any]]:
-    """Return the date and the table in a file.
+def read(file: Path, key: Key) -> tuple[Table, str]:
+    """Return the table in a file and the date it was measured on.
 
     Raises NotFound, BadCosts, or Mismatch if the key differs: it names both sides.
     """
@@ -80,7 +79,7 @@ def read(file: Path, key: Key) -> tuple[str, dict[str, Any]]:
             ]
             if different:
                 raise Mismatch(f"{file} was measured with {'; '.join(different)}")
-            return measured, table
+            return Table.from_json(table, len(key.drafters)), measured
     raise BadCosts(f"{file} holds no costs: its key, date or table is missing")
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
-from mlx_spec.sampling.sampling import Greedy, LogitsProcessor
+from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
 from mlx_spec.text import Text
 from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 
@@ -38,9 +38,7 @@ class LogprobRecorder:
     def drafting(self) -> DraftingSampler:
         return self._sampler.drafting
 
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
+    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
         tokens, probs = self._sampler.draw(logits, history, drafted)
         rows = self._record(logits, history, drafted, tokens)
         if len(rows) == 1:
@@ -116,9 +114,7 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     if count == 0:
         return own
     best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
-    return mx.concatenate(
-        [own, mx.take_along_axis(logprobs, best, axis=-1), best.astype(mx.float32)], axis=-1
-    )
+    return mx.concatenate([own, mx.take_along_axis(logprobs, best, -1), best.astype(mx.float32)], axis=-1)
 
 
 def _read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:

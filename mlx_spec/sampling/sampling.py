@@ -26,6 +26,9 @@ from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.verify import MIN_NORMAL, accept_block, accept_recursive, match, recover, walk
 from mlx_spec.types import Draft, TokenLogprob
 
+# Tokens [T] and the distribution [T, V] that they were drawn from, as `types.Sampler.draw` returns them.
+Drawn = tuple[mx.array, mx.array | None]
+
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
 BAN_UNDER_GRAMMAR = -1e30  # bias of a banned token: it is drawn only if the grammar allows no other
 MIN_UNIFORM = 2.0**-33  # half the spacing of `mx.random.uniform` near 0
@@ -55,7 +58,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature != 0:
             _check_number("temperature", self.temperature, 1e-4, 1e4, also="0 or ")
-        _check_integer("top_k", self.top_k, least=0)
+        check_integer("top_k", self.top_k, least=0)
         _check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise InvalidValue("top_p=0 keeps no token: give a number above 0, up to 1")
@@ -64,10 +67,10 @@ class Sampling:
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _check_integer("seed", self.seed)
-        _check_integer("min_tokens", self.min_tokens, least=0)
+            check_integer("seed", self.seed)
+        check_integer("min_tokens", self.min_tokens, least=0)
         for token in self.late_tokens:
-            _check_integer("late_tokens token id", token, least=0)
+            check_integer("late_tokens token id", token, least=0)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -245,9 +248,7 @@ class Greedy:
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         return likeliest(self._known_scores(logits, history, drafted), count)
 
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
+    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
         return self._known_scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
 
     def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
@@ -297,9 +298,7 @@ class Unseeded(Greedy):
         self._seed = secrets.randbits(64) if key is None else key
         self._indices = itertools.count(1)  # shared with `drafting`, so that no noise is used twice
 
-    def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
+    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
         scores = self.processor.scores(logits, history, drafted)
         noise = gumbel(tuple(scores.shape), self._next_key())
         return (scores + noise).argmax(axis=-1).astype(mx.int32), mx.softmax(scores, axis=-1)
@@ -405,7 +404,7 @@ def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array 
 def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
     """Return a read-only copy. Raises InvalidValue for an id or value out of range."""
     for token, value in bias.items():
-        _check_integer("logit_bias token id", token, least=0)
+        check_integer("logit_bias token id", token, least=0)
         if value != -math.inf:
             _check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, also="-inf or ")
     return MappingProxyType(dict(bias))
@@ -416,7 +415,8 @@ def _check_number(name: str, value: float, least: float, most: float, *, also: s
         raise InvalidValue(f"{name}={value!r} is not allowed: give {also}a number from {least:g} to {most:g}")
 
 
-def _check_integer(name: str, value: int, least: int | None = None) -> None:
+def check_integer(name: str, value: int, least: int | None = None) -> None:
+    """Raise InvalidValue unless the value is an integer, and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise InvalidValue(f"{name}={value!r} is not allowed: give an integer{bound}")

@@ -33,7 +33,7 @@ def empty_stdin(monkeypatch):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_explains_every_option(name, capsys, monkeypatch):
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
-    assert callable(resolve_name(PROGRAMS[name].main))
+    assert callable(resolve_name(f"mlx_spec.{PROGRAMS[name].main}"))
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])
     assert left.value.code == 0

@@ -57,7 +57,7 @@ def converse(monkeypatch, capfd, tmp_path) -> Converse:
 
         monkeypatch.setattr(repl, "open_input", lambda *_, **__: read)
         with Interrupts() as interrupts:
-            assert repl.run(parse(Options, "chat", options), None, Terminal(), interrupts) == 0
+            assert repl.run(parse(Options, "chat", options), None, Terminal(), interrupts, None) == 0
         return said
 
     return converse
