@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import mlx.core as mx
 from arms import PROMPTS, Folders
-from blas import Script, Scripted, restart
+from blas import Script, Scripted, blas_options, use_blas
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.utils import dequantize_model
 from timing import finish, interval, parser, table
@@ -55,8 +54,7 @@ Arm = Callable[[Sequence[list[int]], int], Iterator[list[Emitted]]]  # steps; th
 
 def main() -> None:
     settings = arguments()
-    if settings.blas and os.environ.get("LD_PRELOAD") != str(settings.blas):
-        restart(settings)
+    use_blas(settings)
     started = time.time()
     folders = Folders.find(settings.target, settings.drafter)
     folders = folders.cast(settings.dtype) if settings.dtype else folders
@@ -84,9 +82,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--blocks", type=int, default=5)
     options.add_argument("--turn", type=int, default=8, help="rounds of one arm before the next one's")
     options.add_argument("--prompts", type=Path, help="a text file, one prompt a line")
-    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
-    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
-    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+    blas_options(options)
     settings = options.parse_args()
     if settings.quick:
         settings.counts, settings.lengths, settings.tokens, settings.blocks = [2], [2], 8, 1

@@ -68,8 +68,7 @@ class Scripted:
 
 def main() -> None:
     settings = arguments()
-    if settings.blas and os.environ.get("LD_PRELOAD") != str(settings.blas):
-        restart(settings)
+    use_blas(settings)
     started = time.time()
     mx.random.seed(settings.seed)
     pair = llama_f32(hidden=settings.hidden, layers=settings.layers)
@@ -89,9 +88,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
-    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
-    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+    blas_options(options)
     options.add_argument("--hidden", type=int, default=1280)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 0.9])
@@ -107,8 +104,17 @@ def arguments() -> argparse.Namespace:
     return settings
 
 
-def restart(settings: argparse.Namespace) -> None:
-    """Restart with the library preloaded: it must be there before MLX is loaded."""
+def blas_options(options: argparse.ArgumentParser) -> None:
+    """Add the options that choose a BLAS."""
+    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
+    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
+    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+
+
+def use_blas(settings: argparse.Namespace) -> None:
+    """Restart with the library of `--blas` preloaded, if it is not: it must be there before MLX is loaded."""
+    if not settings.blas or os.environ.get("LD_PRELOAD") == str(settings.blas):
+        return
     if not settings.blas.is_file():
         sys.exit(f"--blas: there is no file {settings.blas}")
     named = {"OPENBLAS_CORETYPE": settings.coretype} if settings.coretype else {}

@@ -4,7 +4,8 @@ For each number of clients, all send a greedy request without an end at the same
 same is done with `--parallel 1`, where they wait for each other, and with mlx_lm.server on the same weights.
 Then all but one client stream, first without and then beside a prompt of `--long` tokens: the time between
 the tokens of the others is what it costs them. Pauses are those that clients see, in milliseconds. Where they
-are long without a prompt, the machine is too slow or too busy for the bound of 100 ms.
+are long without a prompt, the machine is too slow or too busy for the bound of 100 ms. `--float32` serves
+dequantized weights, `--blas FILE` with an optimized BLAS.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from arms import Folders
+from blas import blas_options, use_blas
 from serving import CHAT, READY_TIMEOUT_S, Serving, questions, serving
 from timing import finish, parser, table
-
-from mlx_spec import demo
-from mlx_spec.hub import find
 
 SETTLE_S, ALONE_S = 1.0, 4.0  # of streaming, before pauses count, and then without the long prompt
 SHARES = (0.5, 0.99, 1.0)  # of pauses that are as long or shorter
@@ -39,15 +39,20 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=128, help="of each answer")
     options.add_argument("--long", type=int, default=3000, help="tokens of the long prompt")
     options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--float32", action="store_true", help="dequantize the target's weights")
+    blas_options(options)
     settings = options.parse_args()
+    use_blas(settings)
     if settings.quick:
         settings.clients, settings.tokens, settings.long, settings.repeats = [1, 3], 12, 200, 1
     started, most = time.time(), max(settings.clients)
-    folder = demo.TARGET if settings.target == "demo" else find(settings.target)
+    folders = Folders.find(settings.target, None)
+    folders = folders.dequantized() if settings.float32 else folders
+    folder = folders.target
     ends = json.loads((folder / "config.json").read_text())["eos_token_id"]
     settings.ends = ends if isinstance(ends, list) else [ends]
     results: dict[str, Any] = {}
-    target = ("--target", settings.target)
+    target = ("--target", str(folder), *(("--drafter", str(folders.drafter)) if folders.drafter else ()))
     with (
         serving(*target, "--parallel", str(most)) as batch,
         serving(*target, "--parallel", "1") as turns,

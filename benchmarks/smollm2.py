@@ -12,7 +12,6 @@ transformers' AutoTokenizer on the same checkpoint.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 from arms import PROMPTS, Prompt, conversation, read_prompts
-from blas import restart
+from blas import blas_options, use_blas
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import dequantize_model
@@ -44,8 +43,7 @@ GAPS = ("", " ", "  ", "\n", "\t", "     ", "\r\n", "\n\n\n", " \n ")
 
 def main() -> None:
     settings = arguments()
-    if settings.blas and os.environ.get("LD_PRELOAD") != str(settings.blas):
-        restart(settings)
+    use_blas(settings)
     started = time.time()
     pair = load(settings.target, "lookup")
     folder = find(settings.target)
@@ -76,9 +74,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--prompts", type=Path, help="a folder of prompts, see arms.py")
     options.add_argument("--tokens", type=int, default=100, help="of a text")
     options.add_argument("--per-kind", type=int, default=5, help="prompts of a kind and folder")
-    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
-    options.add_argument("--coretype", help="kernels of OpenBLAS, such as SKYLAKEX, ZEN or HASWELL")
-    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of OpenBLAS")
+    blas_options(options)
     settings = options.parse_args()
     if settings.quick:
         settings.tokens, settings.per_kind = 3, 1

@@ -129,6 +129,11 @@ class RunningSequence:
         self._request_drafters = request_drafters
         self._stop = stop
 
+    @property
+    def unread(self) -> int:
+        """Return the tokens of the prompt that the target lacks."""
+        return len(self.history) - 1 - self.target.size
+
     def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[int]:
         """Write the prompt in steps of so many tokens, then begin the answer."""
         yield from prefill(self.target, self._drafters, self.history, step)
@@ -175,12 +180,16 @@ class RunningSequence:
         """Return the tokens up to the first stop token."""
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
 
+    def observe(self, features: Features) -> None:
+        """Show the drafters the features of new tokens."""
+        for drafter in self._drafters:
+            drafter.observe(self.history, features)
+
     def emit(self, round: Round, features: Features) -> Round:
         """Append the tokens of a round. Return it with what only the sequence knows."""
         position = len(self.history)
         self.history += round.tokens
-        for drafter in self._drafters:
-            drafter.observe(self.history, features)
+        self.observe(features)
         stopped = round.tokens[-1] in self._stop
         self.remaining = 0 if stopped else self.remaining - len(round.tokens)
         return replace(

@@ -7,7 +7,6 @@ inside functions.
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -88,10 +87,12 @@ def load(
     text = read_text(folder, config)
     found = _open_drafter(names, folder, config, text)
     if ranks is not None and found is not None and found.needs.shared_kv:
-        raise Mismatch(
-            f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part: "
-            'use another one, or drafter="lookup"'
-        )
+        why = f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part"
+        if drafter is not None:
+            raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
+        print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
+        names = _named(str(target), LOOKUP)
+        found = _open_drafter(names, folder, config, text)
     sizes = (
         size // (1 if ranks is None else ranks.size),
         check_weights(found.folder) if found and found.folder else 0,
@@ -203,18 +204,8 @@ def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str,
         code = ", and the code it brings is never run" if "auto_map" in config else ""
         raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
     if ranks is not None:
-        _check_heads(config, ranks.size)
         ranks.compare(_identity(folder))
     return folder, config, size
-
-
-def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
-    """Raise BadCheckpoint if each rank cannot have as many attention heads as the others."""
-    heads = {name: n for name, n in text_config(config).items() if name.endswith("_heads") and n}
-    if odd := [f"{name} {n}" for name, n in heads.items() if n % ranks]:
-        common, what = math.gcd(*heads.values()), f"{config['model_type']} with {' and '.join(odd)}"
-        way = f"{common} ranks or a divisor of that" if common > 1 else "one machine"
-        raise BadCheckpoint(f"{what} cannot be split over {ranks} ranks: use {way}")
 
 
 def _identity(folder: Path) -> dict[str, str]:
@@ -366,7 +357,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
         model.set_dtype(mx.float32)  # scales, too: the weights are exact
         model = dequantize_model(model)
     if ranks is not None:
-        ranks.shard(model)
+        ranks.shard(model, config)
     return model
 
 

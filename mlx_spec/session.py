@@ -214,11 +214,14 @@ class Generation:
         while True:
             start = time.perf_counter()
             done = next(todo, self) is self
-            seconds = self.statistics.prefill_seconds + time.perf_counter() - start
-            self.statistics = replace(self.statistics, prefill_seconds=seconds)
+            self.count_prefill(time.perf_counter() - start)
             if done:
                 return
             yield
+
+    def count_prefill(self, seconds: float) -> None:
+        """Add to the time that processing the prompt took."""
+        self.statistics = replace(self.statistics, prefill_seconds=self.statistics.prefill_seconds + seconds)
 
     def rounds(self) -> Generator[tuple[Round, list[TextPart]], None, None]:
         """Yield each round and the text that it completed, up to a stop token, a stop string or the limit."""

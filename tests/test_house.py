@@ -52,8 +52,9 @@ LAYERS = (
 SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
-    "mlx_spec/model/ranks.py": "loads its part, tells rank 0's address, ends the last pass",
-    "mlx_spec/batch/target.py": "asks a model once whether it can share a pass",
+    "mlx_spec/model/ranks.py": "tells rank 0's address, ends the last pass",
+    "mlx_spec/model/shard.py": "loads a part of a target",
+    "mlx_spec/batch/target.py": "asks a model once whether it can share a pass; ends prompts",
     "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
     "mlx_spec/drafters/ahead.py": "waits in a thread of its own",
     "mlx_spec/drafters/draft_model.py": "waits in that thread, when it drafts ahead",

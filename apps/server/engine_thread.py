@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 
@@ -20,15 +20,18 @@ import mlx.core as mx
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import LOG, queue_full, to_failure, unavailable
-from .generation import Job, Send, prompt_tokens
+from .generation import BatchRow, Job, Send, prompt_tokens
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
-from .models import Loader, ModelCard, Models, load_served
+from .models import LoadedModel, Loader, ModelCard, Models, load_served
 from .request import Failed, GenerationRequest
 from .settings import Settings
 
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 PREPARING = 4  # requests that are prepared at a time
+PREPARE_S = (
+    0.05  # that prompts which were read wait for others of a burst to be tokenized: some milliseconds each
+)
 MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
 DURATION_WEIGHT = 0.2  # of the latest request in the average duration
 
@@ -239,6 +242,8 @@ class EngineThread:
 
     def _take_turns(self) -> None:
         """Read a chunk of one prompt, begin rows, and decode a round of all rows whose prompts are read."""
+        if not any(model.batch.group_sizes for model in self._models.loaded()):
+            wait((future for job in self._running for future in job.preparing), PREPARE_S)
         for job in tuple(self._running):
             if job.cancelled:
                 self._finish(job)
@@ -248,8 +253,10 @@ class EngineThread:
         if reading:
             # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
             self._oldest_reads = not self._oldest_reads and not self._anyone_held
-            job, row = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
-            self._attempt(job, partial(job.step, row))
+            first = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
+            for job, row in self._read_together(first, reading) or [first]:
+                if job in self._running:  # else reading together failed
+                    self._attempt(job, partial(job.step, row))
         self._begin_rows()
         self._anyone_held = False
         for model in self._models.loaded():
@@ -259,15 +266,38 @@ class EngineThread:
                 continue
             try:
                 model.batch.step()
-            except Exception as error:  # of joining or leaving: what the batch holds is unknown
-                for job in [job for job in self._running if job.model is model]:
-                    job.send(Failed(to_failure(error)))
-                    self._finish(job)
-                model.batch = model.pair.batch(self._limits.running)
+            except Exception as error:
+                self._replace_batch(model, error)
         for job in tuple(self._running):
             for row in [row for row in job.rows if row.arrived]:
                 if job in self._running:  # else another row of it failed
                     self._attempt(job, partial(job.step, row))
+
+    def _read_together(
+        self, first: tuple[Job, BatchRow], reading: Sequence[tuple[Job, BatchRow]]
+    ) -> list[tuple[Job, BatchRow]]:
+        """Read a prompt and others of its model in one pass, if that saves time. Return their rows."""
+        model, start = first[0].model, time.perf_counter()
+        rows = [first, *(each for each in reading if each is not first and each[0].model is model)]
+        sequences = [row.sequence for _, row in rows if row.sequence is not None]
+        if first[1].sequence is None:
+            return []
+        try:
+            read = model.batch.read_together(sequences)
+        except Exception as error:
+            self._replace_batch(model, error)
+            return []
+        found = [(job, row) for job, row in rows if row.sequence in read]
+        for _, row in found:
+            row.generation.count_prefill(time.perf_counter() - start)
+        return found
+
+    def _replace_batch(self, model: LoadedModel, error: Exception) -> None:
+        """Fail all requests of a model: if joining or leaving failed, what the batch holds is unknown."""
+        for job in [job for job in self._running if job.model is model]:
+            job.send(Failed(to_failure(error)))
+            self._finish(job)
+        model.batch = model.pair.batch(self._limits.running)
 
     def _begin_rows(self) -> None:
         """Begin rows while there is room, each of the job that has the fewest and came first.
@@ -279,9 +309,10 @@ class EngineThread:
             if not ready:
                 return
             job, row = min(ready, key=lambda each: len(each[0].rows))
-            if not job.has_room(row):
+            others = [each for other in self._running if other.model is job.model for each in other.rows]
+            if not job.has_room(row, sum(each.unread for each in others)):
                 return
-            job.begin_row(row)
+            self._attempt(job, partial(job.begin_row, row))
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Do something for a job. It ends if the action returns True, and fails if that fails."""

@@ -172,6 +172,7 @@ class BatchRow:
     arrived: deque[Result] = field(default_factory=deque)  # rounds not read yet, or the error that ended it
     steps: Steps = field(init=False)  # all that it does
     caches: CachedSequence | None = None  # those that it reads its prompt into
+    sequence: RunningSequence | None = None  # whose prompt may be read together with others
     generation: Generation = field(init=False)
     answer: AnswerStream = field(init=False)
     calls: ToolCallReader | None = None
@@ -304,6 +305,11 @@ class Job:
         """Return True if the job needs a turn."""
         return self.cancelled or self._preparing is None or self._preparing.done()
 
+    @property
+    def preparing(self) -> list[Future[PreparedRequest]]:
+        """Return what prepares the request, as long as it is not prepared."""
+        return [] if self._preparing is None else [self._preparing]
+
     def check(self) -> bool:
         """Let the rows begin once the request is prepared. Return True if it has none. Raises Failure."""
         if self._preparing is None or not self._preparing.done():
@@ -330,12 +336,12 @@ class Job:
         """Return the place of the first row that could begin: one choice reads a prompt for all."""
         return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
 
-    def has_room(self, place: tuple[int, int]) -> bool:
-        """Return True if memory suffices for a row."""
-        return self.model.has_room(len(self._prepared.prompts[place[0]]))
+    def has_room(self, place: tuple[int, int], unread: int) -> bool:
+        """Return True if memory suffices for a row beside others of the model, with so many unread tokens."""
+        return self.model.has_room(len(self._prepared.prompts[place[0]]), unread)
 
-    def begin_row(self, place: tuple[int, int]) -> None:
-        """Begin a row."""
+    def begin_row(self, place: tuple[int, int]) -> bool:
+        """Begin a row: it takes caches. Return False. Raises what `step` raises."""
         self._waiting.remove(place)
         number, i = place
         prompt, index = self._prepared.prompts[number], number * self.request.n + i
@@ -344,6 +350,7 @@ class Job:
         row.steps = self._generate(row)
         self.rows.append(row)
         self._begun.append(row)
+        return self.step(row)
 
     def step(self, row: BatchRow) -> bool:
         """Do a step of a row. Return True if it was the last of the request. Raises Failure and SpecError."""
@@ -379,6 +386,8 @@ class Job:
             if is_scored:
                 sequence.rewind_to_prefix(())  # no token of the prompt counts as cached
             running = self._prepare_row(row, sequence)
+            row.sequence = None if is_scored or self.request.progress else running
+            yield
             yield from self._prefill(row, sequence, self._score_prompt(row, sequence) if is_scored else None)
             cache.shrink()
             if row.is_first:

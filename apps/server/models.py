@@ -77,9 +77,12 @@ class LoadedModel:
         """Return the bytes of all caches."""
         return self.prefix_cache.nbytes + self.batch.nbytes
 
-    def has_room(self, tokens: int) -> bool:
-        """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try."""
-        used = self.prefix_cache.used_nbytes
+    def has_room(self, tokens: int, unread: int) -> bool:
+        """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try.
+
+        `unread` are the tokens of prompts that have begun and are to be read.
+        """
+        used = self.prefix_cache.used_nbytes + unread * self.token_bytes
         is_alone = used + self.batch.nbytes == 0
         return is_alone or used + tokens * self.token_bytes <= self.prefix_cache.max_bytes()
 

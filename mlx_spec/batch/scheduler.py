@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nlargest
+
+import mlx.core as mx
 
 from mlx_spec import engine
 from mlx_spec.batch.target import SharedTarget
@@ -28,6 +32,10 @@ SLOW_SHARE = 2.0
 # that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_HOLD_S = 1.0
 CHUNKS, ROUNDS = 2, 4  # whose times are remembered: prompts may be read by turns, and not all rounds draft
+# Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
+# the weights, on any Mac, so that a pass of their own costs each prompt no more.
+MAX_PROMPT_ROWS = 512
+MAX_PADDED = 1.5  # rows of such a pass for each token that it reads
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
@@ -92,11 +100,14 @@ class PromptPace:
             start, before = self._clock(), target.size
             if next(todo, self) is self:
                 return
-            seconds = self._clock() - start
-            self.reading += seconds
-            if target.size > before:
-                self._learn(target.size - before, max(seconds, 1e-6))
+            self.read(target.size - before, self._clock() - start)
             yield
+
+    def read(self, rows: int, seconds: float) -> None:
+        """Learn from a pass that read so many rows of prompts."""
+        self.reading += seconds
+        if rows:
+            self._learn(rows, max(seconds, 1e-6))
 
     def end_round(self, goes_on: bool) -> None:
         """Learn from the time since the last round. `goes_on` says whether somebody waits for the next."""
@@ -126,11 +137,6 @@ class _Member:
     sequence: RunningSequence
     park: bool  # its caches are used again after it has left
     receive: Callable[[Result], None] | None
-
-    @property
-    def unread(self) -> int:
-        """Return the tokens of its prompt that are to be read."""
-        return len(self.sequence.history) - 1 - self.sequence.target.size
 
 
 class Batch:
@@ -163,6 +169,7 @@ class Batch:
         self._groups: list[Group] = []
         self._is_held = False  # sequences could begin, but wait for other prompts
         self._next_id = 0
+        self._clock = clock
         self._pace = PromptPace(clock)
 
     def __len__(self) -> int:
@@ -191,12 +198,46 @@ class Batch:
 
         `unread` are the tokens that are to be read of each prompt that could be next.
         """
-        can_begin = bool(self._groups) or any(not member.unread for member in self._unstarted())
+        can_begin = bool(self._groups) or any(not member.sequence.unread for member in self._unstarted())
         return can_begin and self._pace.holds(min(unread, default=math.inf))
 
     def timed(self, steps: Iterable[object], target: LMTarget) -> Iterator[None]:
         """Do steps that write a prompt to a target, and learn what they take."""
         return self._pace.timed(steps, target)
+
+    def read_together(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
+
+        Returns their sequences. None are read if fewer than two fit, or not the first, or if the pass fails:
+        each by itself finds out whose fault it is.
+        """
+        chosen, count, most = list[RunningSequence](), 0, min(self.chunk(), MAX_PROMPT_ROWS)
+        for each in sorted(sequences, key=lambda sequence: sequence.unread):
+            if each.unread and not each.target.is_recurrent:
+                count += each.unread
+                if each.unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
+                    break
+                chosen.append(each)
+        # What they hold moves to shared caches and back, with lanes as long as the longest.
+        moved = len(chosen) * max((each.target.nbytes for each in chosen), default=0)
+        fits = len(chosen) > 1 and sequences[0] in chosen and moved <= self._max_padding
+        if self.share is None or not fits:
+            return []
+        start, shared = self._clock(), self.share()
+        unread = [each.history[each.target.size : -1] for each in chosen]
+        for each in chosen:
+            shared.join(each.target)
+        try:
+            tokens = list(itertools.chain.from_iterable(unread))
+            features = shared.prefill(mx.array(tokens, dtype=mx.int32), list(map(len, unread)))
+        except Exception:
+            chosen, features = [], []
+        for index in reversed(range(len(unread))):
+            shared.leave(index, keep=True)
+        for each, its_features in zip(chosen, features, strict=True):
+            each.attempt(partial(each.observe, its_features), None)
+        self._pace.read(max(map(len, unread)) * len(unread), self._clock() - start)
+        return chosen
 
     def add(
         self,
@@ -234,7 +275,7 @@ class Batch:
         Returns the round of each by its id, or the error that ended it. A sequence leaves with the round that
         has a finish reason, or with its error.
         """
-        unread = [member.unread for member in self._unstarted() if member.unread]
+        unread = [unread for member in self._unstarted() if (unread := member.sequence.unread)]
         self._is_held = self.holds(unread[:1])
         results = self._prefill()
         if not self._is_held:
@@ -276,7 +317,12 @@ class Batch:
         return next(member for member in self._members.values() if member.sequence is sequence)
 
     def _prefill(self) -> list[tuple[_Member, Result]]:
-        """Write a chunk of the first prompt that waits. Sequences whose prompts are written begin alone."""
+        """Write a chunk of the first prompt that waits, or several short prompts.
+
+        Sequences whose prompts are written begin alone.
+        """
+        if self._reading is None and self.read_together([m.sequence for m in self._unstarted()]):
+            return []
         while self._reading is not None or (self._waiting and sum(self.group_sizes) < self.max_running):
             if self._reading is None:
                 member = self._waiting.popleft()

@@ -48,7 +48,7 @@ class SharedTarget:
         return sum(array.nbytes for array in self._caches.arrays())
 
     def join(self, home: LMTarget) -> None:
-        """Move a target with at least one committed token into the shared caches."""
+        """Move a target into the shared caches."""
         self._caches.join(home.lend(partial(self._shared_kv, home)))
         self._homes.append(home)
         self._replays.append(no_draft().tokens)
@@ -64,6 +64,21 @@ class SharedTarget:
             self._rows = [self._rows[lane] for lane in lanes]
         self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
         self._caches.leave(index, home.reclaim(replay) if keep else None)
+
+    def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
+        """Write and commit tokens of prompts [R], so many of each target in turn, without logits.
+
+        Returns their features, evaluated. No state may be recurrent: checkpoints would be missing.
+        """
+        self._write(tokens, sizes, [0] * len(sizes))
+        if not self._needs.prompt:
+            self._captured = []  # before they are computed
+        features = self.commit(sizes)
+        hidden = [
+            array for each in features for array in (*each.hidden, each.final_hidden) if array is not None
+        ]
+        mx.eval(self._caches.arrays(), hidden)
+        return features
 
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
         """Write uncommitted tokens [R], so many of each target in turn. Return their logits [R, V]."""

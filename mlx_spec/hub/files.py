@@ -196,10 +196,13 @@ def refuse_existing(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of `out`. The kernel frees it when a run dies, however it dies."""
+def locked(out: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of `out`. The kernel frees it when a run dies, however it dies.
+
+    If another run has it, `wait` for its end, or raise InvalidValue.
+    """
     file = out.parent / f".{out.name}.lock"
-    handle = _open_locked(file, out)
+    handle = _open_locked(file, out, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
     finally:
@@ -207,11 +210,11 @@ def locked(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _open_locked(file: Path, out: Path) -> int:
+def _open_locked(file: Path, out: Path, how: int) -> int:
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, how)
         except BlockingIOError as error:
             os.close(handle)
             raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error

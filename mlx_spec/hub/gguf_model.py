@@ -28,6 +28,7 @@ from mlx_spec.hub.files import (
     check_space,
     default_folder,
     human_bytes,
+    locked,
     new_folder,
     one_line,
     shortened,
@@ -127,19 +128,22 @@ def _write(file: Path, out: Path) -> None:
         config = _config(gguf, found)
         names = _names(gguf, found)
         size = sum(tensor.mlx_bytes for tensor in gguf.tensors.values())
-        print(f"Reading {file.name} into {out} ({human_bytes(size)})", file=sys.stderr, flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
-        with new_folder(out) as folder:
-            target = folder / "target"
-            target.mkdir()
-            tokenizer.save(str(target / "tokenizer.json"))
-            write_json(target / "tokenizer_config.json", tokenizer_config)
-            write_json(target / "generation_config.json", {"eos_token_id": ends})
-            config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
-            write_json(target / "config.json", config)
-            test = {"result": "not run", "why": f"read from {file}"}
-            write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
+        with locked(out.with_name(f"{out.name}.reading"), wait=True):
+            if out.is_dir():  # another run, such as another rank on this machine, has read it meanwhile
+                return
+            print(f"Reading {file.name} into {out} ({human_bytes(size)})", file=sys.stderr, flush=True)
+            check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
+            with new_folder(out) as folder:
+                target = folder / "target"
+                target.mkdir()
+                tokenizer.save(str(target / "tokenizer.json"))
+                write_json(target / "tokenizer_config.json", tokenizer_config)
+                write_json(target / "generation_config.json", {"eos_token_id": ends})
+                config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
+                write_json(target / "config.json", config)
+                test = {"result": "not run", "why": f"read from {file}"}
+                write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
     except SpecError:
         raise
     except OSError as error:

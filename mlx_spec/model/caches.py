@@ -203,7 +203,7 @@ class Caches:
     # --- company
 
     def join(self, lone: Caches) -> None:
-        """Move the only sequence of other caches, which has tokens, into a free lane."""
+        """Move the only sequence of other caches into a free lane. Recurrent ones have tokens."""
         assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
         if not self.layers:
             self.layers = [self._like(layer) for layer in lone.layers]

@@ -182,7 +182,7 @@ class AttentionCache:
         if not self.buffers:
             self.buffers = [_zeros(buffer, at) for buffer in lone.buffers]
         low, first = at.oldest[lane], at.first[lane]
-        for mine, its in zip(self.buffers, lone.buffers, strict=True):
+        for mine, its in zip(self.buffers, lone.buffers, strict=False):  # one without tokens has no buffers
             held = its[0, :, low - its_first : size - its_first]
             mine[lane, :, low - first : size - first] = held
         lone.buffers = []

@@ -1,6 +1,6 @@
 """A target over several machines: rank 0 decides, the other ranks repeat its passes on their shards.
 
-`mlx.launch` starts a process on each machine, a rank. All load one target and keep a part of it (`shard`).
+`mlx.launch` starts a process on each machine, a rank. All load one target and keep a part of it (shard.py).
 Rank 0 alone has drafters, policies, samplers and the program. Its targets announce each operation over a
 socket; the others do it, too, on the tokens that rank 0 broadcasts (`Ranks.follow`). So nothing depends on
 the logits or the clock of another rank.
@@ -31,9 +31,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.batch.target import SharedTarget, Sharing, sharing
-from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
+from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.files import one_line
 from mlx_spec.model.hooks import parts_of
+from mlx_spec.model.shard import shard
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import CacheState, FeatureSpec
 
@@ -106,15 +107,10 @@ class Ranks:
                 if (here := own.get(name)) != (there := other.get(name)):
                     self.fail(f"rank {rank} has another {name} ({there}) than rank 0 ({here}): copy it")
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Keep this rank's part of a model whose weights were not read yet. Raises BadCheckpoint."""
         self.model, self.parts = model, parts_of(model)
-        try:
-            model.shard(self.group)
-        except (AttributeError, AssertionError, ValueError) as error:
-            reason = one_line(error)
-            raise BadCheckpoint(f"mlx-lm cannot split this target ({reason}): use one machine") from error
-        mx.eval(model.parameters())
+        shard(model, config, self.group)
 
     def receive(self) -> list[Any]:
         """Wait for a message of another rank."""
@@ -316,6 +312,7 @@ class RankSharedTarget(SharedTarget):
 
     join = _announced(SharedTarget.join)
     leave = _announced(SharedTarget.leave)
+    prefill = _announced(SharedTarget.prefill)
     verify = _announced(SharedTarget.verify)
     commit = _announced(SharedTarget.commit)
 

@@ -70,6 +70,10 @@ class CountedShared(SharedTarget):
         super().__init__(MODEL, FeatureSpec())
         self.clock = clock
 
+    def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
+        self.clock.count(max(sizes) * len(sizes), 0)
+        return super().prefill(tokens, sizes)
+
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
         self.clock.count(tokens.size, 0)
         return super().verify(tokens, sizes)
@@ -117,8 +121,9 @@ def test_nobody_waits_too_long_for_a_prompt(device: str) -> None:
 @pytest.mark.parametrize(
     "milliseconds,lengths,together",
     [
-        (lambda rows, at: 80 + rows, range(20, 28), 8),  # eight prompts take 0.8 s
-        (lambda rows, at: 200 + rows, range(20, 28), 5),  # 1.8 s: the others are read later
+        (lambda rows, at: 200 + rows, range(20, 28), 8),  # one pass reads all
+        (lambda rows, at: 80 + 0.1 * rows, range(300, 308), 8),  # eight passes take 0.8 s
+        (lambda rows, at: 200 + 0.1 * rows, range(300, 308), 5),  # 1.8 s: the others are read later
         (lambda rows, at: 2.2 * rows, [20, 1500, 21], 1),  # the second would take 3.3 s
         (lambda rows, at: 2.2 * rows, [1500, 20, 21], 3),  # the first has waited anyway
     ],

@@ -116,6 +116,30 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
             assert each.shared.size == each.alone.size
 
 
+@pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
+def test_prompts_are_read_together_as_alone(kind: str) -> None:
+    """Some targets hold a part of their prompts, others have no buffers yet; the window is 16."""
+    model, bits = model_of(kind)
+    spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
+    for held in ([0, 0, 0], [0, 40, 7], [40, 0, 20]):
+        both = [Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2))) for _ in held]
+        target = SharedTarget(model, spec)
+        for each, size in zip(both, held, strict=True):
+            if size:
+                each.extend(tiny.prompt(size, seed=size))
+            target.join(each.shared)
+        unread = [tiny.prompt(length, seed=length) for length in (5, 30, 21)]
+        sizes = [len(tokens) for tokens in unread]
+        found = target.prefill(mx.array([token for tokens in unread for token in tokens]), sizes)
+        for index in (2, 1, 0):
+            target.leave(index, keep=True)
+        for each, tokens, features in zip(both, unread, found, strict=True):
+            assert_same_features(features, each.alone.prefill(tokens))
+            assert each.shared.size == each.alone.size
+            block = mx.array([1, 2, 3])
+            assert_close(each.shared.verify(block), each.alone.verify(block))
+
+
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds of the same company move the window to the front of buffers of the same size."""
     monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import gguf
@@ -227,6 +230,19 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     long = tmp_path / ("\u6a21" * 80 + ".gguf")
     long.symlink_to(file)
     assert find(str(long)).is_dir()
+
+
+def test_two_runs_that_start_together_read_a_file_once(tmp_path: Path) -> None:
+    """Two ranks on one machine: the second was told to wait, and ended."""
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    script = "import sys; from mlx_spec.hub import find; print(find(sys.argv[1]))"
+    command, environment = (
+        [sys.executable, "-c", script, file],
+        os.environ | dict.fromkeys(("HOME", "XDG_DATA_HOME"), str(tmp_path)),
+    )
+    runs = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=environment) for _ in range(2)]
+    (one, errors), (other, more) = (run.communicate() for run in runs)
+    assert one == other != "" and (errors + more).count("Reading model.gguf") == 1
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

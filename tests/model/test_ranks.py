@@ -18,6 +18,7 @@ import mlx.core as mx
 import pytest
 import rank_program
 import tiny
+from mlx.nn import quantize
 from mlx.utils import tree_flatten
 from rank_processes import launched
 from waiting import wait_until
@@ -26,8 +27,8 @@ import mlx_spec
 from mlx_spec import demo
 from mlx_spec.apps.chat import main
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.load import _check_heads
 from mlx_spec.model import ranks as module
+from mlx_spec.model.shard import _check_heads, _pad
 
 pytestmark = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no mx.distributed"
@@ -59,6 +60,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "tuned": checkpoint(folder / "tuned", "llama", seed=1),
         "draft": checkpoint(folder / "draft", "llama", num_hidden_layers=1),
         "qwen3": checkpoint(folder / "qwen3", "qwen3"),
+        "odd heads": checkpoint(
+            folder / "odd", "llama", num_attention_heads=9, num_key_value_heads=3, intermediate_size=129
+        ),
     }
 
 
@@ -87,16 +91,20 @@ def error_of(process: subprocess.Popen[str], within_s: float = END_S) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("ahead", [(), ("ahead",)], ids=["a part of the target", "a drafter"])
+@pytest.mark.parametrize(
+    ("target", "ahead"),
+    [("llama", ()), ("odd heads", ()), ("llama", ("ahead",))],
+    ids=["a part of the target", "one padded", "a drafter"],
+)
 def test_text_is_that_of_one_process_until_rank_1_is_killed(
-    tmp_path: Path, models: dict[str, str], ahead: Sequence[str]
+    tmp_path: Path, models: dict[str, str], target: str, ahead: Sequence[str]
 ) -> None:
-    command = program(models["llama"], models["draft"], *ahead)
+    command = program(models[target], models["draft"], *ahead)
     with launched(tmp_path, command, command) as ranks:
         said = json.loads(line_of(ranks[0]))
         ranks[1].kill()
         assert "rank 1 was lost: its process ended" in error_of(ranks[0])
-    assert said == rank_program.generate(mlx_spec.load(models["llama"], "none"))
+    assert said == rank_program.generate(mlx_spec.load(models[target], "none"))
 
 
 def test_another_drafter_on_rank_1_is_refused_on_both(tmp_path: Path, models: dict[str, str]) -> None:
@@ -172,7 +180,38 @@ def test_a_conversation_over_ranks_is_refused(
     assert "over several machines one --prompt is answered" in capsys.readouterr().err
 
 
-def test_heads_that_do_not_divide_are_refused_by_name() -> None:
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "ministral3"])
+def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
+    """Three K/V heads over two ranks, and 7 groups of 64 hidden units."""
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 384, "head_dim": 64}
+    config = {"model_type": kind, "num_hidden_layers": 2, "max_position_embeddings": 4096} | SIZES | changes
+    config |= {"intermediate_size": 448, "layer_types": ["full_attention"] * 2}
+    if kind == "ministral3":
+        rope = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4096}
+        config |= {"rope_parameters": rope}
+    classes = import_module(f"mlx_lm.models.{kind}")
+    model = tiny._random(lambda: classes.Model(classes.ModelArgs.from_dict(config)), 0, 0.2)
+    if bits is not None:
+        quantize(model, group_size=64, bits=bits)
+    tokens = mx.arange(8)[None]
+    expected = model(tokens)
+    for layer in model.layers:
+        _pad(layer, 2)
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    assert (attention.n_heads, attention.n_kv_heads) == (8, 4)
+    assert mlp.gate_proj.weight.shape[0] == (448 if bits is None else 512)
+    assert mx.allclose(model(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_of_two_heads_are_not_split() -> None:
+    model = tiny.full()
+    quantize(model, group_size=64, bits=4)
+    with pytest.raises(ValueError, match="2 heads do not divide the groups of its quantized weights"):
+        _pad(model.layers[0], 3)
+
+
+def test_heads_of_other_models_that_do_not_divide_are_refused_by_name() -> None:
     said = "llama with num_key_value_heads 3 cannot be split over 2 ranks: use 3 ranks"
     with pytest.raises(BadCheckpoint, match=said):
         _check_heads({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3}, 2)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import served
 from served import (
@@ -47,6 +48,7 @@ from mlx_spec.apps.server.request import (
     ToolUse,
 )
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.batch.target import SharedTarget
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
@@ -184,6 +186,23 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
     sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
     assert sizes == [4] * 4
+
+
+def test_short_prompts_are_read_in_one_pass(
+    engine: EngineThread, plain: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, prefill = list[int](), SharedTarget.prefill
+
+    def counted(target: SharedTarget, tokens: mx.array, sizes: Sequence[int]) -> Any:
+        passes.append(len(sizes))
+        return prefill(target, tokens, sizes)
+
+    monkeypatch.setattr(SharedTarget, "prefill", counted)
+    request = raw("tell me now of zip", "say to me what map does", "ask me how sum adds", top_logprobs=1)
+    events = answer(engine, request)
+    assert body(events) == body(answer(plain, request))
+    assert passes == [3, 3]
+    assert closed(events).timings.statistics.prefill_seconds > 0
 
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
