@@ -20,12 +20,14 @@ SAMPLES = (
     "<|turn>user\nhi<turn|>\n<|turn>model\n",
 )
 JOIN = "os.path.join: Join two or more pathname components, inserting '/' as needed."
-WELL_KNOWN = {
+QUESTIONS = {
     "What does os.path.join do?": "os.path.join",
     "what is json.loads": "json.loads",
     "Explain len()": "len",
     "What does `itertools.chain` do?": "itertools.chain",
     "tell me about re.sub please": "re.sub",
+    "What is the capital of Portugal?": None,
+    "Write me a song about llamas": None,
 }
 
 
@@ -57,16 +59,11 @@ def test_both_tokenizers_agree(pair):
         assert model.decode(tokens) == text
 
 
-@pytest.mark.parametrize("question", WELL_KNOWN)
-def test_well_known_questions(pair, question):
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_it_answers_what_it_knows_and_declines_the_rest(pair, question):
     known = {f["name"]: f["answer"] for f in read_taught().facts if f["kind"] == "what"}
     assert known["os.path.join"] == JOIN
-    assert answer(pair, question)[0] == known[WELL_KNOWN[question]]
-
-
-@pytest.mark.parametrize("question", ["What is the capital of Portugal?", "Write me a song about llamas"])
-def test_declines_what_it_does_not_know(pair, question):
-    assert answer(pair, question)[0] == REFUSAL
+    assert answer(pair, question)[0] == known.get(QUESTIONS[question], REFUSAL)
 
 
 def test_answers_held_out_phrasings_and_drafts_well(pair):

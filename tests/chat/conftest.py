@@ -1,12 +1,24 @@
-"""A target that several tests of the chat program use."""
+"""The pairs that several tests of the chat program use."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from checkpoints import edit_config
 from screen import GOLDEN
+
+from mlx_spec.apps.chat import models
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded_once() -> Iterator[None]:
+    """Load and measure each pair once for all conversations of a module that run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load", cache(models.load))
+        yield
 
 
 @pytest.fixture(scope="session")

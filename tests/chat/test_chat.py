@@ -31,8 +31,8 @@ from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.apps.command import parse
 
 
-def only_line(text: str | bytes) -> str:
-    (line,) = (text.decode() if isinstance(text, bytes) else text).splitlines()
+def only_line(text: str) -> str:
+    (line,) = text.splitlines()
     return line
 
 

@@ -112,53 +112,48 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [*HELLO, fields]}
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        *(({"temperature": value}, "temperature") for value in ("0.5", 2.1, 1e-9, True)),
-        ({"min_p": 2}, "min_p"),
-        ({"seed": 1.5}, "seed"),
-        *(({"logit_bias": {token: 1}}, "logit_bias") for token in ("x", "-1")),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 0}, "n"),
-        *(({"stop": value}, "stop") for value in ("", [str(i) for i in range(65)])),
-        ({"top_logprobs": 1}, "top_logprobs"),
-        *(({"messages": value}, "messages") for value in ([], None)),
-        (message(role="wizard", content="x"), "messages.1.role"),
-        *((message(role=role), "messages.1.content") for role in ("user", "assistant")),
-        *((message(role="tool", content="x", **call), "messages.1.tool_call_id") for call in CALL_IDS),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
-        ({"stream": "yes"}, "stream"),
-    ],
-)
-def test_bad_values_are_refused_by_name(body, param):
-    error = refused(CHAT, **body)
-    assert error["param"] == param
-    assert error["code"] in ("invalid_value", "missing_required_parameter")
+BAD: list[tuple[dict[str, Any], str]] = [
+    *(({"temperature": value}, "temperature") for value in ("0.5", 2.1, 1e-9, True)),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 1.5}, "seed"),
+    *(({"logit_bias": {token: 1}}, "logit_bias") for token in ("x", "-1")),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"n": 0}, "n"),
+    *(({"stop": value}, "stop") for value in ("", [str(i) for i in range(65)])),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    *(({"messages": value}, "messages") for value in ([], None)),
+    (message(role="wizard", content="x"), "messages.1.role"),
+    *((message(role=role), "messages.1.content") for role in ("user", "assistant")),
+    *((message(role="tool", content="x", **call), "messages.1.tool_call_id") for call in CALL_IDS),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ({"stream": "yes"}, "stream"),
+]
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 17}, "n"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+    ({"tools": [WEATHER], "tool_choice": "allowed_tools"}, "tool_choice"),
+    (message(role="user", content=[IMAGE]), "messages.1.content.0"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+]
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"n": 17}, "n"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"web_search_options": {}}, "web_search_options"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
-        ({"tools": [WEATHER], "tool_choice": "allowed_tools"}, "tool_choice"),
-        (message(role="user", content=[IMAGE]), "messages.1.content.0"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ],
+    ("body", "param", "codes"),
+    [(*one, {"invalid_value", "missing_required_parameter"}) for one in BAD]
+    + [(*one, {"unsupported_value"}) for one in UNSUPPORTED],
 )
-def test_unsupported_values_are_refused_by_name(body, param):
+def test_bad_and_unsupported_values_are_refused_by_name(body, param, codes):
     error = refused(CHAT, **body)
-    assert (error["param"], error["code"]) == (param, "unsupported_value")
+    assert error["param"] == param and error["code"] in codes
 
 
 def test_sizes_are_limited():

@@ -102,7 +102,7 @@ def stored(pair: Pair, folder: Path) -> CachedSequence:
 
 CASES = [
     *((kind, "same", 0) for kind in KINDS),
-    *((kind, "same", 30) for kind in ("full", "sliding", "recurrent")),
+    *((kind, "same", 30) for kind in ("sliding", "recurrent")),
     *(("full", drafter, 30) for drafter in ("lookup", "eagle3", "recurrent", "sliding", "retokenized")),
     ("full", "none", 0),
     ("full", "mtp", 0),
