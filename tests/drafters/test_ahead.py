@@ -56,7 +56,7 @@ AHEAD = FixedPolicy(K, ahead=True)
 PROMPT = tiny.prompt(25)
 NOTHING = Features()
 GREEDY = Sampling().sampler(len(PROMPT), tiny.VOCAB)
-TOKENS = 600  # of which the wrong store needs half to be seen
+TOKENS = 600  # the wrong store is seen after 400
 
 
 class Inline(CPUThread):

@@ -30,7 +30,7 @@ from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
 COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
-GENERATIONS, FEW = 400, 200  # 250 miss a recovered token that is drawn from p; the controls need fewer
+GENERATIONS, FEW = 400, 200  # 300 miss a recovered token that is drawn from p; the controls need fewer
 NOISE = 0.4  # of the draft model: with less or more of it, wrong rules change less
 LAW = 300  # of drafters that read features
 PLAIN = Sampling(1.0)
