@@ -264,7 +264,9 @@ def test_made_for_each_other(pair):
 def test_bad_value(where, key, value, message):
     config = config_of("e2b", "assistant")
     part = config["text_config"] if where == "text" else config
-    part.pop(key) if value is None else part.update({key: value})
+    part[key] = value
+    if value is None:
+        del part[key]
     with pytest.raises(BadCheckpoint, match=re.escape(message)):
         AssistantConfig.from_dict(config)
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 import tiny
 from test_load import refused, save
+from test_session import TEMPLATE
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from vocabularies import byte_level
 
@@ -42,10 +43,6 @@ GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
 KINDS = ("words", "syllables")
 NOTHING = Features()
 CONTROLS = ["<bos>", "<|turn>", "<turn|>", "<eos>"]
-TEMPLATE = (
-    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\n' + m['content'] + '<turn|>\n' }}"
-    "{% endfor %}{{ '<|turn>assistant\n' }}"
-)
 # Every word once, and every character of several bytes: what follows a token depends on nothing else.
 RECITED = (
     " Speculative decoding drafts several tokens with some smaller model then verifies them at once 😀 by"

@@ -26,6 +26,11 @@ def model(rate, length=600):
     return ModelDrafter(draws, [rate] * length)
 
 
+def first_answer(curve, drafter, tokens):
+    device, policies = pair(curve)
+    return decode(policies.policy(device.clock), device, [drafter], tokens)
+
+
 def reasons(answer):
     return Counter(round.reason for round in answer.rounds)
 
@@ -52,15 +57,13 @@ def test_pays_is_said_only_of_an_answer_that_is_faster():
 
 
 def test_a_good_drafter_is_learned_and_then_pays():
-    device, policies = pair("M5 Max")
-    answer = decode(policies.policy(device.clock), device, [model(0.9)], 200)
+    answer = first_answer("M5 Max", model(0.9), 200)
     assert answer.rounds[0].reason is Reason.LEARNING
     assert answer.rounds[-1].reason is Reason.PAYS
 
 
 def test_rows_that_cost_too_much():
-    device, policies = pair("CUDA linear")
-    answer = decode(policies.policy(device.clock), device, [model(0.9)], 100)
+    answer = first_answer("CUDA linear", model(0.9), 100)
     assert set(reasons(answer)) == {Reason.COST}
     assert all(round.kind == "plain" for round in answer.rounds[:-1])
 
@@ -124,9 +127,7 @@ def test_the_first_draft_of_an_answer_is_cautious():
 
 
 def test_an_untimed_length_is_approached_by_doubling():
-    device, policies = pair("flat")
-    answer = decode(policies.policy(device.clock), device, [model(0.99)], 300)
-    drafted = [round.drafted for round in answer.rounds]
+    drafted = [round.drafted for round in first_answer("flat", model(0.99), 300).rounds]
     assert max(drafted) == 16
     for index, length in enumerate(drafted):
         assert length <= max(4, 2 * max(drafted[:index], default=0))

@@ -44,13 +44,9 @@ class ScriptedDrafter:
     """A drafter of the virtual clock as one of the engine: token 0 is right, token 1 is wrong."""
 
     needs = FeatureSpec()
-    nbytes = 0
 
     def __init__(self, drafter, device):
         self.drafter, self.device = drafter, device
-
-    def missing(self, size):
-        return 0
 
     def observe(self, history, features):
         pass

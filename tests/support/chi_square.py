@@ -42,7 +42,9 @@ def conditional_excess(tokens: np.ndarray, p: np.ndarray, groups: np.ndarray, le
     for group in np.unique(groups):
         rows, counts = p[groups == group], np.bincount(tokens[groups == group], minlength=p.shape[1])
         rare = rows.sum(0) < least
-        cells = np.append(np.eye(len(rare))[~rare], rare[None] if rare.any() else np.empty((0, len(rare))), 0)
+        cells = np.eye(len(rare))[~rare]
+        if rare.any():
+            cells = np.vstack([cells, rare])
         cells = cells[:-1].T  # [V, cells]; the count of the last one follows from the others
         rows, counts = rows @ cells, counts @ cells
         difference, covariance = counts - rows.sum(0), np.diag(rows.sum(0)) - rows.T @ rows

@@ -30,9 +30,9 @@ from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
 COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
-GENERATIONS, FEW = 400, 200  # 250 miss a recovered token that is drawn from p; the controls need fewer
+GENERATIONS, FEW = 400, 200  # 300 miss a recovered token that is drawn from p; the controls need fewer
 NOISE = 0.4  # of the draft model: with less or more of it, wrong rules change less
-LAW, LAW_FEW = 300, 200  # of drafters that read features; the controls need fewer, as a rule
+LAW = 300  # of drafters that read features
 PLAIN = Sampling(1.0)
 SPREAD = 0.6  # of the weights: 31 of the 512 cells or more are expected five times
 FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
@@ -177,6 +177,6 @@ def drafted_excess(
     return excess(law_drafter(source), sampling, sampler or unseeded(sampling), LAW, law_target())
 
 
-def control_excess(source: DrafterSource, generations: int = LAW_FEW) -> float:
+def control_excess(source: DrafterSource, generations: int) -> float:
     """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
     return excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN), generations, law_target())
