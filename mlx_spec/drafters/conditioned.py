@@ -41,7 +41,10 @@ class Rows:
 
     def mask(self, T: int, *, array: bool = False) -> mx.array | str | None:
         """Return the causal mask of the next T rows."""
-        return create_attention_mask(T, self.size, return_array=array, window_size=None)
+        made: mx.array | str | None = create_attention_mask(
+            T, self.size, return_array=array, window_size=None
+        )
+        return made
 
     def cut(self, size: int, position: int) -> None:
         """Keep the first `size` rows; the next one is at `position`."""

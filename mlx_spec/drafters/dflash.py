@@ -80,7 +80,8 @@ class DFlashNetwork(nn.Module):
         x = embedded.astype(self.norm.weight.dtype)[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache)
-        return self.norm(x)[0]
+        normed: mx.array = self.norm(x)[0]
+        return normed
 
 
 class _Attention(DrafterAttention):

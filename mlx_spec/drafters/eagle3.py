@@ -109,7 +109,8 @@ class PEagle(ConditionedDrafter):
 
     def _run(self, rows: mx.array, tokens: list[int]) -> mx.array:
         embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
-        return self._network(embedded, self._network.fuse(rows), self._caches)[1]
+        normed: mx.array = self._network(embedded, self._network.fuse(rows), self._caches)[1]
+        return normed
 
 
 def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:

@@ -231,7 +231,8 @@ class AssistantNetwork(nn.Module):
         """Return logits [B, V] for the final norm [B, h]. A centroid head leaves most tokens at -inf."""
         table = self.model.embed_tokens
         if "masked_embedding" not in self:
-            return table.as_linear(normed)
+            logits: mx.array = table.as_linear(normed)
+            return logits
         candidates, scores = self.masked_embedding(normed, table)
         return widened(scores, candidates, table.weight.shape[0])
 
@@ -284,7 +285,8 @@ class _Layer(nn.Module):
         """Return the residual stream [B, h] after this layer; `attended`: [B, H, 1, Dv]."""
         x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
         forwarded = self.mlp(self.pre_feedforward_layernorm(x))
-        return (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
+        finished: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
+        return finished
 
 
 class _Attention(nn.Module):
@@ -303,7 +305,8 @@ class _Attention(nn.Module):
 
     def queries(self, x: mx.array, position: mx.array) -> mx.array:
         queries = self.q_norm(self.q_proj(x).reshape(-1, self._num_heads, 1, self._head_dim))
-        return self._rope(queries, offset=position)
+        turned: mx.array = self._rope(queries, offset=position)
+        return turned
 
     def project(self, attended: mx.array, dtype: mx.Dtype) -> mx.array:
         return self.o_proj(attended.reshape(attended.shape[0], -1).astype(dtype))

@@ -93,7 +93,9 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
     dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0))
     base = float(both.get("rope_theta") or 10000.0)
     try:
-        return initialize_rope(dims, base, False, dict(scaling) if scaling else None, max_positions)
+        settings = dict(scaling) if scaling else None
+        made: nn.Module = initialize_rope(dims, base, False, settings, max_positions)
+        return made
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise BadCheckpoint(f"rotary parameters {scaling} cannot be used: {one_line(error)}") from error
 
@@ -179,7 +181,9 @@ class DrafterAttention(nn.Module):
     def queries(self, x: mx.array, position: int) -> mx.array:
         """Return the queries [1, H, T, Dk] of rows [1, T, D] from `position` on."""
         queries = self._split(self.q_proj(x), self._heads)
-        return self._rope(self.q_norm(queries) if "q_norm" in self else queries, offset=position)
+        normed = self.q_norm(queries) if "q_norm" in self else queries
+        turned: mx.array = self._rope(normed, offset=position)
+        return turned
 
     def append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
         """Append K and V of rows [1, T, D] from `position` on. Return all rows of the cache."""
