@@ -233,7 +233,7 @@ class Batch:
         except Exception:
             chosen, features = [], []
         for index in reversed(range(len(unread))):
-            shared.leave(index, keep=True)
+            shared.leave(index, keep=True, remember=True)
         for each, its_features in zip(chosen, features, strict=True):
             each.attempt(partial(each.observe, its_features), None)
         self._pace.read(max(map(len, unread)) * len(unread), self._clock() - start)

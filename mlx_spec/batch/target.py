@@ -53,8 +53,11 @@ class SharedTarget:
         self._homes.append(home)
         self._replays.append(no_draft().tokens)
 
-    def leave(self, index: int, *, keep: bool) -> None:
-        """Remove a target; the last one takes its index. With `keep` it can go on by itself."""
+    def leave(self, index: int, *, keep: bool, remember: bool = False) -> None:
+        """Remove a target; the last one takes its index. With `keep` it can go on by itself.
+
+        With `remember` it can also return to this place later.
+        """
         home, replay = self._homes[index], self._replays[index]
         self._homes[index], self._replays[index] = self._homes[-1], self._replays[-1]
         self._homes.pop()
@@ -64,6 +67,8 @@ class SharedTarget:
             self._rows = [self._rows[lane] for lane in lanes]
         self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
         self._caches.leave(index, home.reclaim(replay) if keep else None)
+        if remember:
+            home.remember()
 
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         """Write and commit tokens of prompts [R], so many of each target in turn, without logits.

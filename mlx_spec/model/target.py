@@ -104,8 +104,13 @@ class LMTarget:
         mx.eval(self._caches.arrays(), hidden)
         self._size += len(tokens)
         self._commit_all()
-        self._checkpoints = [*self._checkpoints, *points, self._caches.checkpoint()][-MAX_CHECKPOINTS:]
+        self._checkpoints += points
+        self.remember()
         return features
+
+    def remember(self) -> None:
+        """Let `rewind` return to this place, also when its rows are gone."""
+        self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-MAX_CHECKPOINTS:]
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
@@ -208,7 +213,8 @@ class LMTarget:
             checkpoints = self._checkpoints
             if not any(self._return_to(checkpoint, size) for checkpoint in reversed(checkpoints)):
                 self._reset()
-            self._checkpoints = [each for each in checkpoints if each.size <= self._size]
+            self._checkpoints = checkpoints
+        self._checkpoints = self._reached()  # other tokens may follow now
         return self._size
 
     def reach(self) -> list[tuple[int, int]]:

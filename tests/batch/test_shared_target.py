@@ -136,6 +136,34 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
             assert_close(each.shared.verify(block), each.alone.verify(block))
 
 
+@pytest.mark.parametrize("remember", [False, True])
+def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None:
+    """The first text went on otherwise after 50 tokens. After a long answer the window has left them."""
+    model, old, new = tiny.model_of("sliding"), tiny.prompt(60, seed=1), tiny.prompt(30, seed=2)
+    homes, target = [LMTarget(model), LMTarget(model)], SharedTarget(model, FeatureSpec())
+    homes[0].prefill(old)
+    assert homes[0].rewind(50) == 50
+    for home in homes:
+        target.join(home)
+    target.prefill(mx.array(new * 2), [30, 30])
+    for index in (1, 0):
+        target.leave(index, keep=True, remember=remember)
+    for home in homes:
+        target.join(home)
+    for _ in range(60):
+        target.verify(mx.array(new[:16]), [8, 8])
+        target.commit([8, 8])
+    target.leave(0, keep=True)
+    kept = homes[0].rewind(58)
+    assert kept == (58 if remember else 0)
+    fresh, text = LMTarget(model), old[:50] + new
+    fresh.prefill(text[: kept or 1])
+    if not kept:
+        homes[0].prefill(text[:1])
+    block = mx.array([1, 2, 3])
+    assert_close(homes[0].verify(block), fresh.verify(block))
+
+
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds of the same company move the window to the front of buffers of the same size."""
     monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)
