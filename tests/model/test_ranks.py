@@ -205,7 +205,7 @@ def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
 
 
 def test_groups_of_two_heads_are_not_split() -> None:
-    model = tiny.full()
+    model = tiny.full(head_dim=16)
     quantize(model, group_size=64, bits=4)
     with pytest.raises(ValueError, match="2 heads do not divide the groups of its quantized weights"):
         _pad(model.layers[0], 3)
