@@ -66,11 +66,12 @@ class PromptPace:
 
         Where not even those fit beside the fastest round, pauses are too long whatever is read. Then a chunk
         may take longer than a round: small ones would keep one client waiting and gain the others little.
+        Times that vary are no reason for that.
         """
         worst = nlargest(LATE, self._errors)
         most = worst[-1] if len(worst) == LATE else 1.0  # times the plan that all but 1 % of pauses took
-        planned = MAX_PAUSE_S / max(1 / PLANNED_SHARE, most)
-        left = planned - max(self._rests, default=MAX_PAUSE_S)
+        planned = MAX_PAUSE_S * PLANNED_SHARE
+        left = min(planned, MAX_PAUSE_S / most) - max(self._rests, default=MAX_PAUSE_S)
         fastest = min(self._rests, default=0.0)
         if min(self._least, default=0.0) > planned - fastest:
             left = SLOW_SHARE * fastest

@@ -176,26 +176,34 @@ def test_the_bound_is_kept_where_times_vary(round_ms: float, token_ms: float) ->
     assert len(pauses) < 10 * LONG / MIN_CHUNK
 
 
-def test_one_slow_round_makes_no_chunk_larger() -> None:
-    clock, target = Clock(lambda rows, at: rows), LMTarget(MODEL)
+def sizes_of(rounds: Sequence[float]) -> list[int]:
+    """Return the chunks, of 2 ms a token, that are read before rounds which take so many milliseconds."""
+    clock, written, sizes = Clock(lambda rows, at: rows), SimpleNamespace(size=0), list[int]()
     pace = PromptPace(clock)
 
-    def turn(milliseconds: float) -> int:
-        """Read a chunk that takes 2 ms a token, and decode a round. Return the tokens of the chunk."""
-        count = pace.tokens()
-        for _ in pace.timed((read(count) for _ in range(1)), target):
+    def read(count: int) -> Iterator[None]:
+        clock.now += 2 * count / 1000
+        written.size += count
+        yield
+
+    for milliseconds in rounds:
+        sizes.append(pace.tokens())
+        for _ in pace.timed(read(sizes[-1]), written):
             pass
         clock.now += milliseconds / 1000
         pace.end_round(goes_on=True)
-        return count
+    return sizes
 
-    def read(count: int) -> None:
-        clock.now += 2 * count / 1000
-        target.prefill([1] * count)
 
-    sizes = [turn(milliseconds) for milliseconds in [40.0] * 6 + [150.0] + [40.0] * 6]
+def test_one_slow_round_makes_no_chunk_larger() -> None:
+    sizes = sizes_of([40.0] * 6 + [150.0] + [40.0] * 6)
     assert max(sizes) == sizes[6] and sizes[6] in (20, 21)  # (80 - 40) / 2
     assert sizes[7:11] == [MIN_CHUNK] * 4
+
+
+def test_rounds_that_vary_make_no_chunk_larger() -> None:
+    """8 tokens fit beside a usual round. Because some rounds are late, chunks took 60 ms."""
+    assert set(sizes_of(([30.0] * 19 + [90.0]) * 15)[-40:]) == {MIN_CHUNK}
 
 
 def test_nothing_is_probed_while_a_prompt_is_read() -> None:
