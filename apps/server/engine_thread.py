@@ -30,9 +30,8 @@ from .settings import Settings
 MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 PREPARING = 4  # requests that are prepared at a time
-PREPARE_S = (
-    0.05  # that prompts which were read wait for others of a burst to be tokenized: some milliseconds each
-)
+# Seconds that prompts which were read wait for others of a burst to be tokenized: some milliseconds each.
+PREPARE_S = 0.05
 MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
 DURATION_WEIGHT = 0.2  # of the latest request in the average duration
 

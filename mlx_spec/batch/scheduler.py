@@ -234,7 +234,7 @@ class Batch:
         except Exception:
             chosen, features = [], []
         for index in reversed(range(len(unread))):
-            shared.leave(index, keep=True, remember=True)
+            shared.leave(index, keep=True, remember=bool(features))
         for each, its_features in zip(chosen, features, strict=True):
             each.attempt(partial(each.observe, its_features), None)
         self._pace.read(max(map(len, unread)) * len(unread), self._clock() - start)
