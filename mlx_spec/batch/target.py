@@ -78,7 +78,7 @@ class SharedTarget:
         self._write(tokens, sizes, [0] * len(sizes))
         if not self._needs.prompt:
             self._captured = []  # before they are computed
-        features = self.commit(sizes)
+        features = SharedTarget.commit(self, sizes)  # over several ranks this method is announced as a whole
         hidden = [
             array for each in features for array in (*each.hidden, each.final_hidden) if array is not None
         ]

@@ -20,6 +20,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.engine import RunningSequence
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
     Choice,
@@ -177,3 +178,22 @@ def test_every_text_is_that_alone(kind: str) -> None:
 def test_every_text_is_that_alone_with_drafters(name: str) -> None:
     kind = "shared" if name == "gemma4 assistant" else "sliding"
     assert_texts_alone(kind, SOURCES[name](), seed=3, most=3, steps=20)
+
+
+class Failing(SharedTarget):
+    def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
+        super().prefill(tokens, sizes)
+        raise RuntimeError("this pass fails")
+
+
+def test_prompts_whose_common_pass_fails_are_read_one_by_one() -> None:
+    model, indexes = tiny.model_of("sliding"), ALIKE[:3]
+    batch, texts = Batch(lambda: Failing(model, FeatureSpec()), 3), [list[int]() for _ in indexes]
+    for index in indexes:
+        sampler = SAMPLINGS[0].sampler(len(PROMPTS[index]), 256)
+        parts = (LMTarget(model), (), FixedPolicy(0), sampler, PROMPTS[index], COUNT, STOP)
+        batch.add(RunningSequence(*parts))
+    for id, round in batch.run():
+        assert isinstance(round, Round), round
+        texts[id] += round.tokens
+    assert texts == [alone("sliding", index, 0) for index in indexes]
