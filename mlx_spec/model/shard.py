@@ -17,15 +17,18 @@ import mlx.nn as nn
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import one_line
+from mlx_spec.model.hooks import decoder_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+DECODER = {"embed_tokens", "layers", "norm", "layer_types"}
+NO_HEADS = ("rope", "q_norm", "k_norm")  # of attention: the same for every head
 
 
 def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Group) -> None:
     """Keep this rank's part of a model whose weights were not read yet, and read it. Raises BadCheckpoint."""
     try:
-        if all(_is_dense(layer) for layer in model.layers):
+        if _is_dense(model):
             for layer in model.layers:
                 _pad(layer, group.size())
         else:
@@ -37,14 +40,18 @@ def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Gro
     mx.eval(model.parameters())
 
 
-def _is_dense(layer: nn.Module) -> bool:
-    """Return True for a layer of attention and an MLP that have one matrix for each projection."""
-    projections = [(layer.get("self_attn", {}), ATTENTION), (layer.get("mlp", {}), MLP)]
-    return "n_kv_heads" in vars(layer.get("self_attn", layer)) and all(
-        isinstance(module.get(name), nn.Linear | nn.QuantizedLinear)
-        for module, names in projections
-        for name in names
-    )
+def _is_dense(model: nn.Module) -> bool:
+    """Return True if each layer has one matrix for each projection, and nothing else depends on heads."""
+    if not set(decoder_of(model).owner.children()) <= DECODER:
+        return False
+    for layer in model.layers:
+        attention, mlp = layer.get("self_attn", nn.Identity()), layer.get("mlp", nn.Identity())
+        matrices = [*map(attention.get, ATTENTION), *map(mlp.get, MLP)]
+        if "n_kv_heads" not in vars(attention) or not set(attention.children()) <= {*ATTENTION, *NO_HEADS}:
+            return False
+        if not all(isinstance(matrix, nn.Linear | nn.QuantizedLinear) for matrix in matrices):
+            return False
+    return True
 
 
 def _pad(layer: nn.Module, ranks: int) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 import rank_program
 import tiny
-from mlx.nn import quantize
 from mlx.utils import tree_flatten
 from rank_processes import launched
 from waiting import wait_until
@@ -28,7 +28,7 @@ from mlx_spec import demo
 from mlx_spec.apps.chat import main
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model import ranks as module
-from mlx_spec.model.shard import _check_heads, _pad
+from mlx_spec.model.shard import _check_heads, _is_dense, _pad
 
 pytestmark = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no mx.distributed"
@@ -193,7 +193,8 @@ def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
     classes = import_module(f"mlx_lm.models.{kind}")
     model = tiny._random(lambda: classes.Model(classes.ModelArgs.from_dict(config)), 0, 0.2)
     if bits is not None:
-        quantize(model, group_size=64, bits=bits)
+        nn.quantize(model, group_size=64, bits=bits)
+    assert _is_dense(model)
     tokens = mx.arange(8)[None]
     expected = model(tokens)
     for layer in model.layers:
@@ -204,9 +205,17 @@ def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
     assert mx.allclose(model(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_what_else_depends_on_heads_is_not_padded() -> None:
+    gated, ours = tiny.full(), tiny.full()
+    gated.layers[1].self_attn.gate = nn.Linear(64, 4)
+    assert _is_dense(ours) and not any(map(_is_dense, (gated, tiny.recurrent_moe(), tiny.shared())))
+    ours.model.gates = nn.Linear(64, 4)
+    assert not _is_dense(ours)
+
+
 def test_groups_of_two_heads_are_not_split() -> None:
     model = tiny.full(head_dim=16)
-    quantize(model, group_size=64, bits=4)
+    nn.quantize(model, group_size=64, bits=4)
     with pytest.raises(ValueError, match="2 heads do not divide the groups of its quantized weights"):
         _pad(model.layers[0], 3)
 
