@@ -277,11 +277,11 @@ class EngineThread:
         self, first: tuple[Job, BatchRow], reading: Sequence[tuple[Job, BatchRow]]
     ) -> list[tuple[Job, BatchRow]]:
         """Read a prompt and others of its model in one pass, if that saves time. Return their rows."""
+        if first[1].sequence is None:
+            return []
         model, start = first[0].model, time.perf_counter()
         rows = [first, *(each for each in reading if each is not first and each[0].model is model)]
         sequences = [row.sequence for _, row in rows if row.sequence is not None]
-        if first[1].sequence is None:
-            return []
         try:
             read = model.batch.read_together(sequences)
         except Exception as error:

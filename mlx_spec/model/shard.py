@@ -21,7 +21,7 @@ from mlx_spec.model.hooks import decoder_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-DECODER = {"embed_tokens", "layers", "norm", "layer_types"}
+DECODER = {"embed_tokens", "layers", "norm", "layer_types"}  # its children if heads are in layers only
 NO_HEADS = ("rope", "q_norm", "k_norm")  # of attention: the same for every head
 
 
