@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,13 +293,13 @@ def _offered(
 ) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.drafters.ahead import ahead_source
-    from mlx_spec.drafters.ahead_rank import DraftRank
+    from mlx_spec.drafters.ahead_rank import RemoteDrafter
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
-    helper = None if isinstance(ahead, bool) else DraftRank(ahead).open
-    offered = [ahead_source(found, helper) if ahead else found]
+    remote = None if isinstance(ahead, bool) else partial(RemoteDrafter, ahead)
+    offered = [ahead_source(found, remote) if ahead else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))

@@ -16,6 +16,8 @@ import copy
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Protocol
@@ -25,7 +27,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, DrafterWrapper, Found, SequenceDrafter
+from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, DrafterWrapper, Found
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
@@ -49,19 +51,14 @@ def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
 
 
 class Beside(Protocol):
-    """Drafts ahead of one sequence, beside its drafter."""
+    """A copy of a drafter that drafts ahead of one sequence, on this machine or on another one."""
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of its caches on this machine."""
 
-    def submit(self, request: AheadRequest, /) -> None:
-        """Begin. The drafts are evaluated when the request has found them; cancelling that ends the work."""
-
-
-# Where it is drafted ahead: another thread or another machine. Returns what drafts ahead of a new sequence,
-# for a function that returns a copy of its drafter.
-Helper = Callable[[Callable[[], SequenceDrafter]], Beside]
+    def draft_ahead(self, request: AheadRequest, /) -> Found:
+        """Return drafts for likely outcomes, or fewer if the request is cancelled meanwhile."""
 
 
 class CPUThread:
@@ -91,41 +88,13 @@ class CPUThread:
         self._thread.join()
 
 
-class ThreadBeside:
-    """Drafts ahead of one sequence in a thread, which also makes the drafter."""
-
-    def __init__(self, thread: CPUThread, make: Callable[[], SequenceDrafter]) -> None:
-        self._thread, self._make = thread, make
-        self._drafter: SequenceDrafter | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._drafter is None else self._drafter.nbytes
-
-    def submit(self, request: AheadRequest) -> None:
-        self._thread.run(partial(self._draft, request))
-
-    def _draft(self, request: AheadRequest) -> None:
-        found = request.found
-        if found.cancelled():
-            return
-        try:
-            self._drafter = self._drafter or self._make()
-            drafts = self._drafter.draft_ahead(request)
-            mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
-            if found.set_running_or_notify_cancel():
-                found.set_result(drafts)
-        except BaseException as error:  # raised where the result is read
-            if found.set_running_or_notify_cancel():
-                found.set_exception(error)
-
-
 class Ahead(DrafterWrapper):
-    """Drafts one sequence with `inner`, and ahead with `beside`, which has the same weights."""
+    """Drafts one sequence with `inner`, and ahead in a thread, which makes a copy of it first."""
 
-    def __init__(self, inner: Drafter, beside: Beside, mean: float) -> None:
+    def __init__(self, inner: Drafter, thread: CPUThread, make: Callable[[], Beside], mean: float) -> None:
         super().__init__(inner)
-        self._beside = beside
+        self._thread, self._make = thread, make
+        self._beside: Beside | None = None
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: AheadRequest | None = None
@@ -134,7 +103,7 @@ class Ahead(DrafterWrapper):
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + self._beside.nbytes
+        return self.inner.nbytes + (0 if self._beside is None else self._beside.nbytes)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Drop what was prepared for another text, such as the last answer."""
@@ -157,7 +126,7 @@ class Ahead(DrafterWrapper):
         return Draft(draft.tokens[:limit], probs, ahead=True)
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
-        """Let the one beside draft for the likely outcomes of `draft`."""
+        """Let the thread draft for the likely outcomes of `draft`."""
         drafted = draft.tokens.size
         most = (MAX_UNCOMMITTED - 1 - drafted) // self._limit  # branches whose rows the caches take back
         mean = min(self._mean, most / (drafted + 1))
@@ -166,28 +135,43 @@ class Ahead(DrafterWrapper):
             guesses[guesses.index(max(guesses))] -= 1
         mx.async_eval(draft.tokens)
         self._prepared = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
-        self._beside.submit(self._prepared)
+        self._thread.run(partial(self._draft_ahead, self._prepared))
+
+    def _draft_ahead(self, request: AheadRequest) -> None:
+        """Draft in the thread. An error is raised where the drafts are read."""
+        if request.found.cancelled():
+            return
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            try:
+                self._beside = self._beside or self._make()
+                drafts = self._beside.draft_ahead(request)
+                mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
+                request.found.set_result(drafts)
+            except BaseException as error:
+                request.found.set_exception(error)
 
     def _take(self) -> Found:
-        """Return the drafts that are there by now, and let the one beside stop."""
+        """Return the drafts that are there by now, and let the thread stop."""
         request, self._prepared = self._prepared, None
         return {} if request is None or request.found.cancel() else request.found.result()
 
 
-def ahead_source(source: DrafterSource, helper: Helper | None = None, mean: float = FAN_OUT) -> DrafterSource:
-    """Return the source of drafters that also draft ahead, in a CPU thread if `helper` is None.
+def ahead_source(
+    source: DrafterSource, make_beside: Callable[[], Beside] | None = None, mean: float = FAN_OUT
+) -> DrafterSource:
+    """Return the source of drafters that also draft ahead: with a copy here if `make_beside` is None.
 
     Raises InvalidValue if it cannot draft ahead.
     """
     check_ahead(source)
-    helper = helper or partial(ThreadBeside, CPUThread())
+    thread = CPUThread()
 
     @cache
-    def beside() -> DrafterSource:
+    def copied() -> DrafterSource:
         return source if source.remake is None else source.remake(_copy(source.network))
 
     def make(parts: TargetParts) -> Ahead:
-        return Ahead(source.make(parts), helper(lambda: beside().make(parts)), mean)
+        return Ahead(source.make(parts), thread, make_beside or (lambda: copied().make(parts)), mean)
 
     return replace(source, make=make, drafts_ahead=True)
 

@@ -6,15 +6,13 @@ rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from mlx_spec.drafters.ahead import Beside, check_ahead
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, SequenceDrafter
+from mlx_spec.drafters.ahead import check_ahead
+from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Found, SequenceDrafter
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.ranks import Ranks
 from mlx_spec.model.target import LMTarget
@@ -23,49 +21,23 @@ from mlx_spec.text import common_prefix
 from mlx_spec.types import Draft
 
 
-class DraftRank:
-    """The rank that drafts ahead, as rank 0 sees it."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        # The last request of each sequence, for as long as somebody waits for its drafts.
-        self.waiting: WeakValueDictionary[int, AheadRequest] = WeakValueDictionary()
-        threading.Thread(target=self._receive, name="mlx_spec draft rank", daemon=True).start()
-
-    def open(self, make: Callable[[], SequenceDrafter]) -> Beside:
-        """Return what drafts ahead of a new sequence. The other rank has its own copy of the drafter."""
-        return _RankBeside(self)
-
-    def _receive(self) -> None:
-        while True:
-            self._pass_on(*self.ranks.receive())
-
-    def _pass_on(self, sequence: int, size: int, drafts: list[Any]) -> None:
-        request = self.waiting.get(sequence)
-        if request is None or len(request.history) != size:
-            return
-        if request.found.set_running_or_notify_cancel():
-            request.found.set_result({tuple(outcome): _draft_of(tokens) for outcome, tokens in drafts})
-
-
-class _RankBeside:
-    """Drafts ahead of one sequence on the other rank."""
+class RemoteDrafter:
+    """The drafter of one sequence on rank 1, as rank 0 sees it."""
 
     nbytes = 0  # on this machine
 
-    def __init__(self, rank: DraftRank) -> None:
-        self._rank = rank
-        self._number = rank.ranks.number(self)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._number = ranks, ranks.number(self)
         self._sent: list[int] = []  # the history that the rank has
 
-    def submit(self, request: AheadRequest) -> None:
-        """Send what the rank lacks. Waits for the draft that is verified, not for its pass."""
-        self._rank.waiting[self._number] = request
+    def draft_ahead(self, request: AheadRequest) -> Found:
+        """Send what the rank lacks and wait for its drafts. They are none once this process ends."""
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history
         rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
         sampling, prompt_length = request.sampler.remote_settings()
-        self._rank.ranks.send("ahead", self._number, *rows, _packed(sampling), prompt_length)
+        self._ranks.send("ahead", self._number, *rows, _packed(sampling), prompt_length)
+        return {tuple(outcome): _draft_of(tokens) for outcome, tokens in self._ranks.receive()}
 
 
 def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
@@ -73,25 +45,18 @@ def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> in
     check_ahead(source)
     parts = LMTarget(source.network).parts  # it does not read the target's
     sequences: dict[int, tuple[SequenceDrafter, list[int]]] = {}
-    wanted: dict[int, list[Any]] = {}  # the last request of each sequence
     while True:
-        if wanted and not ranks.has_received():
-            sequence = next(iter(wanted))
-            drafted, limit, guesses, packed, prompt_length = wanted.pop(sequence)
-            drafter, history = sequences[sequence]
-            sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
-            request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
-            drafts = [[o, read_tokens(d.tokens)] for o, d in drafter.draft_ahead(request).items()]
-            ranks.send(sequence, len(history), drafts)
-            continue
         match ranks.receive():
-            case ["ahead", sequence, keep, tokens, *last]:
-                wanted[sequence] = last
-                drafter, history = sequences.get(sequence) or (source.make(parts), [])
-                sequences[sequence] = drafter, [*history[:keep], *tokens]
-            case ["drop", sequence]:
-                sequences.pop(sequence, None)
-                wanted.pop(sequence, None)
+            case ["ahead", number, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
+                drafter, sent = sequences.get(number) or (source.make(parts), [])
+                history = [*sent[:keep], *tokens]
+                sequences[number] = drafter, history
+                sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
+                request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
+                drafts = drafter.draft_ahead(request)
+                ranks.send(*([outcome, read_tokens(draft.tokens)] for outcome, draft in drafts.items()))
+            case ["drop", number]:
+                sequences.pop(number, None)
             case ["end", int(status)]:
                 return status
 

@@ -113,12 +113,11 @@ class Ranks:
         shard(model, config, self.group)
 
     def receive(self) -> list[Any]:
-        """Wait for a message of another rank."""
-        return self._received.get()[1]
-
-    def has_received(self) -> bool:
-        """Return True if a message waits already."""
-        return not self._received.empty()
+        """Wait for a message of another rank. It is empty once the work of this one has ended."""
+        while not self._has_ended:
+            with suppress(queue.Empty):
+                return self._received.get(timeout=BEAT_S)[1]
+        return []
 
     def send(self, *message: Any) -> None:
         """Send a message to rank 0, or from rank 0 to all others. Tokens are sent as their number."""

@@ -42,16 +42,14 @@ def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Gro
 
 def _is_dense(model: nn.Module) -> bool:
     """Return True if each layer has one matrix for each projection, and nothing else depends on heads."""
-    if not set(decoder_of(model).owner.children()) <= DECODER:
-        return False
-    for layer in model.layers:
+
+    def fits(layer: nn.Module) -> bool:
         attention, mlp = layer.get("self_attn", nn.Identity()), layer.get("mlp", nn.Identity())
         matrices = [*map(attention.get, ATTENTION), *map(mlp.get, MLP)]
-        if "n_kv_heads" not in vars(attention) or not set(attention.children()) <= {*ATTENTION, *NO_HEADS}:
-            return False
-        if not all(isinstance(matrix, nn.Linear | nn.QuantizedLinear) for matrix in matrices):
-            return False
-    return True
+        by_heads = "n_kv_heads" in vars(attention) and set(attention.children()) <= {*ATTENTION, *NO_HEADS}
+        return by_heads and all(isinstance(matrix, nn.Linear | nn.QuantizedLinear) for matrix in matrices)
+
+    return set(decoder_of(model).owner.children()) <= DECODER and all(map(fits, model.layers))
 
 
 def _pad(layer: nn.Module, ranks: int) -> None:

@@ -36,9 +36,9 @@ from waiting import wait_until
 
 from mlx_spec.batch import Batch
 from mlx_spec.batch.target import SharedTarget
-from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.ahead import Ahead, CPUThread, ThreadBeside, ahead_source
-from mlx_spec.drafters.ahead_rank import DraftRank, draft_for_rank_0
+from mlx_spec.drafters import DrafterSource, ahead
+from mlx_spec.drafters.ahead import Ahead, Beside, CPUThread
+from mlx_spec.drafters.ahead_rank import RemoteDrafter, draft_for_rank_0
 from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, Outcome
 from mlx_spec.drafters.model_free import lookup_source
@@ -76,7 +76,13 @@ class Waiting(CPUThread):
         done.wait()
 
 
-INLINE = partial(ThreadBeside, Inline())
+def ahead_in(
+    thread: CPUThread, source: DrafterSource, make_beside: Callable[[], Beside] | None = None, mean: float = 3
+) -> DrafterSource:
+    """Return the source of drafters that also draft ahead, in this thread."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ahead, "CPUThread", lambda: thread)
+        return ahead.ahead_source(source, make_beside, mean)
 
 
 class Treeless(DraftModel):
@@ -103,29 +109,14 @@ class Line:
     def receive(self) -> Any:
         return json.loads(self._incoming.get())
 
-    def has_received(self) -> bool:
-        return not self._incoming.empty()
-
     def send(self, *message: Any) -> None:
         self.sent.append(message)
         self._outgoing.put(json.dumps(message))
 
 
-class Patient(DraftRank):
-    """Waits for the drafts, so that every one is there when the verdict comes."""
-
-    def open(self, make: Any) -> Any:
-        beside: Any = super().open(make)
-        submit = beside.submit
-        beside.submit = lambda request: (submit(request), request.found.exception())
-        return beside
-
-
 @contextmanager
-def rank_of(
-    source: DrafterSource, vocab: int = tiny.VOCAB, kind: type[DraftRank] = Patient
-) -> Iterator[tuple[DraftRank, Line]]:
-    """Give a rank that drafts in a thread, and rank 0's end of the line to it."""
+def rank_of(source: DrafterSource, vocab: int = tiny.VOCAB) -> Iterator[Any]:
+    """Give rank 0's end of a line to a rank that drafts in a thread."""
     there, back = queue.Queue[str](), queue.Queue[str]()
     ours: Any = Line(back, there)
 
@@ -137,7 +128,7 @@ def rank_of(
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield kind(ours), ours
+    yield ours
     ours.send("end", 0)
     thread.join()
 
@@ -147,10 +138,10 @@ def helped(
     where: str, source: DrafterSource, vocab: int = tiny.VOCAB, mean: float = 3
 ) -> Iterator[DrafterSource]:
     """Give the source of drafters that also draft ahead, at once, in a thread, or on another rank."""
-    with rank_of(source, vocab) if where == "rank" else nullcontext() as rank:
-        threads = {"at once": Inline, "thread": Waiting, "real thread": CPUThread}
-        helper = rank[0].open if rank else partial(ThreadBeside, threads[where]())
-        yield ahead_source(source, helper, mean)
+    threads = {"at once": Inline, "thread": Waiting, "rank": Waiting, "real thread": CPUThread}
+    with rank_of(source, vocab) if where == "rank" else nullcontext() as ranks:
+        make_beside = None if ranks is None else partial(RemoteDrafter, ranks)
+        yield ahead_in(threads[where](), source, make_beside, mean)
 
 
 @cache
@@ -223,7 +214,7 @@ def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
 @pytest.mark.parametrize("kind", test_retokenized.KINDS)
 def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     pair = test_retokenized.pair_of(kind, K)
-    pair = pair.with_drafters([ahead_source(pair._drafters[0], INLINE)], AHEAD)
+    pair = pair.with_drafters([ahead_in(Inline(), pair._drafters[0])], AHEAD)
     prompt, target = test_retokenized.prompt_of(kind), test_retokenized.target_of(kind)
     done = list(pair.generate(prompt, max_tokens=50))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
@@ -232,7 +223,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 
 def test_texts_in_a_batch() -> None:
     model = tiny.full()
-    source = ahead_source(SOURCES["draft model"](), partial(ThreadBeside, Waiting()))
+    source = ahead_in(Waiting(), SOURCES["draft model"]())
     batch = Batch(lambda: SharedTarget(model, source.needs), 4)
     prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 35, 30)]
     texts: dict[int, list[int]] = {}
@@ -280,7 +271,7 @@ def excesses(source: DrafterSource) -> tuple[float, float, float]:
     target, sampler = LMTarget(network), exact_distribution.unseeded(PLAIN)(0)
     policy = FixedPolicy(1, ahead=True)
     done = list(generate(target, [source.make(target.parts)], policy, sampler, prompt, max_tokens=TOKENS))
-    history, ahead = [*prompt, *emitted(done)], [r.ahead for r in done if r.ahead is not None]
+    history, tried = [*prompt, *emitted(done)], [r.ahead for r in done if r.ahead is not None]
     places = [i == 0 and r.ahead is not None for r in done for i in range(len(r.tokens))]
     rows = np.array(mx.softmax(network(mx.array([history]))[0, len(prompt) - 1 : -1], axis=-1))
     tokens, before = np.array(history[len(prompt) :]), np.array(history[len(prompt) - 1 : -1])
@@ -288,7 +279,7 @@ def excesses(source: DrafterSource) -> tuple[float, float, float]:
         chi_square.conditional_excess(tokens, rows.astype(np.float64), groups)
         for groups in (before, np.array(places))
     )
-    return by_token, by_place, float(np.mean(ahead))
+    return by_token, by_place, float(np.mean(tried))
 
 
 @pytest.mark.parametrize("where", ["at once", "rank"])
@@ -301,7 +292,7 @@ def test_unseeded_samples_keep_the_distribution(where: str) -> None:
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    assert excesses(ahead_source(small_source(Peeking), INLINE, mean=V))[1] > 1
+    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V))[1] > 1
 
 
 # --- hits
@@ -323,7 +314,7 @@ def test_a_drafter_like_the_target_needs_one_guess(where: str, sampling: str) ->
 
 def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[int]]:
     """Return a drafter that has prepared outcomes of a draft after PROMPT."""
-    drafter = ahead_source(SOURCES[name](), INLINE, mean).make(LMTarget(tiny.full()).parts)
+    drafter = ahead_in(Inline(), SOURCES[name](), mean=mean).make(LMTarget(tiny.full()).parts)
     assert isinstance(drafter, Ahead)
     drafter.observe(PROMPT, NOTHING)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -388,7 +379,7 @@ def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> No
 
 def test_a_conversation_that_is_rewound_and_edited() -> None:
     """The same drafter and target through several answers, each with the text of plain decoding."""
-    model, source = tiny.full(), ahead_source(SOURCES["draft model"](), INLINE)
+    model, source = tiny.full(), ahead_in(Inline(), SOURCES["draft model"]())
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
@@ -411,7 +402,7 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
             self.job = job
 
     thread = Never()
-    source = ahead_source(SOURCES["draft model"](), partial(ThreadBeside, thread))
+    source = ahead_in(thread, SOURCES["draft model"]())
     drafter = source.make(LMTarget(tiny.full()).parts)
     assert isinstance(drafter, Ahead)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -439,7 +430,7 @@ def test_an_error_in_the_thread_is_raised() -> None:
 
     source = draft_model_source("other", noisy(), SAME, Broken)
     with pytest.raises(RuntimeError, match="broken"):
-        drafted(tiny.full(), ahead_source(source, partial(ThreadBeside, Waiting())), Sampling())
+        drafted(tiny.full(), ahead_in(Waiting(), source), Sampling())
 
 
 # --- who may
@@ -459,7 +450,7 @@ def test_drafters_that_read_the_target_or_are_recurrent_are_refused(
 ) -> None:
     made = source()
     with pytest.raises(InvalidValue, match=f"drafter {made.name} {message}"):
-        ahead_source(made)
+        ahead.ahead_source(made)
 
 
 def test_weights_are_shared_and_quantized_ones_are_not() -> None:
@@ -468,11 +459,10 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         network = copy.deepcopy(noisy())
         if bits:
             nn.quantize(network, 64, bits)
-        drafter = ahead_source(draft_model_source("other", network, SAME), INLINE).make(parts)
+        drafter = ahead_in(Inline(), draft_model_source("other", network, SAME)).make(parts)
         assert isinstance(drafter, Ahead)
         drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
-        assert isinstance(drafter._beside, ThreadBeside)
-        beside = drafter._beside._drafter
+        beside = drafter._beside
         assert isinstance(beside, DraftModel)
         other, layer = beside._model._model, network.model.layers[0].self_attn
         copied = other.model.layers[0].self_attn
@@ -484,7 +474,7 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
 def test_load_offers_it() -> None:
     with pytest.raises(InvalidValue, match="reads hidden states"):
         load("demo", ahead=True)
-    pairs = [load("demo", "lookup", num_draft_tokens=4, ahead=ahead) for ahead in (True, False)]
+    pairs = [load("demo", "lookup", num_draft_tokens=4, ahead=on) for on in (True, False)]
     prompt = pairs[0].text.encode("one two three one two three one two")
     texts = [emitted(list(pair.generate(prompt, max_tokens=20))) for pair in pairs]
     assert texts[0] == texts[1]
@@ -503,8 +493,9 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
             return {}
 
     source, history = draft_model_source("other", noisy(), SAME, Slow), list(PROMPT)
-    with rank_of(source, kind=DraftRank) as (rank, line):
-        drafter = ahead_source(SOURCES["draft model"](), rank.open).make(LMTarget(tiny.full()).parts)
+    with rank_of(source) as line:
+        made = ahead.ahead_source(SOURCES["draft model"](), partial(RemoteDrafter, line))
+        drafter = made.make(LMTarget(tiny.full()).parts)
         for _ in range(3):
             draft = drafter.draft(history, K, GREEDY)
             assert not draft.ahead
@@ -514,9 +505,13 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
         may_draft.set()
         wait_until(lambda: len(begun) == 2)
         drafter.observe([1, 2, 3], NOTHING)
-        wait_until(lambda: not rank.waiting)
         del drafter
-        gc.collect()
+
+        def has_dropped() -> bool:
+            gc.collect()
+            return ("drop", 1) in line.sent
+
+        wait_until(has_dropped)
     assert begun == [len(PROMPT), len(PROMPT) + 2 * (K + 1)]
-    assert [message[0] for message in line.sent] == ["ahead", "ahead", "ahead", "drop", "end"]
-    assert [len(message[3]) for message in line.sent[:3]] == [len(PROMPT), K + 1, K + 1]  # what is new
+    assert [message[0] for message in line.sent] == ["ahead", "ahead", "drop", "end"]
+    assert [len(message[3]) for message in line.sent[:2]] == [len(PROMPT), 2 * (K + 1)]  # what is new
