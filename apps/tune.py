@@ -63,12 +63,12 @@ def _run(options: Options) -> int:
     measured = costs.table()
     if options.export is not None:
         saved_costs.write(options.export, policies.key, policies.measured, measured)
-    file = saved_costs.folder() / saved_costs.file_name(policies.key)
-    if options.json:
-        print(json.dumps({"device": policies.key.device, "file": str(file), "seconds": asdict(measured)}))
-    else:
-        title = f"measured on {policies.key.device}; saved in {file}"
-        print("\n".join([title, "", *_report(policies.names, costs.at(measured.context))]))
+    file, device = saved_costs.folder() / saved_costs.file_name(policies.key), policies.key.device
+    if not options.json:
+        print("\n".join([f"measured on {device}", "", *_report(policies.names, costs.at(measured.context))]))
+    saved_costs.write(file, policies.key, policies.measured, measured)  # with an error: policies only warn
+    saved = {"device": device, "file": str(file), "seconds": asdict(measured)}
+    print(json.dumps(saved) if options.json else f"\nsaved in {file}")
     return 0
 
 

@@ -27,11 +27,11 @@ def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, ca
     assert main(["--context", "64", "--export", str(exported)]) == 0
     (file,) = cache.iterdir()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("measured on ") and lines[0].endswith(f"; saved in {file}")
+    assert lines[0].startswith("measured on ") and lines[-2:] == ["", f"saved in {file}"]
     context = int(re.fullmatch(r"plain decoding at (\d+) tokens of context: \S+ ms a token", lines[2])[1])
     assert context in range(64, 68)  # the measurement generates a few tokens
     heads = ["rows of a p", "verify, ms ", "in plain to", "draft with ", "draft with "]
-    assert [line[:11] for line in lines[4:]] == heads
+    assert [line[:11] for line in lines[4:-2]] == heads
     measured = json.loads(file.read_text())
     assert mlx_spec.load("demo").policies.costs.table().context == measured["table"]["context"] == context
     file.unlink()
@@ -40,6 +40,14 @@ def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, ca
     assert again["verify"] == pytest.approx(measured["table"]["verify"])
     assert {**again, "verify": None} == {**measured["table"], "verify": None}
     assert json.loads(file.read_text())["key"] == measured["key"]
+
+
+def test_costs_that_cannot_be_saved_are_shown_and_the_status_says_so(cache, capsys):
+    cache.touch()  # a file stands where the folder is to be
+    assert main(["--context", "64"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("measured on ") and "saved in" not in out
+    assert re.search(r"mlx-spec: .+ cannot be written \(.+\): check its folder\n$", err)
 
 
 @pytest.mark.parametrize(
