@@ -19,8 +19,7 @@ import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
-from .answers import Failed
-from .errors import LOG, queue_full, to_failure, unavailable
+from .errors import LOG, Failure, queue_full, to_failure, unavailable
 from .generation import BatchRow, Job, Send, prompt_tokens
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served
@@ -119,19 +118,25 @@ class EngineThread:
             raise to_failure(error) from error
 
     def close(self, timeout: float | None = None) -> bool:
-        """End all: requests without an answer fail with 503. Return True if the thread is done in time."""
+        """End all: requests without an answer fail with 503. Return True if the thread is done in time.
+
+        They fail at once: a pass that the engine has begun may take seconds.
+        """
         with self._changed:
             self._closing = True
             if self._state != "closed":
                 self._state = "draining"
             self._changed.notify_all()
+            jobs = [*self._waiting, *self._running]
+        for job in jobs:
+            job.fail(_shutting_down())
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _check_open(self) -> None:
         if self._closing:
-            raise unavailable("the server is shutting down", "shutting_down")
+            raise _shutting_down()
         if self._state == "loading":
             raise unavailable("the server is loading its model: try again soon", "loading")
         if not self._thread.is_alive():
@@ -228,7 +233,7 @@ class EngineThread:
             job.begin(model, self._preparers)
         except Exception as error:
             self._leave_queue(job)
-            job.send(Failed(to_failure(error)))
+            job.fail(to_failure(error))
             return
         with self._changed:  # the job is never seen as neither waiting nor running
             self._leave_queue(job)
@@ -295,7 +300,7 @@ class EngineThread:
     def _replace_batch(self, model: LoadedModel, error: Exception) -> None:
         """Fail all requests of a model: if joining or leaving failed, what the batch holds is unknown."""
         for job in [job for job in self._running if job.model is model]:
-            job.send(Failed(to_failure(error)))
+            job.fail(to_failure(error))
             self._finish(job)
         model.batch = model.pair.batch(self._limits.running)
 
@@ -320,7 +325,7 @@ class EngineThread:
             if action():
                 self._finish(job)
         except Exception as error:
-            job.send(Failed(to_failure(error)))
+            job.fail(to_failure(error))
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -363,17 +368,20 @@ class EngineThread:
         """Fail all requests without an answer, and give all memory back."""
         self._preparers.shutdown(wait=False, cancel_futures=True)
         SANDBOX.close()
-        failed = Failed(unavailable("the server is shutting down", "shutting_down"))
         for job in tuple(self._running):
-            job.send(failed)
+            job.fail(_shutting_down())
             self._finish(job)
         with self._changed:
             left, self._waiting = self._waiting, []
         for job in left:
-            job.send(failed)
+            job.fail(_shutting_down())
         self._models.close()
         with self._changed:  # last: until then the process must not end
             self._state = "closed"
         self._read_memory()
         self._first_loaded.set()
         mx.clear_streams()  # a stream that a thread leaves behind on a CPU aborts the process when it exits
+
+
+def _shutting_down() -> Failure:
+    return unavailable("the server is shutting down", "shutting_down")

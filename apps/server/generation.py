@@ -35,6 +35,7 @@ from mlx_spec.types import Round, TokenLogprob
 from .answers import (
     ChoiceEnded,
     Event,
+    Failed,
     Finished,
     FinishReason,
     PromptProgress,
@@ -45,7 +46,7 @@ from .answers import (
     Timings,
     Usage,
 )
-from .errors import LOG, invalid, unsupported
+from .errors import LOG, Failure, invalid, unsupported
 from .metrics import JobCounter
 from .models import CompileGrammar, LoadedModel
 from .prefix_cache import Snapshot
@@ -242,7 +243,7 @@ class BatchRow:
 
 
 class Job:
-    """A request from its admission to its last event. Only `cancel` is for other threads.
+    """A request from its admission to its last event. Only `cancel` and `fail` are for other threads.
 
     Each choice is a row of the model's batch; a prompt is read once for all of them.
     """
@@ -276,6 +277,11 @@ class Job:
         if not self.cancelled:
             self.cancelled = True
             self._wake()
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the client now that the job failed, whatever the engine does. Then it ends as if cancelled."""
+        self.send(Failed(failure))
+        self.cancelled = True
 
     def send(self, event: Event) -> None:
         """Hand an event to the client; cancel the job if that fails."""

@@ -354,6 +354,26 @@ def test_close_ends_what_runs_and_what_waits() -> None:
         engine.close()
 
 
+def test_close_fails_requests_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server gives responses two seconds to end; a chunk of a prompt may take longer."""
+    begun, go, prefill = threading.Event(), threading.Event(), LMTarget.prefill
+
+    def slowly(target: LMTarget, tokens: list[int]) -> Any:
+        begun.set()
+        go.wait(served.TIMEOUT_S)
+        return prefill(target, tokens)
+
+    with working() as engine:
+        monkeypatch.setattr(LMTarget, "prefill", slowly)
+        streams = [begin(engine, chat(LONG, max_tokens=2)), begin(engine, chat(QUESTION, max_tokens=2))]
+        begun.wait(served.TIMEOUT_S)
+        assert not engine.close(0.0)
+        assert [failure(stream.all()).code for stream in streams] == ["shutting_down"] * 2
+        go.set()
+        assert engine.close(served.TIMEOUT_S)
+        assert all(stream.events.empty() for stream in streams)
+
+
 def test_not_ready_while_the_first_model_loads() -> None:
     go = threading.Event()
 
