@@ -242,6 +242,8 @@ class Ranks:
                         self.fail(text)
                     case message:
                         self._received.put((rank, message))
+                        if message[:1] == ["end"]:
+                            return  # its process may end before this one has read that
         except TimeoutError:
             reason = f"nothing was heard of it for {SILENCE_S:.0f} s"
             if sibling is not None:  # it was stopped, and their parent, mlx.launch, waits for its end

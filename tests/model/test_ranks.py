@@ -132,6 +132,27 @@ def test_nothing_hangs_without_rank_0(tmp_path: Path, models: dict[str, str]) ->
         assert "rank 0 was lost: its process ended" in error_of(ranks[1])
 
 
+BUSY = """
+import sys, time
+from mlx_spec.model.ranks import join
+ranks = join()
+def work():
+    if ranks.rank == 0:
+        ranks.send("a task")
+        return 0
+    assert ranks.receive() == ["a task"]
+    time.sleep(2)  # longer than rank 0 needs to end
+    return ranks.receive()[1]
+sys.exit(ranks.run(work))
+"""
+
+
+def test_a_rank_that_is_busy_when_rank_0_ends_ends_without_an_error(tmp_path: Path) -> None:
+    with launched(tmp_path, ["-c", BUSY], ["-c", BUSY]) as ranks:
+        ended = [(*process.communicate(timeout=START_S), process.returncode) for process in ranks]
+    assert ended == [("", "", 0)] * 2
+
+
 def test_an_error_begins_a_line_of_its_own() -> None:
     """The ring of MLX prints its errors in pieces, and ours may come between two of them."""
     script = (
