@@ -66,7 +66,7 @@ def _run(options: Options) -> int:
     file, device = saved_costs.folder() / saved_costs.file_name(policies.key), policies.key.device
     if not options.json:
         print("\n".join([f"measured on {device}", "", *_report(policies.names, costs.at(measured.context))]))
-    saved_costs.write(file, policies.key, policies.measured, measured)  # with an error: policies only warn
+    saved_costs.write(file, policies.key, policies.measured, measured)  # raises where policies only warn
     saved = {"device": device, "file": str(file), "seconds": asdict(measured)}
     print(json.dumps(saved) if options.json else f"\nsaved in {file}")
     return 0

@@ -72,7 +72,7 @@ class EngineThread:
         return self._first_loaded.is_set() and self._problem is None
 
     def submit(self, request: GenerationRequest, send: Send) -> Job:
-        """Admit a request; `send` is called on the engine thread and must not block.
+        """Admit a request; `send` is called on the engine thread, or by `close`, and must not block.
 
         Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 while the server loads its
         first model or shuts down.

@@ -91,7 +91,7 @@ class EventQueue:
         self._arrived = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """Add an event, on any one thread. Never waits."""
+        """Add an event, on any thread. Never waits."""
         self._events.append(event)  # before `_notified` is read: the loop resets it before it looks here
         if type(event) in self._wakes and not self._notified:
             self._notified = True

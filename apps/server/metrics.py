@@ -196,14 +196,14 @@ class JobCounter:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
-        self._lock = threading.Lock()  # events come on the engine thread, `cancel` is called on another
+        self._lock = threading.Lock()  # events come on the engine thread; the last may come on another
         self._counted: dict[int, Statistics] = {}  # by choice
         self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
 
     def count(self, event: Event) -> None:
-        """Count an event, on the engine thread."""
+        """Count an event: on the engine thread, or `Failed` on any."""
         match event:
             case PromptRead():
                 self._metrics.prompt.labels(self._model).inc(event.prompt_tokens)
@@ -214,11 +214,11 @@ class JobCounter:
                     if time.monotonic() - self._last_count >= COUNT_INTERVAL_S:
                         self._count_rounds()
             case Finished():
-                self._end()
-                self._metrics.count_answer(self._model, event)
+                if self._end():
+                    self._metrics.count_answer(self._model, event)
             case Failed(failure=failure):
-                self._end()
-                self._metrics.failures.labels(self._model, failure.code or str(failure.status)).inc()
+                if self._end():
+                    self._metrics.failures.labels(self._model, failure.code or str(failure.status)).inc()
 
     def cancel(self) -> None:
         """Count the job as cancelled if it had not ended."""

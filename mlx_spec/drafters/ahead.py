@@ -50,7 +50,7 @@ def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
 
 
-class Beside(Protocol):
+class DrafterCopy(Protocol):
     """A copy of a drafter that drafts ahead of one sequence, on this machine or on another one."""
 
     @property
@@ -91,10 +91,12 @@ class CPUThread:
 class Ahead(DrafterWrapper):
     """Drafts one sequence with `inner`, and ahead in a thread, which makes a copy of it first."""
 
-    def __init__(self, inner: Drafter, thread: CPUThread, make: Callable[[], Beside], mean: float) -> None:
+    def __init__(
+        self, inner: Drafter, thread: CPUThread, make: Callable[[], DrafterCopy], mean: float
+    ) -> None:
         super().__init__(inner)
         self._thread, self._make = thread, make
-        self._beside: Beside | None = None
+        self._copy: DrafterCopy | None = None
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: AheadRequest | None = None
@@ -103,7 +105,7 @@ class Ahead(DrafterWrapper):
 
     @property
     def nbytes(self) -> int:
-        return self.inner.nbytes + (0 if self._beside is None else self._beside.nbytes)
+        return self.inner.nbytes + (0 if self._copy is None else self._copy.nbytes)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Drop what was prepared for another text, such as the last answer."""
@@ -143,8 +145,8 @@ class Ahead(DrafterWrapper):
             return
         with suppress(InvalidStateError):  # it was cancelled meanwhile
             try:
-                self._beside = self._beside or self._make()
-                drafts = self._beside.draft_ahead(request)
+                self._copy = self._copy or self._make()
+                drafts = self._copy.draft_ahead(request)
                 mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
                 request.found.set_result(drafts)
             except BaseException as error:
@@ -157,9 +159,9 @@ class Ahead(DrafterWrapper):
 
 
 def ahead_source(
-    source: DrafterSource, make_beside: Callable[[], Beside] | None = None, mean: float = FAN_OUT
+    source: DrafterSource, make_copy: Callable[[], DrafterCopy] | None = None, mean: float = FAN_OUT
 ) -> DrafterSource:
-    """Return the source of drafters that also draft ahead: with a copy here if `make_beside` is None.
+    """Return the source of drafters that also draft ahead: with a copy here if `make_copy` is None.
 
     Raises InvalidValue if it cannot draft ahead.
     """
@@ -168,10 +170,10 @@ def ahead_source(
 
     @cache
     def copied() -> DrafterSource:
-        return source if source.remake is None else source.remake(_copy(source.network))
+        return source if source.remake is None else source.remake(_dense_copy(source.network))
 
     def make(parts: TargetParts) -> Ahead:
-        return Ahead(source.make(parts), thread, make_beside or (lambda: copied().make(parts)), mean)
+        return Ahead(source.make(parts), thread, make_copy or (lambda: copied().make(parts)), mean)
 
     return replace(source, make=make, drafts_ahead=True)
 
@@ -190,7 +192,7 @@ def check_ahead(source: DrafterSource) -> None:
         )
 
 
-def _copy(network: nn.Module) -> nn.Module:
+def _dense_copy(network: nn.Module) -> nn.Module:
     """Return a copy with dense weights, because a CPU is slow with others. It shares those that are dense.
 
     Its modules are its own, because two threads use them.

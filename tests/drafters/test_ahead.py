@@ -37,7 +37,7 @@ from waiting import wait_until
 from mlx_spec.batch import Batch
 from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource, ahead
-from mlx_spec.drafters.ahead import Ahead, Beside, CPUThread
+from mlx_spec.drafters.ahead import Ahead, CPUThread, DrafterCopy
 from mlx_spec.drafters.ahead_rank import RemoteDrafter, draft_for_rank_0
 from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, Outcome
@@ -77,12 +77,15 @@ class Waiting(CPUThread):
 
 
 def ahead_in(
-    thread: CPUThread, source: DrafterSource, make_beside: Callable[[], Beside] | None = None, mean: float = 3
+    thread: CPUThread,
+    source: DrafterSource,
+    make_copy: Callable[[], DrafterCopy] | None = None,
+    mean: float = 3,
 ) -> DrafterSource:
     """Return the source of drafters that also draft ahead, in this thread."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ahead, "CPUThread", lambda: thread)
-        return ahead.ahead_source(source, make_beside, mean)
+        return ahead.ahead_source(source, make_copy, mean)
 
 
 class Treeless(DraftModel):
@@ -140,8 +143,8 @@ def helped(
     """Give the source of drafters that also draft ahead, at once, in a thread, or on another rank."""
     threads = {"at once": Inline, "thread": Waiting, "rank": Waiting, "real thread": CPUThread}
     with rank_of(source, vocab) if where == "rank" else nullcontext() as ranks:
-        make_beside = None if ranks is None else partial(RemoteDrafter, ranks)
-        yield ahead_in(threads[where](), source, make_beside, mean)
+        make_copy = None if ranks is None else partial(RemoteDrafter, ranks)
+        yield ahead_in(threads[where](), source, make_copy, mean)
 
 
 @cache
@@ -462,9 +465,9 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         drafter = ahead_in(Inline(), draft_model_source("other", network, SAME)).make(parts)
         assert isinstance(drafter, Ahead)
         drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
-        beside = drafter._beside
-        assert isinstance(beside, DraftModel)
-        other, layer = beside._model._model, network.model.layers[0].self_attn
+        its_copy = drafter._copy
+        assert isinstance(its_copy, DraftModel)
+        other, layer = its_copy._model._model, network.model.layers[0].self_attn
         copied = other.model.layers[0].self_attn
         assert copied is not layer
         assert (copied.q_proj.weight is layer.q_proj.weight) is (bits is None)

@@ -41,8 +41,9 @@ from mlx_spec.apps.server.answers import (
     ToolCall,
 )
 from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.errors import Failure, unavailable
 from mlx_spec.apps.server.generation import BatchRow
+from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
@@ -372,6 +373,16 @@ def test_close_fails_requests_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch)
         go.set()
         assert engine.close(served.TIMEOUT_S)
         assert all(stream.events.empty() for stream in streams)
+
+
+def test_a_request_that_two_threads_end_counts_once() -> None:
+    metrics, codes = Metrics(lambda: Status("ready")), ("shutting_down", "internal_error")
+    counter = JobCounter(metrics, "demo")
+    for code in codes:
+        counter.count(Failed(unavailable("too late", code)))
+    value = metrics.registry.get_sample_value
+    found = [value("mlx_spec_failures_total", {"model": "demo", "code": code}) for code in codes]
+    assert found == [1.0, None]
 
 
 def test_not_ready_while_the_first_model_loads() -> None:
