@@ -22,7 +22,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 from .errors import LOG, Failure, queue_full, to_failure, unavailable
 from .generation import BatchRow, Job, Send, prompt_tokens
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
-from .models import LoadedModel, Loader, ModelCard, Models, load_served
+from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
 from .request import GenerationRequest
 from .settings import Settings
 
@@ -206,16 +206,20 @@ class EngineThread:
         return {job.model.name for job in self._running}
 
     def _admit(self) -> None:
-        """Let waiting jobs begin, in the order in which they came."""
+        """Let waiting jobs begin while there is room."""
         while (job := self._next()) is not None:
             self._begin(job)
 
     def _next(self) -> Job | None:
-        """Return the first job in the queue; None if it cannot begin now."""
+        """Return the job that begins next; None if it cannot begin now."""
         if not self._free_slots():
             return None
         with self._changed:
-            job = next((job for job in self._waiting if not job.cancelled), None)
+            jobs = [job for job in self._waiting if not job.cancelled]
+        if not jobs:
+            return None
+        loaded = {one.name for one in self._models.loaded()}
+        job = jobs[next_in_queue([each.request.model for each in jobs], loaded, jobs[0].passed)]
         return None if job is self._blocked else job
 
     def _begin(self, job: Job) -> None:
@@ -236,6 +240,8 @@ class EngineThread:
             job.fail(to_failure(error))
             return
         with self._changed:  # the job is never seen as neither waiting nor running
+            for earlier in self._waiting[: self._waiting.index(job)]:
+                earlier.passed += 1
             self._leave_queue(job)
             self._running.append(job)
             if self._state == "failed":

@@ -254,6 +254,7 @@ class Job:
         self.request = request
         self.submitted = time.perf_counter()
         self.began = 0.0  # time.perf_counter(), once it has left the queue
+        self.passed = 0  # later requests that began before it
         self.cancelled = False
         self.model: LoadedModel  # once it has begun
         self.rows: list[BatchRow] = []  # those that run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -296,6 +296,22 @@ class Models:
         others = sum(one.prefix_cache.nbytes for one in self.loaded() if one.name != name)
         shared = sum(one.batch.nbytes for one in self.loaded())
         return self.budget - self._weights() - others - shared
+
+
+# --- turns
+
+
+def next_in_queue(models: Sequence[str], loaded: Collection[str], passed: int, most: int = 8) -> int:
+    """Return the place in the queue of the request that begins next.
+
+    `models` are those that the requests ask for, in order of arrival; at least one waits. A request for a loaded
+    model goes first: loading takes seconds, and may unload what the next request needs. `passed` later requests
+    have begun before the first one. After `most` it is next, whatever its model. Whoever waits behind it was
+    passed by no more, so each request is passed by `most` later ones at most.
+    """
+    if passed >= most:
+        return 0
+    return next((i for i, model in enumerate(models) if model in loaded), 0)
 
 
 # --- memory

@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from mlx_spec.apps.server import engine_thread
 from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import Models, load_served, memory_need
+from mlx_spec.apps.server.models import Models, load_served, memory_need, next_in_queue
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
 
@@ -109,8 +110,59 @@ def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None
         behind = begin(engine, chat(QUESTION, model="one", max_tokens=3))
         assert closed(long.all()).usage.completion_tokens == 40
         closed(other.all())
-        closed(behind.all())  # in the order in which they came
-        assert loaded(engine) == ["one"]
+        closed(behind.all())  # before the other one, whose model had to be loaded
+        assert loaded(engine) == ["two"]
+
+
+# --- turns of several models
+
+
+def order(queue: str, loaded: str) -> tuple[str, int]:
+    """The models of a queue as they are answered where one fits, and how often one was passed at most."""
+    waiting, passed, answered = list(enumerate(queue)), [0] * len(queue), ""
+    while waiting:
+        at = next_in_queue([model for _, model in waiting], loaded, passed[waiting[0][0]])
+        for arrived, _ in waiting[:at]:
+            passed[arrived] += 1
+        loaded = waiting.pop(at)[1]
+        answered += loaded
+    return answered, max(passed)
+
+
+@pytest.mark.parametrize(
+    ("queue", "loaded", "answered"),
+    [
+        ("ABABAB", "A", "AAABBB"),
+        ("ABABAB", "", "AAABBB"),
+        ("BABA", "B", "BBAA"),
+        ("B" + "A" * 20, "A", "A" * 8 + "B" + "A" * 12),  # B waits for 8 of them, not for all
+        ("CBABAB", "A", "AACBBB"),
+        ("ABC" * 3, "C", "CCCAAABBB"),
+        ("AB" * 12, "A", "A" * 9 + "B" * 12 + "A" * 3),
+    ],
+)
+def test_a_loaded_model_goes_first_within_a_bound(queue: str, loaded: str, answered: str) -> None:
+    found, passed = order(queue, loaded)
+    assert found == answered and passed <= 8
+
+
+def test_each_request_is_passed_by_eight_at_most() -> None:
+    random = Random(0)
+    for _ in range(200):
+        queue = "".join(random.choices("ABCD", [8, 2, 1, 1], k=random.randint(1, 60)))
+        found, passed = order(queue, "A")
+        assert passed <= 8 and sorted(found) == sorted(queue)
+
+
+def test_two_models_of_which_one_fits_do_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    with working(settings(ONE, TWO, room=1.5)) as engine:
+        loads: list[str] = []
+        load = engine._models._load
+        monkeypatch.setattr(engine._models, "_load", lambda served: (loads.append(served.name), load(served)))
+        streams = [begin(engine, chat(QUESTION, model=name, max_tokens=3)) for name in ("two", "one") * 5]
+        for stream in streams:
+            closed(stream.all())
+        assert len(loads) <= 3
 
 
 def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None:
