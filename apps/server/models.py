@@ -304,10 +304,10 @@ class Models:
 def next_in_queue(models: Sequence[str], loaded: Collection[str], passed: int, most: int = 8) -> int:
     """Return the place in the queue of the request that begins next.
 
-    `models` are those that the requests ask for, in order of arrival; at least one waits. A request for a loaded
-    model goes first: loading takes seconds, and may unload what the next request needs. `passed` later requests
-    have begun before the first one. After `most` it is next, whatever its model. Whoever waits behind it was
-    passed by no more, so each request is passed by `most` later ones at most.
+    `models` are those that the requests ask for, in order of arrival; at least one waits. A request for a
+    loaded model goes first: loading takes seconds, and may unload what the next one needs. `passed` later
+    requests have begun before the first one. After `most` it is next, whatever its model. Those behind it
+    were passed by no more: each request is passed by `most` later ones at most.
     """
     if passed >= most:
         return 0
