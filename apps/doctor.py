@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from mlx_spec import __version__, hub, load
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import LOOKUP
+from mlx_spec.hub.catalog import DEMO, LOOKUP
 from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import cache_folder, local_models
 
-from .command import ERROR, Drafter, Json, Target, flag, program, show, tell
+from .command import ERROR, Json, PairOptions, flag, program, show, tell
 from .models import shown_number
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ MAX_FINDINGS = 3  # differences shown in full
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PairOptions):
     """Check this machine and test a pair.
 
     Looks at what is installed and on the disk, then tests for at most a minute whether the text with
@@ -50,8 +50,6 @@ class Options:
     the gain. The exit status is 1 when something is wrong.
     """
 
-    target: Target = "demo"
-    drafter: Drafter = None
     quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
     json: Json = False
 
@@ -103,7 +101,7 @@ def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
 
     from . import selftest
 
-    pair = load(options.target, options.drafter)
+    pair = load(options.target_or(DEMO), options.drafter)
     target, drafter = _inspected(pair.info.target, "target"), _inspected(pair.info.drafter, "drafter")
     effort = selftest.QUICK if options.quick else selftest.LONG
     window = None if target is None else target.window

@@ -22,7 +22,7 @@ from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.catalog import DEMO
 from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
 
-from .command import MODEL, BadOptions, Json, option, program, show, table, tell
+from .command import BadOptions, Json, PairOptions, option, program, show, table, tell
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
@@ -90,17 +90,19 @@ NAMES = tuple(dict.fromkeys(chip.name for chip in CHIPS))
 
 
 @dataclass(frozen=True)
-class Options:
-    """Predict what speculation gains on Apple chips, and measure the bandwidth of this device."""
+class Options(PairOptions):
+    """Predict what speculation gains on Apple chips, and measure the bandwidth of this device.
+
+    The model may also be a size, such as 17GB.
+    """
 
     chip: Annotated[list[str] | None, option(value="NAME", help="only this chip; may be repeated")] = None
     acceptance: Annotated[float, option(value="A", help="of draft tokens, 0 to 1", min=0, max=1)] = 0.8
     context: Annotated[int, option(value="N", help="tokens of context", min=0)] = 1024
     json: Json = False
-    target: Annotated[str, option(value=MODEL, help="model that answers; or a size, such as 17GB")] = DEMO
-    drafter: Annotated[str | None, option(value=MODEL, help='"lookup" is free', default="its own")] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if unknown := [name for name in self.chip or () if _key(name) not in map(_key, NAMES)]:
             raise BadOptions(f"--chip {unknown[0]!r} is not known: give one of {', '.join(NAMES)}")
 
@@ -166,13 +168,14 @@ def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = P
 def _run(options: Options) -> int:
     from mlx_spec.load import folders
 
-    target_path, drafter_path = folders(options.target, options.drafter)
+    name = options.target_or(DEMO)
+    target_path, drafter_path = folders(name, options.drafter)
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
     drafter = _sizes(drafter_path, options.context, WeightFormat(16)) if drafter_path else None
     wanted = {_key(name) for name in options.chip or NAMES}
     predicted = [_predict(c, target, drafter, options.acceptance) for c in CHIPS if _key(c.name) in wanted]
     report: dict[str, Any] = {
-        "target": {"name": options.target, **asdict(target)},
+        "target": {"name": name, **asdict(target)},
         "drafter": drafter and {"name": drafter_path, **asdict(drafter)},
         "acceptance": options.acceptance,
         "context": options.context,
@@ -185,7 +188,7 @@ def _run(options: Options) -> int:
     head = ["chip (GPU cores)", "GB/s", "ceiling", "plain"]
     head += [*(f"k={k}" for k in range(1, MAX_DRAFT_TOKENS + 1)), "best tokens/s"]
     show(
-        f"{options.target}, drafts by {drafter_path if drafter else 'lookup, which costs nothing'}",
+        f"{name}, drafts by {drafter_path if drafter else 'lookup, which costs nothing'}",
         f"acceptance {options.acceptance:g} at every position, context {options.context} tokens",
         "predicted from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens",
         "",

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.errors import InvalidValue, Mismatch
+from mlx_spec.hub.catalog import DEMO
 
-from .command import BadOptions, Drafter, Json, KvBits, Target, expanded, option, program, table
+from .command import BadOptions, Json, KvBits, PairOptions, expanded, option, program, table
 
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel
@@ -19,11 +20,9 @@ SHOWN_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # of a pass: kernels change between 
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PairOptions):
     """Measure what passes and drafts cost on this device, and save it for later."""
 
-    target: Target = "demo"
-    drafter: Drafter = None
     kv_bits: KvBits = None
     context: Annotated[int, option(value="N", help="tokens of context to measure at", min=2)] = 256
     export: Annotated[
@@ -36,6 +35,7 @@ class Options:
     json: Json = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.export is not None and self.import_ is not None:
             raise BadOptions("--export and --import: give one of them")
 
@@ -44,7 +44,7 @@ def _run(options: Options) -> int:
     from mlx_spec import load
     from mlx_spec.policy import AdaptivePolicies, BadCosts, saved_costs
 
-    pair = load(options.target, options.drafter, kv_bits=options.kv_bits)
+    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits)
     policies = pair.policies
     if not isinstance(policies, AdaptivePolicies) or policies.key is None:
         raise InvalidValue(

@@ -7,19 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument
+from ..command import AHEAD, MODEL_PANEL, PairOptions, Version, expanded, flag, option
 
-from ..command import AHEAD, MODEL, BadOptions, Version, expanded, flag, option
-
-OUTPUT, MODELS, SAMPLING = "Output", "Models", "Sampling (at temperature 0 the others have no effect)"
-_output, _model, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, MODELS, SAMPLING))
+OUTPUT, SAMPLING = "Output", "Sampling (at temperature 0 the others have no effect)"
+_output, _model, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, MODEL_PANEL, SAMPLING))
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PairOptions):
     """Chat with a model. With -p or piped text: answer once, then exit."""
 
-    model: Annotated[str | None, Argument(metavar="[MODEL]", help="the same as --target")] = None
     prompt: Annotated[
         str | None,
         option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
@@ -42,35 +39,15 @@ class Options:
     ] = None
     no_history: Annotated[bool, flag("--no-history", "neither read nor keep what was typed", OUTPUT)] = False
 
-    target: Annotated[
-        str | None,
-        _model(
-            value=MODEL,
-            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
-            default="the pair used last, or else demo, the small bundled one",
-        ),
-    ] = None
-    drafter: Annotated[
-        str | None,
-        _model(
-            value=MODEL,
-            help='model that drafts; "lookup" copies from the text so far, "none" is plain decoding',
-            default="the one made for the target, if there is one",
-        ),
-    ] = None
     num_draft_tokens: Annotated[
         int | None,
         _model(value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0),
     ] = None
     kv_bits: Annotated[Literal[4, 8] | None, _model(help="quantize the KV cache", default="do not")] = None
-    ahead: Annotated[bool, flag("--ahead", AHEAD, MODELS)] = False
+    ahead: Annotated[bool, flag("--ahead", AHEAD, MODEL_PANEL)] = False
 
     temperature: Annotated[float | None, _sampling(value="T", help="0, the default, is greedy")] = None
     top_p: Annotated[float | None, _sampling(value="P", help="likeliest tokens that reach P together")] = None
     top_k: Annotated[int | None, _sampling(value="N", help="the N likeliest tokens; 0 is all", min=0)] = None
     min_p: Annotated[float | None, _sampling(value="P", help="at least P times as likely as the best")] = None
     seed: Annotated[int | None, _sampling(value="N", help="same seed, same text")] = None
-
-    def __post_init__(self) -> None:
-        if self.model is not None and self.target is not None:
-            raise BadOptions("a model as an argument and --target: give one of them")

@@ -43,7 +43,7 @@ class PairChoice:
 
 def choose(options: Options) -> PairChoice:
     """Return the choice of a command line; without a target the pair used last, or else the demo."""
-    target, drafter = options.target or options.model, options.drafter
+    target, drafter = options.chosen, options.drafter
     if target is None:
         used = used_last() or PairChoice(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter

@@ -43,7 +43,7 @@ def run(
     with nullcontext() if options.trace is None else Trace(options.trace) as trace:
         choice = choose(options)
         if prompt is None:
-            remembered = ", the pair used last" if (options.target or options.model) is None else ""
+            remembered = ", the pair used last" if options.chosen is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
         chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
             Conversation(

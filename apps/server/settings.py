@@ -13,10 +13,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from mlx_spec.hub.catalog import DEMO
 from mlx_spec.hub.files import typed_path
 
 from .. import command
-from ..command import AHEAD, MODEL, BadOptions, Version, above_zero, expanded, flag, option
+from ..command import (
+    AHEAD,
+    MODEL_PANEL,
+    BadOptions,
+    PairOptions,
+    Version,
+    above_zero,
+    expanded,
+    flag,
+    option,
+)
 
 GB = 10**9
 ANY_ORIGIN = "*"
@@ -119,43 +130,26 @@ def _name_and_port(url: str) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.hostname and not is_more else None
 
 
-DEMO = "demo"
 # Options that are settings as they are.
 UNCHANGED = "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
 Names = list[str] | None
-MODELS = "Models (the first is loaded at once, the others when asked for)"
-model_option = partial(option, panel=MODELS)
+model_option = partial(option, panel=MODEL_PANEL)
 network_option = partial(option, panel="Network")
 limit_option = partial(option, panel="Limits")
 folder_option = partial(limit_option, value="FOLDER", callback=expanded)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PairOptions):
     """Answer requests of OpenAI's, Anthropic's and Ollama's clients on this machine."""
 
     version: Version = False
 
-    target: Annotated[
-        str | None,
-        model_option(
-            value=MODEL,
-            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
-            default="the small bundled demo",
-        ),
-    ] = None
-    drafter: Annotated[
-        str | None,
-        model_option(
-            value=MODEL,
-            help='model that drafts for it; "lookup" copies from the text so far, "none" is plain decoding',
-            default="the one made for the target, if there is one",
-        ),
-    ] = None
-    model: Annotated[
-        Names, model_option(value=NAMED, help="one more model beside --target, and its name; may be repeated")
+    models: Annotated[
+        Names,
+        model_option("--model", value=NAMED, help="one more, loaded when it is asked for; may be repeated"),
     ] = None
     alias: Annotated[Names, model_option(value=ALIAS, help="another name of a model")] = None
     pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
@@ -169,7 +163,7 @@ class Options:
         None
     )
 
-    ahead: Annotated[bool, flag("--ahead", AHEAD, MODELS)] = False
+    ahead: Annotated[bool, flag("--ahead", AHEAD, MODEL_PANEL)] = False
     draft_rank: Annotated[
         Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
     ] = None
@@ -267,12 +261,12 @@ class Options:
         )
 
     def _models(self) -> tuple[ServedModel, ...]:
-        named = [_split("--model", text, NAMED) for text in self.model or []]
-        if named and self.drafter is not None and self.target is None:
+        named = [_split("--model", text, NAMED) for text in self.models or []]
+        if named and self.drafter is not None and self.chosen is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
         found: list[ServedModel] = []
-        if self.target is not None or DEMO not in [name for name, _ in named]:
-            target = DEMO if self.target is None else self.target
+        if self.chosen is not None or DEMO not in [name for name, _ in named]:
+            target = self.target_or(DEMO)
             found.append(self._model(typed_path(target).name or target, target, self.drafter))
         for name, text in named:
             target, _, drafter = text.partition(",")

@@ -118,14 +118,16 @@ WRONG = {
     "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7; "
     "-p x --num-draft-tokens 17",
     "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
-    "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; surplus",
-    "serve": "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
+    "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; one more; "
+    "demo --target=demo",
+    "serve": "one more; demo --target=demo; demo --model demo=x; "
+    "--host 0.0.0.0; --host 192.168.1.2; --host example.org; --host 0.0.0.0 --api-key=; --port x; "
     "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; "
     "--alias a=b; --pin b; "
     "--alias demo=demo; --memory 0; --idle nan; --parallel 0; --api-key-file /nonexistent; "
     "--cors-origin localhost; --cors-origin http://a/b; --nonsense; "
     "--allow-host http://a; --allow-host a:80; --allow-host *",
-    "tune": "--context 1; --export a --import b",
+    "tune": "demo --target=demo; --context 1; --export a --import b",
 }
 
 
@@ -224,3 +226,10 @@ def test_completion(words, offered, capsys, monkeypatch):
     with pytest.raises(SystemExit) as left:
         main([])
     assert left.value.code == 0 and capsys.readouterr().out.split() == offered
+
+
+@pytest.mark.parametrize("program", ["bench", "chat", "doctor", "roofline", "serve", "tune"])
+def test_a_model_is_the_first_argument_of_every_program(program):
+    options = resolve_name(f"mlx_spec.{PROGRAMS[program].options}")
+    as_argument, as_option = (parse(options, program, words) for words in (["a/b"], ["--target", "a/b"]))
+    assert as_argument.chosen == as_option.chosen == "a/b" and parse(options, program, []).chosen is None
