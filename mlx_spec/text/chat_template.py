@@ -21,8 +21,8 @@ from jinja2.parser import Parser
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.files import one_line, read_optional
+from mlx_spec.text.added_tokens import special_tokens
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
 
 # raised by templates when messages or tools are not what they expect
@@ -80,15 +80,6 @@ def read_template(folder: Path) -> ChatTemplate | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
     return None if source is None else ChatTemplate(source, special_tokens(folder))
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the named special tokens of a checkpoint, such as `bos_token`."""
-    named = read_optional(folder / "special_tokens_map.json")
-    named |= read_optional(folder / "tokenizer_config.json")
-    values = {key: named.get(key) for key in SPECIAL_TOKENS}
-    texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in values.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _source(folder: Path) -> str | None:

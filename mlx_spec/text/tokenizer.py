@@ -16,10 +16,14 @@ from tokenizers import Tokenizer
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.checkpoint import TOKENIZERS
 from mlx_spec.hub.files import AGAIN, one_line, read_optional
-from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template, special_tokens
+from mlx_spec.text.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
+from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
 PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
+UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  # vocabularies in other files
+# Classes that do more than their tokenizer.json says.
+UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
 OPENING_TOKENS = 16  # last tokens of a prompt in which an opening thinking marker is looked for
 
 
@@ -49,8 +53,12 @@ class Text:
         self._template = template
         self.token_bytes = TokenBytes(tokenizer)
         self.eos = frozenset(eos)
-        special = (i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-        self.controls = self.eos.union(special)  # tokens that are no text
+        added = tokenizer.get_added_tokens_decoder()
+        # Once a tokenizer.json called a token special, `decode` leaves it out, whatever other files say.
+        hidden = (
+            i for i, token in added.items() if token.special or (token.content and not self.decode([i]))
+        )
+        self.controls = self.eos.union(hidden)  # tokens that are no text
         known = (m for m in THINKING_MARKERS if None not in (self.token_id(m.open), self.token_id(m.close)))
         self.thinking_markers = next(known, None)
 
@@ -221,11 +229,10 @@ def _byte_of_letter() -> dict[str, int]:
 
 def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
     """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
-    tokenizer = read_tokenizer(folder)
+    tokenizer, own = _read(folder)
     configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
     stated = [each.get("eos_token_id") for each in configs]
     eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-    own = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
     return Text(tokenizer, read_template(folder), eos if own is None else eos | {own})
 
 
@@ -239,23 +246,49 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
     Raises BadCheckpoint.
     """
-    file = folder / "tokenizer.json"
-    try:
-        if file.is_file():
-            return Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Tokenizer, int | None]:
+    """Return the tokenizer and its end token. Raises BadCheckpoint."""
+    file, config = folder / "tokenizer.json", read_optional(folder / "tokenizer_config.json")
+    kind = config.get("tokenizer_class")
+    if kind in UNREAD_CLASSES:
+        raise BadCheckpoint(f"{folder} has a {kind}, which {UNREAD_CLASSES[kind]} and is not read")
+    if file.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
+        add_tokens(tokenizer, folder)
+        eos = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+    else:
+        tokenizer, eos = _converted(folder, own_code="auto_map" in config)
+    tokenizer.no_truncation()  # a length that was right for training would drop text in silence
+    tokenizer.no_padding()
+    if config.get("fix_mistral_regex") is True:
+        fix_mistral_cut(tokenizer, read_optional(folder / "config.json"))
+    return tokenizer, eos
+
+
+def _converted(folder: Path, *, own_code: bool) -> tuple[Tokenizer, int | None]:
+    """Return what transformers makes of other files than tokenizer.json. Raises BadCheckpoint."""
     if not has_tokenizer(folder):
-        raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {AGAIN}")
+        other = next((f"{file.name} is not read: " for form in UNREAD for file in folder.glob(form)), "")
+        raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {other}{AGAIN}")
     from transformers import AutoTokenizer  # a second to import
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
+        theirs = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+        tokenizer, eos = theirs.backend_tokenizer, theirs.eos_token_id
     except Exception as error:  # whatever the converter of this family raises
-        raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read ({one_line(error)})") from error
+        why = "the code that it brings is never run" if own_code else one_line(error)
+        raise BadCheckpoint(
+            f"{folder} has a tokenizer that cannot be read ({why}): save it as tokenizer.json"
+        ) from error
     if not isinstance(tokenizer, Tokenizer):
         raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read: save it as tokenizer.json")
-    return tokenizer
+    return tokenizer, eos
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -274,7 +307,8 @@ def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
     if not has_tokenizer(drafter):
         return None
     ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
-    if ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False):
+    same = ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
+    if same and stated_tokens(target) == stated_tokens(drafter):
         return None
     expected = {i: token for token, i in text.vocabulary().items()}
     found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}

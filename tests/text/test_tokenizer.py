@@ -200,8 +200,16 @@ def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
                 "tokenizer_config.json": {
                     "chat_template": "{{ eos_token }}",
                     "eos_token": {"content": "<e>"},
+                    "added_tokens_decoder": {},
                 },
                 "special_tokens_map.json": {"eos_token": "<old>"},
+            },
+            "<e>",
+        ),
+        (
+            {
+                "tokenizer_config.json": {"chat_template": "{{ eos_token }}", "eos_token": "<new>"},
+                "special_tokens_map.json": {"eos_token": {"content": "<e>"}},
             },
             "<e>",
         ),
