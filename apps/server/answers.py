@@ -161,6 +161,11 @@ def parts(events: Iterable[Event]) -> list[AnswerPart]:
 # --- as JSON
 
 
+def notes_json(notes: Sequence[str]) -> dict[str, Any]:
+    """Return the part of an answer that says what of its request had no effect."""
+    return {"mlx_spec": {"notes": list(notes)}} if notes else {}
+
+
 def timings_json(timings: Timings) -> dict[str, Any]:
     """Return the `timings` of a response, named as in llama.cpp's server where it has them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -77,6 +77,7 @@ class PromptBody(Fields):
     system: Blocks | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
     thinking: parameters.ThinkingField | None = None
     output_config: parameters.AnswerConfig | None = None
 
@@ -85,7 +86,7 @@ class MessagesBody(parameters.SharedFields, PromptBody):
     """The body of a request."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: list[str] | None = None
     output_format: parameters.FormatField | None = None  # the earlier name of `output_config.format`
     stream: bool | None = None
 
@@ -115,23 +116,34 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
         _parse_chat(body),
         form or parameters.parse_format(body.output_format, "output_format"),
         max_tokens=body.max_tokens,
-        stop=tuple(dict.fromkeys(body.stop_sequences or ())),
+        stop=parsing.stop_strings(body.stop_sequences),
+        notes=_notes(body),
     )
+
+
+def _notes(body: MessagesBody) -> list[str]:
+    """Return what of the request has no effect."""
+    kinds = {tool.type or "" for tool in body.tools or ()}
+    idle = body.output_config is not None and body.output_config.verbosity in ("low", "high")
+    return [
+        *parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds)),
+        *([parameters.NO_VERBOSITY] if idle else []),
+    ]
 
 
 def _parse_chat(body: PromptBody) -> Chat:
     effort = body.output_config.effort if body.output_config else None
     return Chat(
         messages=_parse_messages(body),
-        tools=_parse_tools(body.tools or [], body.tool_choice),
+        tools=_parse_tools(body),
         thinking=body.thinking is not None and body.thinking.type != "disabled",
         variables={} if effort is None else {"reasoning_effort": effort},
     )
 
 
-def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> ToolUse | None:
+def _parse_tools(body: PromptBody) -> ToolUse | None:
     tools = []
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(body.tools or ()):
         field, kind = f"tools.{i}", tool.type or "custom"
         if HOSTED_TOOLS.match(kind):
             continue
@@ -140,9 +152,9 @@ def _parse_tools(given: Sequence[ToolField], choice: ToolChoiceField | None) -> 
             raise unsupported(message, field)
         parsing.required(tool.parameters, f"{field}.input_schema")
         tools.append(tool.tool(field, "input_schema"))
-    choice = choice or ToolChoiceField(type="auto")
+    choice = body.tool_choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
-    is_parallel = not choice.disable_parallel_tool_use
+    is_parallel = not choice.disable_parallel_tool_use and body.parallel_tool_calls is not False
     return parsing.make_tool_use(tools, TOOL_CHOICES[choice.type], named, is_parallel)
 
 
@@ -195,9 +207,7 @@ class MessageWriter:
         head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": request.model}
         end = {"stop_reason": None, "stop_sequence": None}
         self._message: Json = {**head, "content": self._content, **end, "usage": {}}
-        kinds = {tool.type or "" for tool in body.tools or ()}
-        if notes := parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds)):
-            self._message["mlx_spec"] = {"notes": notes}
+        self._message |= answers.notes_json(request.notes)
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         return (named_event(content["type"], content) for content in self.read(event))

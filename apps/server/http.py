@@ -10,9 +10,18 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -22,10 +31,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished
+from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine_thread import EngineThread
 from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
-from .parameters import SharedFields, check_unknown
+from .parameters import OpenFields, check_unknown
 from .parsing import check_limits, read_body
 from .request import GenerationRequest
 from .settings import Settings
@@ -128,6 +137,8 @@ async def read_events(
         event: Event | None = None
         while not isinstance(event, Finished | Failed):
             event = await queue.get()
+            if not request.shows_thinking and isinstance(event, TextDelta) and event.kind == "thinking":
+                event = TextDelta(event.index, "thinking", "")  # time passes, but it is no silence
             yield event
     finally:
         job.cancel()
@@ -144,7 +155,7 @@ class Api:
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
     writer: Callable[[Any, GenerationRequest], Writer]
     media_type: str = EVENT_STREAM  # of a stream
-    parameters: Callable[[Any], SharedFields] = lambda body: body  # those of a body that all protocols take
+    checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # its objects with parameters
     is_done: Callable[[GenerationRequest], bool] = lambda request: False  # it needs no engine
 
 
@@ -155,7 +166,9 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     """
     body = await read_body(http_request, api.body)
     request = api.parse(body, engine.resolve(body.model or None))
-    check_unknown(api.parameters(body), settings.allow_extra_parameters)
+    for part in api.checked(body):
+        notes = check_unknown(part, settings.allow_extra_parameters)
+        request = replace(request, notes=(*request.notes, *notes))
     if api.is_done(request):
         return JSONResponse(api.writer(body, request).whole([]))
     check_limits(request, settings.limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,6 +35,7 @@ from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 MAX_RESERVED_TOKENS = 8192  # of a conversation, for whose K/V a model needs memory before it is loaded
+LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
 MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
 Loader = Callable[[ServedModel], Pair]
@@ -106,6 +107,15 @@ def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ra
     )
 
 
+def find_model(name: str | None, models: Mapping[str | None, str]) -> str:
+    """Return the model of a name; `:latest` is the tag of a name without one. Raises Failure (404)."""
+    names = [name] if name is None else [name, name.removesuffix(LATEST), name + LATEST]
+    for each in names:
+        if each in models:
+            return models[each]
+    raise unknown_model(str(name), ", ".join(dict.fromkeys(models.values())))
+
+
 class Models:
     """Names and texts are for any thread. Only the engine thread may load and unload."""
 
@@ -130,9 +140,7 @@ class Models:
 
     def resolve(self, name: str | None) -> str:
         """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
-        if name not in self._names:
-            raise unknown_model(str(name), ", ".join(self._served))
-        return self._names[name]
+        return find_model(name, self._names)
 
     def cards(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not. The files of each are read once."""

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,17 +25,32 @@ from mlx_spec.text.fill_in import FillIn
 
 from . import answers, parsing
 from .engine_thread import EngineThread
-from .errors import Failure, invalid, unsupported
+from .errors import Failure, unsupported
 from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer, json_line
-from .models import ModelCard, checkpoint_folders
-from .openai_chat import ToolField, parse_logprobs, parse_tool
-from .parameters import HARMLESS, SharedFields, as_format, start_request
-from .parsing import MAX_SHOWN_CHARS, Fields
+from .models import LATEST, ModelCard, checkpoint_folders
+from .openai_chat import (
+    LimitFields,
+    ToolChoiceField,
+    ToolField,
+    parse_limit,
+    parse_logprobs,
+    parse_tool_use,
+)
+from .parameters import (
+    CONSTRAINTS,
+    GROUP,
+    HARMLESS,
+    NEUTRAL,
+    OpenFields,
+    SharedFields,
+    as_format,
+    start_request,
+)
+from .parsing import Fields
 from .request import Chat, GenerationRequest, RawPrompts
 from .settings import ServedModel, Settings
 
 VERSION = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
-LATEST = ":latest"  # the tag of a name without one
 REFUSED = {  # field -> why it is not supported
     "images": "only text is read here",
     "template": "the model's own chat template is used",
@@ -52,49 +64,53 @@ REFUSED_PATHS = {
     "delete": "remove a model with `mlx-spec rm`",
     "push": "nothing is ever uploaded here",
 }
-SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _inspect = lru_cache(inspect_checkpoint)
-DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 
 # --- the bodies
 
 
-ModelName = Annotated[str | None, AfterValidator(lambda name: name and name.removesuffix(LATEST))]
+class OllamaOptions(LimitFields, SharedFields):
+    """The parameters of an answer, with Ollama's defaults. Ollama only warns of one that it does not know."""
 
-
-class OllamaOptions(SharedFields):
-    """The parameters of an answer. The defaults are Ollama's."""
+    takes_unknown: ClassVar[bool] = True
 
     temperature: Annotated[float, Field(ge=0)] = 0.8
     top_k: int = 40
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.9
-    num_predict: int | None = None  # -1 and -2: until the context ends
     stop: parsing.Texts = None
 
 
-def _set_options(given: Any) -> Any:
-    """Leave out null."""
-    if not isinstance(given, dict):
-        return given or {}
-    return {key: each for key, each in given.items() if each is not None}
+OPTIONS = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
 
 
-class OllamaBody(Fields):
+class OllamaBody(OpenFields):
     """The fields that both routes take. Nothing to answer loads the model, or unloads it."""
 
-    model_config = ConfigDict(extra="allow")
-
-    model: ModelName = None
+    model: str | None = None
     stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
-    options: Annotated[OllamaOptions, BeforeValidator(_set_options)] = OllamaOptions()
+    options: OllamaOptions = OllamaOptions()
     format: Any = None  # "json" or a schema
     think: Any = None  # a bool or a level
-    keep_alive: Any = None  # a duration
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate: bool | None = None  # without effect: no prompt is ever cut
     shift: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_options(cls, given: Any) -> Any:
+        """Take options beside `options`, too, as clients of other APIs send them; those in it go first.
+
+        Some clients always send all fields: null, and what is empty, 0 or false, is left out.
+        """
+        inner = given.get("options") or {} if isinstance(given, dict) else None
+        if not isinstance(inner, dict):
+            return given
+        beside = {key: each for key, each in given.items() if key in OPTIONS - cls.model_fields.keys()}
+        options = {key: each for key, each in (beside | inner).items() if each is not None}
+        own = {key: each for key, each in given.items() if key in cls.model_fields or each}
+        return {key: each for key, each in own.items() if key not in beside} | {"options": options}
 
 
 class OllamaCalled(Fields):
@@ -128,6 +144,8 @@ class OllamaChat(OllamaBody):
 
     messages: list[OllamaMessage] | None = None
     tools: list[ToolField] | None = None
+    tool_choice: Annotated[ToolChoiceField | None, parsing.AS_TYPE] = None  # as in chat completions
+    parallel_tool_calls: bool | None = None
 
 
 class OllamaGenerate(OllamaBody):
@@ -142,8 +160,8 @@ class OllamaGenerate(OllamaBody):
 class OllamaName(Fields):
     """The name of a model, for the routes that need no more; `name` is an older field."""
 
-    model: ModelName = None
-    name: ModelName = None
+    model: str | None = None
+    name: str | None = None
     stream: bool | None = None
 
 
@@ -152,24 +170,18 @@ class OllamaName(Fields):
 
 def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    for name, value in (body.model_extra or {}).items():
-        if value and name not in HARMLESS:  # some clients always send what is empty, 0 or false
-            why = REFUSED.get(name, "Ollama's API has no such field, or not for text")
-            raise unsupported(f"{name[:MAX_SHOWN_CHARS]}: is not supported: {why}", name)
-    options, limit = body.options, body.options.num_predict
-    if limit is not None and limit < 1 and limit not in (-1, -2):
-        message = f"options.num_predict: {limit} is too few: give 1 or more, or -1 for no limit"
-        raise invalid(message, "options.num_predict")
+    for name in REFUSED.keys() & (body.model_extra or {}).keys():
+        raise unsupported(f"{name}: is not supported: {REFUSED[name]}", name)
+    options = body.options
     return start_request(
         options,
         model,
         _prompt(body, _thinks(body, model, engine)),
         None if body.format in (None, "") else as_format("json", body.format, "format"),
-        max_tokens=limit if limit and limit > 0 else None,
-        stop=tuple(dict.fromkeys(filter(None, options.stop or ()))),
+        max_tokens=parse_limit(options, place="options."),
+        stop=parsing.stop_strings(options.stop),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
-        keep_alive=parse_duration(body.keep_alive),
     )
 
 
@@ -183,27 +195,12 @@ def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
     return can is not False if body.think is None else bool(body.think)
 
 
-def parse_duration(given: Any) -> float | None:
-    """Return the seconds of a duration such as "5m" or 300; less than 0 is for ever. Raises Failure (400)."""
-    if given is None:
-        return None
-    text = str(given)
-    digits = text.removeprefix("-")
-    parts = DURATION.findall(digits)
-    if not parts or "".join(map("".join, parts)) != digits:
-        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for ever"
-        raise invalid(message, "keep_alive")
-    seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
-    return math.inf if text != digits else seconds
-
-
 def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompts:
     level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
     if isinstance(body, OllamaChat):
         if not body.messages:
             return RawPrompts(())
-        tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
-        use = parsing.make_tool_use(tools, "auto", None, None)
+        use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         return Chat(_parse_messages(body.messages), use, thinks, level)
     if not body.prompt or body.raw or body.suffix:
         for name, value in (("system", body.system), ("think", body.think)):
@@ -233,10 +230,11 @@ def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
         elif message.role == "tool":
             id, name = message.tool_call_id, message.tool_name
             found = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
-            if found is None:
-                raise invalid(f"{field}: there is no call before it whose result this is", field)
-            waiting.remove(found)
-            conversation.add_result(found[0], [content], field)
+            if found is None:  # a client may have cut its call off with the beginning of the conversation
+                conversation.add_output(id or f"call_{i}", name or "", [content])
+            else:
+                waiting.remove(found)
+                conversation.add_result(found[0], [content], field)
         else:
             conversation.add(message.role, content)
     if messages[-1].role == "assistant":
@@ -254,6 +252,7 @@ class LinesWriter:
         self._model = request.model
         self._is_chat = isinstance(body, OllamaChat)
         self._began = time.perf_counter()
+        self._notes = answers.notes_json(request.notes)
         self._is_empty = request.prompt == RawPrompts(())
         self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
 
@@ -283,7 +282,7 @@ class LinesWriter:
             piece["logprobs"] = logprobs
         end: Json = {"done": False}
         if events and isinstance(last := events[-1], answers.Finished):
-            end = {"done": True, "done_reason": self._reason}
+            end = {"done": True, "done_reason": self._reason, **self._notes}
             end |= {} if self._is_empty else self._measured(last)
         return {"model": self._model, "created_at": timestamp(time.time()), **piece, **end}
 
@@ -388,7 +387,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
         parser = partial(parse, engine=engine)
-        api = Api(body, parser, LinesWriter, JSON_LINES, attrgetter("options"), is_done)
+        api = Api(body, parser, LinesWriter, JSON_LINES, lambda body: (body, body.options), is_done)
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(OLLAMA_PATH + path, endpoint, methods=["POST"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -21,8 +21,7 @@ from .request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
 TEXT_FIELDS = {"answer": "content", "thinking": "reasoning_content"}  # of a message, by the kind of text
-LIMITS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"}
-NO_LIMIT = -1  # in LM Studio and llama.cpp
+NO_LIMIT = (-1, -2)  # in LM Studio, llama.cpp and Ollama
 OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
@@ -43,18 +42,24 @@ class PredictionField(Fields):
     content: Parts
 
 
-class CompletionBody(parameters.SharedFields):
+class LimitFields(Fields):
+    """The most tokens of a choice, as runtimes name it."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+
+
+class CompletionBody(LimitFields, parameters.SharedFields):
     """The fields that both routes take."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: ChunkOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_new_tokens: int | None = None
-    n_predict: int | None = None
-    num_predict: int | None = None
     stop: Texts = None
     response_format: parameters.FormatField | None = None
     prediction: PredictionField | None = None
@@ -90,10 +95,45 @@ class Message(Fields):
 
 
 class ToolField(Fields):
-    """A tool, or a choice of one; only functions are supported."""
+    """A tool; only functions are supported."""
 
     type: str
     function: FunctionField | None = None
+
+
+class NamedTool(Fields):
+    """The name of a tool, as chat completions and responses write it."""
+
+    name: str | None = None
+    function: FunctionField | None = None
+
+    def find(self, field: str) -> str:
+        """Return the name. Raises Failure (400)."""
+        return parsing.required(self.function.name if self.function else self.name, f"{field}.function.name")
+
+
+class AllowedTools(Fields):
+    """The tools that may be called, of those in the request."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool]
+
+
+class ToolChoiceField(NamedTool):
+    """The choice between text and tools."""
+
+    type: str
+    allowed_tools: AllowedTools | None = None
+
+
+class ReasoningField(Fields):
+    """Thinking as OpenRouter's clients ask for it. No budget is enforced, as for `thinking`."""
+
+    effort: parameters.Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # think, and leave it out of the answer
+    max_tokens: int | None = None
+    summary: Any = None  # thinking is returned as it is
 
 
 class ChatBody(CompletionBody):
@@ -101,15 +141,22 @@ class ChatBody(CompletionBody):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[ToolField] | None = None
-    tool_choice: Annotated[ToolField | None, parsing.AS_TYPE] = None
+    tool_choice: Annotated[ToolChoiceField | None, parsing.AS_TYPE] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: parameters.Effort | None = None
+    reasoning: ReasoningField | None = None  # effort and more, as OpenRouter groups them
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     thinking: parameters.ThinkingField | None = None  # the same
     service_tier: str | None = None
+
+    @property
+    def effort(self) -> parameters.Effort | None:
+        """Return the effort of thinking."""
+        grouped = self.reasoning.effort if self.reasoning else None
+        return self.reasoning_effort or grouped
 
 
 # --- from a body to a request
@@ -122,14 +169,12 @@ def parse_request(
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
-    if "" in (body.stop or ()):
-        raise invalid("stop: an empty string ends every answer: leave it out", "stop")
     return parameters.start_request(
         body,
         model,
         prompt,
         parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
-        stop=tuple(dict.fromkeys(body.stop or ())),
+        stop=parsing.stop_strings(body.stop),
         n=1 if body.n is None else body.n,
         prediction="".join(expected) or None,
         progress=body.stream_options is not None and bool(body.stream_options.include_draft),
@@ -137,31 +182,42 @@ def parse_request(
     )
 
 
-def parse_limit(body: CompletionBody, least: int = 1, default: int | None = None) -> int | None:
-    """Return the limit of a choice, the smallest of those given, else `default`. Raises Failure (400)."""
-    given = body.model_dump(include=LIMITS, exclude_none=True)
+def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, place: str = "") -> int | None:
+    """Return the limit of a choice, the smallest of those given, else `default`. Raises Failure (400).
+
+    `place` is where the protocol has these fields.
+    """
+    given = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
     for name, limit in given.items():
-        if limit < least and limit != NO_LIMIT:
-            raise invalid(f"{name}: {limit} is too few, the least is {least}", name)
-    limits = set(given.values()) - {NO_LIMIT}
+        if limit < least and limit not in NO_LIMIT:
+            field = place + name
+            raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 is no limit", field)
+    limits = set(given.values()) - set(NO_LIMIT)
     return min(limits, default=None) if given else default
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    if body.service_tier not in (None, "auto", "default"):
-        raise unsupported("service_tier: there is only 'auto' or 'default'", "service_tier")
-    chat = Chat(_parse_messages(body), _parse_tools(body), _thinks(body), _template_variables(body))
-    top = parse_logprobs(body.logprobs, body.top_logprobs)
-    return parse_request(body, model, chat, max_tokens=parse_limit(body), top_logprobs=top)
+    use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    chat = Chat(_parse_messages(body), use, _thinks(body), _template_variables(body))
+    return parse_request(
+        body,
+        model,
+        chat,
+        max_tokens=parse_limit(body),
+        top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
+        shows_thinking=body.reasoning is None or not body.reasoning.exclude,
+    )
 
 
 def _thinks(body: ChatBody) -> bool:
     wanted = (body.chat_template_kwargs or {}).get("enable_thinking", body.enable_thinking)
     if wanted is None and body.thinking is not None:
         wanted = body.thinking.type != "disabled"
+    if wanted is None and body.reasoning is not None:
+        wanted = body.reasoning.enabled
     if wanted is None:
-        return body.reasoning_effort not in parsing.NO_THINKING
+        return body.effort not in parsing.NO_THINKING
     if not isinstance(wanted, bool):
         field = "chat_template_kwargs.enable_thinking"
         raise invalid(f"{field}: give true or false", field)
@@ -174,7 +230,7 @@ def _template_variables(body: ChatBody) -> Json:
     for name in OWN_VARIABLES:
         if name in found:
             raise unsupported(f"chat_template_kwargs.{name}: is set by other fields", "chat_template_kwargs")
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
     return effort | found
 
 
@@ -187,17 +243,23 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
     return None
 
 
-def _parse_tools(body: ChatBody) -> ToolUse | None:
-    tools = [parse_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools or [])]
-    given, named = body.tool_choice or ToolField(type="auto"), None
-    if given.type == "function":
-        function = parsing.required(given.function, "tool_choice.function")
-        named = parsing.required(function.name, "tool_choice.function.name")
-    return parsing.make_tool_use(tools, given.type, named, body.parallel_tool_calls)
+def parse_tool_use(
+    given: Sequence[ToolField] | None, choice: ToolChoiceField | None, parallel: bool | None
+) -> ToolUse | None:
+    """Return how tools may be used, None without tools. Raises Failure (400)."""
+    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ())]
+    choice = choice or ToolChoiceField(type="auto")
+    named, mode = None, choice.type
+    if mode == "function":
+        named = choice.find("tool_choice")
+    elif mode == "allowed_tools":
+        allowed, place = parsing.required(choice.allowed_tools, "tool_choice.allowed_tools"), "tool_choice"
+        names = [tool.find(f"{place}.allowed_tools.tools.{i}") for i, tool in enumerate(allowed.tools)]
+        tools, mode = parsing.allowed_tools(tools, names), allowed.mode
+    return parsing.make_tool_use(tools, mode, named, parallel)
 
 
-def parse_tool(tool: ToolField, field: str) -> Tool:
-    """Return a tool. Raises Failure (400)."""
+def _parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
         raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
@@ -248,14 +310,17 @@ class ChunkWriter(ABC):
     The chunk that ends the last choice waits for the timings, unless they come with the usage.
     """
 
-    def __init__(self, prefix: str, object: str, model: str, options: ChunkOptions | None) -> None:
+    def __init__(
+        self, prefix: str, object: str, request: GenerationRequest, options: ChunkOptions | None
+    ) -> None:
         self.head: Json = {
             "id": f"{prefix}-{uuid4().hex}",
             "object": object,
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
             "system_fingerprint": f"mlx_spec-{__version__}",
         }
+        self._notes = answers.notes_json(request.notes)
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_draft = options is not None and bool(options.include_draft)
         self._last: Json | None = None  # the chunk that ended a choice
@@ -277,7 +342,7 @@ class ChunkWriter(ABC):
         assert isinstance(last, answers.Finished)
         totals = {"usage": usage_json(last.usage), "timings": answers.timings_json(last.timings)}
         choices = [self._whole(part) for part in answers.parts(events)]
-        return {**self.head, **totals, "choices": choices}
+        return {**self.head, **totals, **self._notes, "choices": choices}
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         match event:
@@ -300,7 +365,7 @@ class ChunkWriter(ABC):
                 yield from self._send()
                 self._last = self._chunk(self._pieces(event))
             case answers.Finished():
-                timings = {"timings": answers.timings_json(event.timings)}
+                timings = {"timings": answers.timings_json(event.timings), **self._notes}
                 if self._last is not None and not self._with_usage:
                     self._last |= timings
                 yield from self._send()
@@ -346,7 +411,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, body: ChatBody, request: GenerationRequest) -> None:
         object = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__("chatcmpl", object, request.model, body.stream_options)
+        super().__init__("chatcmpl", object, request, body.stream_options)
         if body.service_tier is not None:
             self.head["service_tier"] = "default"
         self._n = request.n

@@ -74,7 +74,7 @@ class TextWriter(ChunkWriter):
     """Writes an answer as text completions have it."""
 
     def __init__(self, body: TextBody, request: GenerationRequest) -> None:
-        super().__init__("cmpl", "text_completion", request.model, body.stream_options)
+        super().__init__("cmpl", "text_completion", request, body.stream_options)
         self._with_logprobs = request.top_logprobs is not None
         assert isinstance(request.prompt, RawPrompts)
         self._offsets = [Offsets() for _ in range(len(request.prompt.prompts) * request.n)]
@@ -178,6 +178,7 @@ class InfillWriter:
 
     def __init__(self, body: InfillBody, request: GenerationRequest) -> None:
         self._model, self._fields = request.model, body.response_fields
+        self._notes = answers.notes_json(request.notes)
         self._end = answers.AnswerPart(0)  # of a stream
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
@@ -213,6 +214,7 @@ class InfillWriter:
             "stop_type": STOP_TYPES[end.reason] if end.stop is None else "word",
             "stopping_word": end.stop or "",
             "timings": answers.timings_json(event.timings),
+            **self._notes,
         }
         if self._fields is None:
             return found

@@ -41,7 +41,6 @@ HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and result
     "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"
     "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
 )
-NO_VERBOSITY = "text.verbosity has no effect: the chat template has no place for it"
 THINKING_PREFIX = "mlx-spec:"  # of `encrypted_content` that we wrote: nothing is encrypted
 
 
@@ -87,7 +86,7 @@ class ResponsesBody(parameters.SharedFields):
 
     # Without effect, but sent back.
     max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
+    metadata: parsing.Schema | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
@@ -116,9 +115,17 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
         chat,
         parameters.parse_format(form, "text.format"),
         max_tokens=body.max_output_tokens,
+        notes=_notes(body),
         top_logprobs=body.top_logprobs or 0 if with_logprobs else None,
         prompt_param="input",
     )
+
+
+def _notes(body: ResponsesBody) -> list[str]:
+    """Return what of the request has no effect."""
+    kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
+    idle = [parameters.NO_VERBOSITY] if body.text and body.text.verbosity in ("low", "high") else []
+    return [*parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds)), *idle]
 
 
 def _check_supported(body: ResponsesBody) -> None:
@@ -172,10 +179,8 @@ def _parse_tools(body: ResponsesBody) -> ToolUse | None:
     choice = body.tool_choice or ToolChoiceField(type="auto")
     named, mode = None, choice.type
     if choice.type == "allowed_tools":
-        allowed = [_joined_name(tool.namespace, tool.name or "") for tool in choice.tools or ()]
-        for name in allowed:  # each must be one of the tools
-            parsing.make_tool_use(tools, "required", name, None)
-        tools, mode = [tool for tool in tools if tool.name in allowed], choice.mode or "auto"
+        names = [_joined_name(tool.namespace, tool.name or "") for tool in choice.tools or ()]
+        tools, mode = parsing.allowed_tools(tools, names), choice.mode or "auto"
     elif choice.type == "function":
         named = _joined_name(choice.namespace, choice.name or "")
     return parsing.make_tool_use(tools, mode, named, body.parallel_tool_calls)
@@ -351,12 +356,8 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
     reasoning = body.reasoning or parameters.AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
-    kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
-    notes = parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds))
-    if body.text is not None and body.text.verbosity in ("low", "high"):
-        notes.append(NO_VERBOSITY)
     return {
-        **({"mlx_spec": {"notes": notes}} if notes else {}),
+        **answers.notes_json(request.notes),
         "id": f"resp_{uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
@@ -377,7 +378,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "temperature": request.sampling.temperature,
         "text": {
             "format": format.model_dump(by_alias=True, exclude_none=True) if format else {"type": "text"},
-            "verbosity": (body.text.verbosity if body.text else None) or "medium",
+            "verbosity": (body.text.verbosity if body.text else None) or body.verbosity or "medium",
         },
         "tool_choice": choice["type"] if len(choice) == 1 else choice,
         "tools": _tools_json(body.tools or ()),

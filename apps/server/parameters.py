@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
@@ -25,8 +26,13 @@ MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
 # Fields that `Sampling` has by the same names.
 SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
+GREEDY_BELOW = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of thinking
+Verbosity = Literal["low", "medium", "high"]
+NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
 MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 # How the form of an answer is given.
 FORMS = {
@@ -62,7 +68,7 @@ HARMLESS = frozenset(
         # vLLM, SGLang, llama.cpp, Ollama, LM Studio
         """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
         stream_reasoning guided_decoding_backend cache_prompt id_slot
-        slot_id timings_per_token return_progress n_keep n_discard keep_alive ttl num_ctx num_batch num_gpu
+        slot_id timings_per_token return_progress n_keep n_discard ttl num_ctx num_batch num_gpu
         num_thread num_keep numa main_gpu low_vram use_mmap use_mlock logits_all draft_num_predict """
         # parts of samplers that are off unless another parameter turns them on
         """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
@@ -79,20 +85,18 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((0,), "mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range smoothing_factor"),
     ((0,), "top_a epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size min_length n_probs"),
     ((1,), "typical_p typical typ_p tfs tfs_z guidance_scale encoder_repetition_penalty"),
-    ((1,), "best_of num_beams length_penalty"),
+    ((1,), "n best_of num_beams length_penalty"),
     ((-1, 0), "top_n_sigma t_max_predict_ms"),
     ((-1,), "reasoning_budget"),
     ((False,), "use_beam_search early_stopping penalize_nl penalize_newline enable_search background echo"),
     ((False,), "include_stop_str_in_output no_stop_trim continue_final_message return_hidden_states"),
     ((False,), "return_token_ids return_tokens_as_token_ids"),
     ((True,), "f16_kv do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
-    ((True,), "include_reasoning separate_reasoning"),
-    (([],), "bad_words allowed_token_ids logits_processors lora documents"),
+    ((True,), "separate_reasoning"),
+    (([],), "bad_words allowed_token_ids logits_processors lora documents plugins"),
     (([], "edkypmxt", "edskypmxt"), "samplers"),  # llama.cpp's own order, which no `samplers` stands for, too
-    (({},), "extra_body"),
     (([], ["text"]), "modalities"),
     (([],), "mcp_servers"),
-    (("medium",), "verbosity"),
     (("disabled",), "truncation"),
     (("standard",), "speed"),
     (("auto", "deepseek"), "reasoning_format"),
@@ -112,10 +116,15 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 _logged: set[str] = set()
 
 
-class SharedFields(Fields):
-    """The parameters that every route takes."""
+class OpenFields(Fields):
+    """An object whose unknown fields `check_unknown` judges."""
 
-    model_config = ConfigDict(extra="allow")  # `check_unknown` judges the others
+    model_config = ConfigDict(extra="allow")
+    takes_unknown: ClassVar[bool] = False  # one that is not known has no effect, and is no error
+
+
+class SharedFields(OpenFields):
+    """The parameters that every route takes."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -131,6 +140,18 @@ class SharedFields(Fields):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_reasoning: bool | None = None  # whether the answer holds the thinking, too
+    verbosity: Verbosity | None = None
+    keep_alive: Any = None  # a duration
+
+    @model_validator(mode="before")
+    @classmethod
+    def _open_extra_body(cls, given: Any) -> Any:
+        """Open what a client's SDK for another language would have opened itself."""
+        extra = given.get("extra_body") if isinstance(given, dict) else None
+        if not isinstance(extra, dict):
+            return given
+        return extra | {name: value for name, value in given.items() if name != "extra_body"}
 
 
 class StreamOptions(Fields):
@@ -172,7 +193,7 @@ class AnswerConfig(Fields):
     """The form and length of the answer, and the effort of thinking, as protocols group them."""
 
     format: FormatField | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None  # thinking is returned as it is
 
@@ -200,12 +221,20 @@ def parse_format(given: FormatField | None, field: str, place: str = "schema") -
 
 
 def start_request(
-    body: SharedFields, model: str, prompt: Chat | RawPrompts, own: OutputFormat | None, **more: Any
+    body: SharedFields,
+    model: str,
+    prompt: Chat | RawPrompts,
+    own: OutputFormat | None,
+    *,
+    shows_thinking: bool = True,
+    notes: Sequence[str] = (),
+    **more: Any,
 ) -> GenerationRequest:
     """Return a request with the parameters that all protocols share, and `more`. Raises Failure (400).
 
     `own` is the form of the answer as the protocol itself gives it.
     """
+    idle = [NO_VERBOSITY] if body.verbosity in ("low", "high") else []
     return GenerationRequest(
         model,
         prompt,
@@ -213,8 +242,25 @@ def start_request(
         stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
         format=_parse_constraint(body, own),
+        keep_alive=parse_duration(body.keep_alive),
+        shows_thinking=shows_thinking and body.include_reasoning is not False,
+        notes=tuple(dict.fromkeys([*notes, *idle])),
         **more,
     )
+
+
+def parse_duration(given: Any) -> float | None:
+    """Return the seconds of a duration such as "5m" or 300; less than 0 is for ever. Raises Failure (400)."""
+    if given is None:
+        return None
+    text = str(given)
+    digits = text.removeprefix("-")
+    parts = DURATION.findall(digits)
+    if not parts or "".join(map("".join, parts)) != digits:
+        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for ever"
+        raise invalid(message, "keep_alive")
+    seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+    return math.inf if text != digits else seconds
 
 
 def _parse_sampling(body: SharedFields) -> Sampling:
@@ -226,6 +272,7 @@ def _parse_sampling(body: SharedFields) -> Sampling:
     if penalised and body.repeat_last_n not in (None, -1):
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
     values = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
+    values |= {"temperature": 0.0} if 0 < values["temperature"] < GREEDY_BELOW else {}
     values |= {"top_k": 0} if body.top_k == -1 else {}
     values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API
     values |= {"seed": None} if body.seed == -1 else {}
@@ -290,11 +337,12 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
     raise invalid(f"{field}: give {FORMS[kind]}", field)
 
 
-def check_unknown(body: SharedFields, allowed: bool) -> None:
-    """Raise Failure (400) for a parameter that is not supported or not known.
+def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
+    """Return the notes on parameters that are not known. Raises Failure (400) for one that is not supported.
 
-    With `allowed`, one that is not known is logged once and has no effect.
+    Unless `allowed`, or a protocol takes any, one that is not known is refused, too. Each is logged once.
     """
+    notes = []
     for name, value in (body.model_extra or {}).items():
         if value is None or name in HARMLESS or name in CONSTRAINTS or name == GROUP:
             continue
@@ -304,11 +352,15 @@ def check_unknown(body: SharedFields, allowed: bool) -> None:
             if value not in NEUTRAL[name]:
                 neutral = "".join(f", or give {json.dumps(each)}" for each in NEUTRAL[name][:1])
                 raise unsupported(f"{name}: is not supported here: leave it out{neutral}", name)
-        elif not allowed:
-            raise _unknown(body, name[:MAX_SHOWN_CHARS])
-        else:
-            shown = repr(name[:MAX_SHOWN_CHARS])
-            _warn_once(f"requests have a parameter that is not known here and has no effect: {shown}")
+            continue
+        shown, near = name[:MAX_SHOWN_CHARS], _near(body, name)
+        hint = f"did you mean {near[0]}?" if near else ""
+        if not (allowed or body.takes_unknown):
+            way = hint or "`serve --allow-extra-parameters` accepts such"
+            raise invalid(f"{shown}: unknown; {way}", name, "unknown_parameter")
+        notes.append("; ".join(filter(None, [f"{shown}: is not known here and has no effect", hint])))
+        _warn_once(f"a parameter of a request: {notes[-1]}")
+    return notes
 
 
 def leave_out_tools(kinds: Iterable[str]) -> list[str]:
@@ -326,9 +378,8 @@ def _warn_once(message: str) -> None:
         LOG.warning("%s", message)
 
 
-def _unknown(body: SharedFields, name: str) -> Exception:
+def _near(body: OpenFields, name: str) -> list[str]:
+    """Return the parameter of this route that a name may stand for."""
     known = [field.alias or own for own, field in type(body).model_fields.items()]
     same = [other for names in SYNONYMS if name in names for other in names if other in known]
-    near = same or difflib.get_close_matches(name, [*known, *CONSTRAINTS, GROUP], 1, 0.7)
-    way = f"did you mean {near[0]}?" if near else "`serve --allow-extra-parameters` accepts such"
-    return invalid(f"{name}: unknown; {way}", name, "unknown_parameter")
+    return same or difflib.get_close_matches(name[:MAX_SHOWN_CHARS], [*known, *CONSTRAINTS, GROUP], 1, 0.7)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import Failure, hung_up, invalid, missing, unsupported
@@ -18,8 +27,13 @@ from .settings import Limits
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
+ACCOUNTING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
+HEX = "[0-9a-fA-F]{2}"
+# In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
+SURROGATES = rf"\\(?:u[dD][89abAB]{HEX}\\u[dD][c-fC-F]{HEX}|(?P<half>u[dD][89a-fA-F]{HEX})|\\)"
+IN_TEXT, IN_BYTES = re.compile(SURROGATES), re.compile(SURROGATES.encode())
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -29,6 +43,14 @@ class Fields(BaseModel):
     """An object of a body. Optional fields may be null; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_number(cls, given: Any) -> Any:
+        """Return a whole number as an integer: to JSON 8192.0 is one, and clients in Python write it."""
+        if isinstance(given, float) and given.is_integer():
+            return int(given)
+        return list(map(cls._read_number, given)) if isinstance(given, list) else given
 
 
 class ContentPart(Fields):
@@ -74,18 +96,35 @@ Parts = Annotated[list[ContentPart], AS_PARTS]
 Texts = Annotated[list[str] | None, AS_LIST]
 
 
+def stop_strings(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the strings that end an answer. Some clients send an empty one, which stands for none."""
+    return tuple(dict.fromkeys(filter(None, given or ())))
+
+
 async def read_body(request: Request, model: type[M]) -> M:
-    """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit)."""
+    """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit).
+
+    Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
         raise unsupported(message, "content-encoding")
     try:
-        return model.model_validate_json((await request.body()).removeprefix(BOM_UTF8))
+        body = (await request.body()).removeprefix(BOM_UTF8)
+        return model.model_validate_json(IN_BYTES.sub(_whole_bytes, body))
     except ClientDisconnect as error:
         raise hung_up() from error
     except ValidationError as error:
         raise _first_problem(error) from error
+
+
+def _whole_bytes(found: re.Match[bytes]) -> bytes:
+    return found[0] if found["half"] is None else rb"\ufffd"
+
+
+def _whole_text(found: re.Match[str]) -> str:
+    return found[0] if found["half"] is None else r"\ufffd"
 
 
 def read_query(request: Request, model: type[M]) -> M:
@@ -166,6 +205,18 @@ class FunctionField(Fields):
         return Tool(name, self.description, parameters, bool(self.strict))
 
 
+def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    """Return the tools of these names. Raises Failure (400) for the name of none."""
+    for name in names:
+        _check_named(name, tools)
+    return [tool for tool in tools if tool.name in names]
+
+
+def _check_named(name: str, tools: Sequence[Tool]) -> None:
+    if name not in [tool.name for tool in tools]:
+        raise invalid(f"tool_choice: {name[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
+
+
 def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: bool | None) -> ToolUse | None:
     """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call.
 
@@ -174,8 +225,8 @@ def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: boo
     choice = cast(ToolChoice, "required" if mode == "function" else mode)
     if choice not in get_args(ToolChoice):
         raise unsupported(f"tool_choice: {mode[:MAX_SHOWN_CHARS]!r} is not supported here", "tool_choice")
-    if named is not None and named not in [tool.name for tool in tools]:
-        raise invalid(f"tool_choice: {named[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
+    if named is not None:
+        _check_named(named, tools)
     if choice == "required" and not tools:
         raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
@@ -248,10 +299,9 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object; None if `text` is none."""
+    """Return a JSON object; None if `text` is none. Half a surrogate pair is read as U+FFFD."""
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # no prompt can hold half a character
+        found = json.loads(IN_TEXT.sub(_whole_text, text))
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -270,7 +320,15 @@ class ConversationBuilder:
         self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
 
     def add(self, role: str, *texts: str, thinking: str | None = None) -> dict[str, Any]:
-        """Add what somebody wrote. Return the turn."""
+        """Add what was written. Return the turn.
+
+        The line of accounting that Claude Code writes before its system prompt is left out. It changes with
+        every session, and the prompt behind it would never be found in a cache.
+        """
+        if role == "system" and texts:
+            texts = tuple(text for each in texts if (text := ACCOUNTING.sub("", each, 1)) or text == each)
+            if not texts:
+                return {}
         if not self.turns or self.turns[-1]["role"] != role:
             self.turns.append({"role": role, "content": None})
         turn = self.turns[-1]
@@ -300,5 +358,9 @@ class ConversationBuilder:
         if (name := self._names[id]) is None:
             self.add("user", *texts)
         else:
-            text = PARAGRAPH.join(texts)
-            self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
+            self.add_output(id, name, texts)
+
+    def add_output(self, id: str, name: str, texts: Sequence[str]) -> None:
+        """Add the result of a tool, whether its call is there or not."""
+        text = PARAGRAPH.join(texts)
+        self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})

@@ -85,3 +85,5 @@ class GenerationRequest:
     progress: bool = False  # report how much of the prompt has been read
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
     keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say
+    shows_thinking: bool = True  # the answer holds the thinking, too
+    notes: tuple[str, ...] = ()  # what of the request has no effect; the answer says so

@@ -17,7 +17,8 @@ from waiting import wait_until
 from mlx_spec.apps.server import engine_thread, http
 from mlx_spec.apps.server.answers import Finished
 from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.ollama import parse_duration, timestamp
+from mlx_spec.apps.server.ollama import timestamp
+from mlx_spec.apps.server.parameters import parse_duration
 from mlx_spec.apps.server.request import (
     Chat,
     FillIn,
@@ -74,17 +75,31 @@ def test_a_conversation_with_everything() -> None:
     ]
     found = parsed(
         model="demo:latest",
+        temperature=0.3,  # what is in `options` goes first
+        frequency_penalty=1,
+        max_output_tokens=99.0,
+        tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False,
+        keep_alive=60.0,
         messages=[*CONVERSATION[:2], answer, *results, CONVERSATION[-1]],
         tools=[WEATHER],
         think=False,
-        options={"temperature": 1, "top_k": 0, "top_p": 1, "num_predict": 9, "stop": ["x", "x"], "seed": 3},
+        options={
+            "temperature": 1,
+            "top_k": 0,
+            "top_p": 1,
+            "num_predict": 9.0,
+            "num_ctx": 8192.0,
+            "stop": ["x", "x", ""],
+            "seed": 3,
+        },
         format={"type": "object"},
     )
     ids = json.dumps(CONVERSATION).replace('"a"', '"call_2_0"').replace('"b"', '"call_2_1"')
-    tools = ToolUse((Tool("weather", None, CITY),))
+    tools = ToolUse((Tool("weather", None, CITY),), "required", "weather", parallel=False)
     assert found.prompt == Chat(tuple(json.loads(ids)), tools)
-    assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3)
-    assert (found.max_tokens, found.stop) == (9, ("x",))
+    assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3, frequency_penalty=1)
+    assert (found.max_tokens, found.stop, found.keep_alive) == (9, ("x",), 60)
     assert found.format == OutputFormat("json_schema", '{"type": "object"}', "format")
 
 
@@ -109,17 +124,34 @@ def test_prompts_of_generate(body: dict[str, Any], prompt: Any) -> None:
     assert parsed(GENERATE, **body).prompt == prompt
 
 
+def test_an_option_that_is_not_known_is_a_note() -> None:
+    """Ollama warns of it and goes on."""
+    note = "temprature: is not known here and has no effect; did you mean temperature?"
+    body = {"options": {"temprature": 1, "max_tokens": 9.0}, "echo": False, "top_p": None, "nothing": []}
+    assert post(**body).json()["mlx_spec"] == {"notes": [note]}
+    assert parsed(**body).max_tokens == 9
+    assert lines(**body)[-1]["mlx_spec"] == {"notes": [note]}
+
+
+def test_a_result_may_come_without_its_call() -> None:
+    """A client cuts the beginning of a long conversation off."""
+    turns = [*HELLO, {"role": "tool", "content": "dry", "tool_name": "weather"}, *HELLO]
+    found = parsed(messages=turns).prompt.messages[1]  # type: ignore[union-attr]
+    assert found == {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "dry"}
+
+
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ({"options": {"temprature": 1}}, "temprature: unknown; did you mean temperature?"),
-        ({"options": {"max_tokens": 9}}, "max_tokens: unknown; did you mean num_predict?"),
+        ({"options": {"typical_p": 0.5}}, "typical_p: is not supported"),
+        ({"typical_p": 0.5}, "typical_p: is not supported"),
         ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
         ({"options": {"num_predict": 0}}, "options.num_predict"),
         ({"keep_alive": "soon"}, "keep_alive"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
-        ({"modle": "x"}, "modle"),
+        ({"modle": "x"}, "modle: unknown; did you mean model?"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"prompt": "x", "suffix": "y", "system": "z"}, "system"),
         ({"prompt": "x", "raw": True, "think": "high"}, "think: goes with neither raw"),
         ({"prompt": "x", "context": [1, 2]}, "context"),

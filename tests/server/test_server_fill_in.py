@@ -167,7 +167,7 @@ def test_a_stream_of_infill(stub: Stub):
         (TEXT, {"prompt": [1, 2], "suffix": "b"}, "suffix"),
         (TEXT, {"prompt": "a", "suffix": "b", "echo": True}, "suffix"),
         (INFILL, {"n": 2}, "n"),
-        (INFILL, {"n_predict": -2}, "n_predict"),
+        (INFILL, {"n_predict": -3}, "n_predict"),
         (INFILL, {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
     ],
 )

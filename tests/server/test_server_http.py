@@ -38,7 +38,7 @@ def stub() -> Stub:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud800"}', b"[" * 10**5]
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"model": "\\ud8"}', b"[" * 10**5]
 )
 def test_a_body_that_is_no_json_object_is_400(path, body):
     stub, endpoint = fresh()
@@ -160,6 +160,9 @@ def test_models():
     client = fresh()[1].client
     listed = client.get("/v1/models?").json()
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["demo", "alias"]
+    for path in (CHAT, TEXT, MESSAGES, RESPONSES):  # as Ollama lists names
+        assert fresh()[1].post(path, model="alias:latest").status_code == 200
+    assert client.get("/v1/models/alias:latest").json()["model"] == "demo"
     one = client.get("/v1/models/alias").json()
     assert (one["id"], one["model"], one["object"], one["context_length"]) == ("alias", "demo", "model", 64)
     assert {"created", "owned_by"} <= set(one)

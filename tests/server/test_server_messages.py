@@ -33,6 +33,19 @@ def without(body: dict[str, Any], *keys: str) -> dict[str, Any]:
 # --- answers
 
 
+@pytest.mark.parametrize("line", ["cc_version=2.1.197.123; cch=1ea;", "cc_version=2.1.197.84c;\n"])
+def test_the_accounting_of_claude_code_is_not_in_the_prompt(place: Place, line: str):
+    """It differs between sessions and stands before everything else: no cache would ever hold."""
+    header = {"type": "text", "text": f"x-anthropic-billing-header: {line}"}
+    brief = {"type": "text", "text": "Be brief."}
+    for system in ([header, brief], header["text"].strip() + "\nBe brief."):
+        found = place.request(system=system).prompt.messages
+        assert [turn["content"] for turn in found] == ["Be brief.", "What does zip do?"]
+    assert [turn["role"] for turn in place.request(system=[header]).prompt.messages] == ["user"]
+    kept = "Say x-anthropic-billing-header: no"
+    assert place.request(system=kept).prompt.messages[0]["content"] == kept
+
+
 def test_a_whole_answer(place: Place, stub: Stub):
     stub.events = TURN
     status, body = place.post()

@@ -47,10 +47,23 @@ def loaded(engine: EngineThread) -> list[str]:
 def test_names_and_aliases() -> None:
     found = Models(settings(ONE, TWO, aliases=(("gpt-4o", "two"), ("best", "two"))))
     assert [found.resolve(name) for name in (None, "one", "two", "gpt-4o")] == ["one", "one", "two", "two"]
+    assert [found.resolve(f"{name}:latest") for name in ("one", "best")] == ["one", "two"]
+    tagged = Models(settings(replace(ONE, name="a:latest"), replace(TWO, name="a:4b")))
+    assert [tagged.resolve(name) for name in ("a", "a:latest", "a:4b")] == ["a:latest", "a:latest", "a:4b"]
     cards = [(card.name, card.aliases) for card in found.cards()]
     assert cards == [("one", ()), ("two", ("gpt-4o", "best"))]
     assert not any(card.loaded for card in found.cards())
-    for name in ("three", "demo", "", str(demo.TARGET), "../one", "google/gemma-4-E2B-it"):
+    for name in (
+        "three",
+        "demo",
+        "",
+        ":latest",
+        "one:latest:latest",
+        "one:4b",
+        str(demo.TARGET),
+        "../one",
+        "google/gemma-4-E2B-it",
+    ):
         with pytest.raises(Failure, match="no model") as caught:
             found.resolve(name)
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")

@@ -6,9 +6,23 @@ import json
 from typing import Any
 
 import pytest
-from endpoint import BODIES, CHAT, DEMO, MESSAGES, RESPONSES, TEXT, Stub, parsed, refused, shared, stubbed
+from endpoint import (
+    BODIES,
+    CHAT,
+    DEMO,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    Stub,
+    fresh,
+    parsed,
+    place_of,
+    refused,
+    shared,
+    stubbed,
+)
 
-from mlx_spec.apps.server.parameters import HARMLESS, NEUTRAL
+from mlx_spec.apps.server.parameters import HARMLESS, NEUTRAL, NO_VERBOSITY
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
@@ -86,7 +100,9 @@ def test_forms_of_response_format(place: str):
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
         ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
         ({"repetition_penalty": 1.2, "seed": 3}, {"repetition_penalty": 1.2, "seed": 3}),
-        ({"top_k": -1, "seed": -1}, {}),
+        ({"top_k": -1, "seed": -1.0}, {}),
+        ({"temperature": 1e-5, "seed": 3}, {"temperature": 0.0, "seed": 3}),  # as vLLM reads it
+        ({"extra_body": {"top_k": 5.0, "min_p": 0.5}, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
         ({"top_k": 9, "top_p": 0}, {"top_k": 1}),
         ({"frequency_penalty": 1, "logit_bias": {"5": 1}}, {"frequency_penalty": 1, "logit_bias": {5: 1}}),
         *((same, same) for same in ({"top_k": 5, "min_p": 0.1, "presence_penalty": 1}, {"min_tokens": 4})),
@@ -94,16 +110,19 @@ def test_forms_of_response_format(place: str):
 )
 def test_sampling_on_every_route(changes: dict[str, Any], expected: dict[str, Any]):
     for path in ROUTES:
-        assert parsed(path, **changes).sampling == Sampling(temperature=1.0, **expected)
+        assert parsed(path, **changes).sampling == Sampling(**{"temperature": 1.0} | expected)
+
+
+LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split()
 
 
 def test_ends_and_limits():
     for path in ROUTES:
-        request = parsed(path, stop_token_ids=[5, 7, 5], ignore_eos=True)
+        request = parsed(path, stop_token_ids=[5, 7.0, 5], ignore_eos=True)
         assert (request.stop_tokens, request.ignore_eos) == ((5, 7), True)
     for path in (CHAT, TEXT):
-        for name in ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"):
-            assert parsed(path, **{name: 9}).max_tokens == 9
+        for name in LIMITS:
+            assert parsed(path, **{name: 9.0}).max_tokens == 9
             assert parsed(path, **{name: -1}).max_tokens is None
     assert parsed(CHAT, max_tokens=5, n_predict=-1).max_tokens == 5
     assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
@@ -116,7 +135,19 @@ TOOLS: dict[str, dict[str, Any]] = {
     MESSAGES: {"name": "weather", "description": "Rain?", "input_schema": {"type": "object"}},
     RESPONSES: {"type": "function", **FUNCTION},
 }
-ALLOWED = {"type": "allowed_tools", "mode": "required"}
+OTHER = {
+    CHAT: {"type": "function", "function": {"name": "other"}},
+    RESPONSES: {"type": "function", "name": "other"},
+}
+
+
+def allowed(path: str, name: str, mode: str = "auto") -> dict[str, Any]:
+    """The choice among some of the tools, as a protocol writes it."""
+    function = {"function": {"name": name}} if path == CHAT else {"name": name}
+    given = {"mode": mode, "tools": [{"type": "function", **function}]}
+    return {"tool_choice": {"type": "allowed_tools", **({"allowed_tools": given} if path == CHAT else given)}}
+
+
 REQUIRED, NAMED = {"choice": "required"}, {"choice": "required", "named": "weather"}
 
 
@@ -126,14 +157,11 @@ REQUIRED, NAMED = {"choice": "required"}, {"choice": "required", "named": "weath
         *((path, {}, {}) for path in TOOLS),
         *((path, {"tool_choice": "required"}, REQUIRED) for path in (CHAT, RESPONSES)),
         *((path, {"tool_choice": "none"}, {"choice": "none"}) for path in (CHAT, RESPONSES)),
-        *((path, {"parallel_tool_calls": False}, {"parallel": False}) for path in (CHAT, RESPONSES)),
+        *((path, {"parallel_tool_calls": False}, {"parallel": False}) for path in TOOLS),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}, NAMED),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "weather"}}, NAMED),
-        (
-            RESPONSES,
-            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [TOOLS[RESPONSES]]}},
-            REQUIRED,
-        ),
+        *((path, {"tools": [OTHER[path], TOOLS[path]], **allowed(path, "weather")}, {}) for path in OTHER),
+        *((path, allowed(path, "weather", "required"), REQUIRED) for path in OTHER),
         (MESSAGES, {"tool_choice": {"type": "any"}}, REQUIRED),
         (MESSAGES, {"tool_choice": {"type": "none"}}, {"choice": "none"}),
         (MESSAGES, {"tool_choice": {"type": "tool", "name": "weather"}}, NAMED),
@@ -141,9 +169,14 @@ REQUIRED, NAMED = {"choice": "required"}, {"choice": "required", "named": "weath
     ],
 )
 def test_tools_and_their_choice(path: str, changes: dict[str, Any], use: dict[str, Any]):
-    found = parsed(path, tools=[TOOLS[path]], **changes).prompt.tools
+    found = parsed(path, **{"tools": [TOOLS[path]]} | changes).prompt.tools
     assert found == ToolUse((Tool("weather", "Rain?", {"type": "object"}),), **use)
     assert parsed(path, tools=[]).prompt.tools is None
+
+
+@pytest.mark.parametrize("path", OTHER)
+def test_only_tools_of_the_request_can_be_allowed(path: str):
+    assert "none of the tools" in refused(path, tools=[TOOLS[path]], **allowed(path, "rain"))["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
@@ -165,13 +198,78 @@ def test_a_schema_has_finite_numbers(number: str):
 def test_harmless_and_neutral_values_are_accepted(path: str):
     values: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items() if values}
     # Typed or refused by some routes; the tests of those routes have them.
-    own = "user metadata store stream_options parallel_tool_calls service_tier prompt_cache_key echo best_of "
-    own += "safety_identifier prompt_cache_retention prompt_cache_options context_management background "
-    own += "client_metadata"
+    own = "metadata store stream_options parallel_tool_calls echo best_of context_management background"
     values |= dict.fromkeys(HARMLESS, "anything")
     given = {name: value for name, value in values.items() if name not in own.split()}
     assert parsed(path, **given) == parsed(path)
     assert parsed(path, **dict.fromkeys(NEUTRAL)) == parsed(path)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_fields_mean_the_same_on_every_route(path: str):
+    """Refused on one and ignored on the other, or typed here and not there."""
+    idle = {"service_tier": "flex", "store": False, "user": "u", "safety_identifier": "s"}
+    idle |= {"metadata": {"n": 1, "x": "y"}, "prompt_cache_key": "k", "n": 1.0, "plugins": []}
+    assert parsed(path, **idle) == parsed(path)
+    assert parsed(path, verbosity="medium") == parsed(path)
+    assert parsed(path, keep_alive="5m").keep_alive == 300
+    assert not parsed(path, include_reasoning=False).shows_thinking
+    place = place_of(path)
+    status, found = place.post(verbosity="low")
+    assert status == 200 and found["mlx_spec"]["notes"] == [NO_VERBOSITY]
+    assert NO_VERBOSITY in place.endpoint.post(path, verbosity="low", stream=True).text
+
+
+OLLAMA = "/api/chat"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        *((path, {"include_reasoning": False}) for path in (CHAT, RESPONSES, MESSAGES, OLLAMA)),
+        (CHAT, {"reasoning": {"exclude": True}}),
+        (CHAT, {"extra_body": {"include_reasoning": False}}),
+    ],
+)
+def test_thinking_may_be_left_out(path: str, changes: dict[str, Any]):
+    given = BODIES.get(path, BODIES[CHAT]) | {"stream": False}
+    for more, shown in (({}, True), (changes, False)):
+        endpoint = fresh()[1]
+        for stream in (False, True):
+            text = endpoint.client.post(path, json=given | more | {"stream": stream}).text
+            assert ("Hm." in text) is shown and "Hel" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "thinks", "effort"),
+    [
+        ({}, False, None),
+        ({"effort": "high"}, True, "high"),
+        ({"effort": "none"}, False, "none"),
+        ({"enabled": True, "max_tokens": 900}, True, None),
+        ({"enabled": False}, False, None),
+    ],
+)
+def test_thinking_as_openrouter_asks_for_it(given: dict[str, Any], thinks: bool, effort: str | None):
+    found = parsed(CHAT, reasoning=given).prompt
+    assert (found.thinking, found.variables.get("reasoning_effort")) == (thinks, effort)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_half_a_surrogate_pair_is_the_replacement_character(path: str):
+    """JSON.stringify writes it where a text was cut within an emoji, and it stays in the history."""
+    for text, read in (
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"\udf89 \ud83d\ud83c\udf89", "\ufffd \ufffd\U0001f389"),
+        (r"a \\ud83d \\\ud83d", "a \\ud83d \\\ufffd"),
+        (r"\uD83D\uFB00", "\ufffd\ufb00"),
+    ):
+        stub, endpoint = fresh()
+        body = json.dumps(BODIES[path] | {"user": "U"}).replace('"What does zip do?"', '"x"')
+        assert endpoint.client.post(path, content=body.replace('"x"', f'"{text}"')).status_code == 200
+        prompt = stub.requests[-1].prompt
+        found = prompt.prompts[0] if path == TEXT else prompt.messages[-1]["content"]
+        assert found == read
 
 
 NULLABLE = (
@@ -228,7 +326,6 @@ REFUSED = [
     ({"functions": []}, "functions", "`tools`"),
     ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "give -1"),
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "give one"),
-    ({"include_reasoning": False}, "include_reasoning", "or give true"),
     ({"separate_reasoning": False}, "separate_reasoning", "or give true"),
     ({"guided_choice": []}, "guided_choice", "a list of texts"),
     ({"guided_json": "{"}, "guided_json", "a JSON schema"),
@@ -253,7 +350,6 @@ def test_what_would_change_the_text_is_refused_by_name(path: str, changes: Any, 
     [
         (RESPONSES, "max_tokens", "did you mean max_output_tokens?"),
         (MESSAGES, "max_completion_tokens", "did you mean max_tokens?"),
-        (CHAT, "max_output_tokens", "did you mean max_tokens?"),
         (MESSAGES, "stop", "did you mean stop_sequences?"),
         (CHAT, "stop_sequences", "did you mean stop?"),
         (RESPONSES, "stop", "--allow-extra-parameters"),
@@ -274,7 +370,9 @@ def test_unknown_parameters_may_be_allowed(caplog: pytest.LogCaptureFixture):
     endpoint = stubbed(stub, Settings(DEMO, allow_extra_parameters=True))
     for _ in range(2):
         for path in ROUTES:
-            assert endpoint.post(path, no_such_parameter="secret").status_code == 200
+            response = endpoint.post(path, no_such_parameter="secret")
+            (note,) = response.json()["mlx_spec"]["notes"]
+            assert response.status_code == 200 and note.startswith("no_such_parameter: ")
     (record,) = caplog.records
     assert "no_such_parameter" in record.getMessage() and "secret" not in record.getMessage()
     assert endpoint.post(CHAT, typical_p=0.5).status_code == 400

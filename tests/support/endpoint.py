@@ -30,9 +30,9 @@ from mlx_spec.apps.server.answers import (
 )
 from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
 from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.errors import Failure, unknown_model
+from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
-from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.models import ModelCard, find_model
 from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
@@ -148,9 +148,7 @@ class Stub:
         self.jobs: list[StubJob] = []
 
     def resolve(self, name: str | None) -> str:
-        if name not in (None, "demo", "alias"):
-            raise unknown_model(str(name), "demo")
-        return "demo"
+        return find_model(name, dict.fromkeys((None, "demo", "alias"), "demo"))
 
     def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
         if self.refusal is not None:
