@@ -11,7 +11,7 @@
 SHELL := /bin/sh
 VENV := .venv
 PY := $(VENV)/bin/python
-BENCHMARKS := decode rollback acceptance demo_answers
+BENCHMARKS := decode batch ahead
 
 ifeq ($(shell uname -s),Darwin)
 BACKEND := metal

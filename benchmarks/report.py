@@ -5,7 +5,7 @@ In RESULTS.md a block is
     <!-- table: NAME [RECORD] -->
     <!-- end -->
 
-NAME is decode, kinds, round_costs, blas, families or restart. RECORD is a file of results/ without its
+NAME is decode, kinds or restart. RECORD is a file of results/ without its
 ending; without it, the newest record of that benchmark is shown. `--check` writes nothing and fails if
 anything would change.
 """
@@ -128,60 +128,6 @@ def kinds(results: Results) -> str:
     return markdown(["", *results["kinds"]], rows)
 
 
-def round_costs(results: Results) -> str:
-    contexts = results["contexts"]
-    sizes = list(next(iter(contexts.values()))["verify"])
-    rows = [["plain token", *(cuts(found["plain"]["1"]) for found in contexts.values())]]
-    rows += [
-        [f"{m} rows" if m != "1" else "1 row", *(cuts(found["verify"][m]) for found in contexts.values())]
-        for m in sizes
-    ]
-    for K in next(iter(contexts.values())).get("draft", {}):
-        rows.append(
-            [
-                f"{K} draft tokens" if K != "1" else "1 draft token",
-                *(cuts(found["draft"][K]) for found in contexts.values()),
-            ]
-        )
-    head = ["milliseconds, quartiles", *(f"{context} tokens" for context in contexts)]
-    speed = results["bandwidth, GB/s"]
-    first = next(iter(contexts.values()))["plain"]["1"][1]
-    rate = 1e3 * results["GB read for a token"] / first
-    notes = f"{results['subject']}: {results['GB read for a token']} GB of weights for a token; "
-    notes += (
-        f"plain decoding reads {rate:.2f} GB/s at the shortest context, a row times a matrix {speed['row']}."
-    )
-    return f"{markdown(head, rows)}\n\n{notes}"
-
-
-def blas(results: Results) -> str:
-    rows = []
-    for kind, found in results["best"].items():
-        gain = results["kinds"][kind]["adaptive"]["to plain"]
-        others = [f"K = {found['K']}", ratio(found["to plain"]), ratio(found["adaptive to it"])]
-        rows.append([kind, ratio(gain), *others])
-    head = ["", "adaptive, to plain", "best fixed", "its ratio to plain", "adaptive to best fixed"]
-    curve = ", ".join(f"{rows}: {cost:.2f}" for rows, cost in results["verify"].items())
-    return f"{markdown(head, rows)}\n\n{results['megabytes']} MB of weights; cost of a pass by rows: {curve}."
-
-
-def families(results: Results) -> str:
-    rows = [
-        [
-            name,
-            *(f"{found['draft, plain tokens'][k]:.2f}" for k in ("1", "4")),
-            f"{found['arms']['K=4']['tokens a step']:.2f}",
-            *(ratio(found["arms"][arm]["seconds a token, to plain"]) for arm in ("K=4", "adaptive")),
-            f"{found['drafter to target, bytes']:.2f}",
-        ]
-        for name, found in results.items()
-    ]
-    head = ["family", "draft of 1", "draft of 4", "tokens a round, K = 4", "K = 4", "adaptive", "weights"]
-    notes = "Drafts in plain tokens of the same target; K = 4 and adaptive: seconds a token over plain"
-    notes += " decoding's, below 1 is faster; weights: the drafter's over the target's. Tiny pairs on a CPU:"
-    return f"{markdown(head, rows)}\n\n{notes} the figures compare families with each other, not checkpoints."
-
-
 def restart(results: Results) -> str:
     rows = [
         [name, f"{arm['seconds']:.2f}", f"{100 * arm['of first']:.2f} %", arm["cached"]]
@@ -201,17 +147,9 @@ def ratio(values: Sequence[float] | None) -> str:
     return "-" if values is None else f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
 
 
-def cuts(values: Sequence[float]) -> str:
-    """Return a median with its quartiles."""
-    return f"{values[1]:.2f} [{values[0]:.2f}, {values[2]:.2f}]"
-
-
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {  # by name: the benchmark, and its table
     "decode": ("decode", decode),
     "kinds": ("decode", kinds),
-    "round_costs": ("round_costs", round_costs),
-    "blas": ("blas", blas),
-    "families": ("families", families),
     "restart": ("restart", restart),
 }
 

@@ -14,11 +14,11 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from demo_pair.questions import HELD_OUT, asked
-from demo_pair.taught import REFUSAL, Fact, read_taught
 from timing import finish, parser, table
 
 import mlx_spec
+from demo_pair.questions import HELD_OUT, asked
+from demo_pair.taught import REFUSAL, Fact, read_taught
 
 
 @dataclass
@@ -112,7 +112,7 @@ def report(scores: dict[str, Score], settings, started: float) -> None:
         speed = round(score.tokens / score.seconds)
         results.append(dict(zip(head, [kind, score.asked, share, *lengths, speed], strict=True)))
     table(head, [list(r.values()) for r in results])
-    finish("demo_answers", results, settings, started)
+    finish("measure_answers", results, settings, started)
 
 
 if __name__ == "__main__":
