@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
@@ -36,12 +38,13 @@ from .errors import LOG, Failure
 from .http import answer, answer_error
 from .metrics import RequestCounter
 from .models import Loader, ModelCard, checkpoint_folders, load_served
-from .security import Guards
+from .security import Bodies, Guards, PlainPaths
 from .settings import CANNOT_LISTEN, Settings
 
 BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
-IDLE_CONNECTION_S = 75  # clients keep one for the next request and fail if it closes: httpx 5 s, aiohttp 15 s
+# For the head of a request. Clients keep a connection and fail if it closes: httpx for 5 s, aiohttp for 15 s.
+IDLE_CONNECTION_S = 75
 CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
 WRITE_TIMEOUT_S = 30.0  # for it to write prompts: CLOSE_S, and what began is completed
 HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
@@ -59,7 +62,7 @@ APIS = {
 # --- routes
 
 
-def create(settings: Settings, engine: EngineThread) -> Starlette:
+def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = None) -> Starlette:
     """Return the application. Its lifespan starts the engine and closes it."""
 
     @asynccontextmanager
@@ -79,16 +82,19 @@ def create(settings: Settings, engine: EngineThread) -> Starlette:
         app.add_route(path, endpoint, methods=["POST"])
     count_tokens = partial(anthropic_messages.count_tokens, engine=engine, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    count_input = partial(openai_responses.count_input, engine=engine, settings=settings, store=store)
+    app.add_route("/v1/responses/input_tokens", count_input, methods=["POST"])
     _add_read_routes(app, engine)
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
     # A handler of all exceptions among those of the application would let Starlette raise them again.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: answer_error})
-    app.add_middleware(Guards, settings=settings)
+    app.add_middleware(Guards, settings=settings, bodies=bodies or Bodies())
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     # The middleware that is added last is the outermost.
     app.add_middleware(RequestCounter, metrics=engine.metrics, paths=paths)
+    app.add_middleware(PlainPaths)
     return app
 
 
@@ -97,7 +103,8 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
         cards = engine.models()
         listed = [_model_json(card.name, card) for card in cards]
         listed += [_model_json(alias, card) for card in cards for alias in card.aliases]
-        return JSONResponse({"object": "list", "data": listed})
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": listed, **ends})
 
     def model(http_request: Request) -> Response:
         name = http_request.path_params["name"]
@@ -125,7 +132,11 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
 
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
-    facts = {key: value for key, value in vars(card).items() if key not in ("name", "aliases")}
+    """Return a model as OpenAI's and Anthropic's clients read it."""
+    own = ("name", "aliases", "template")
+    facts = {key: value for key, value in vars(card).items() if key not in own}
+    facts |= {"type": "model", "display_name": name, "created_at": ollama.timestamp(card.created)}
+    facts |= {"max_input_tokens": card.context_length}
     return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
 
 
@@ -163,14 +174,36 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     return status
 
 
+class Connection(H11Protocol):
+    """A connection that is closed if no request comes in time. uvicorn waits for the first one for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Read, and wait on unless a request has begun."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_request()
+
+    def _await_request(self) -> None:
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            wait = self.timeout_keep_alive
+            self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
+
+
 class Server(uvicorn.Server):
     """Ends requests before connections: on a signal, streams get an error and then their end."""
 
     def __init__(self, settings: Settings, engine: EngineThread) -> None:
+        self._bodies = Bodies()
         super().__init__(
             uvicorn.Config(
-                create(settings, engine),
-                http="h11",
+                create(settings, engine, self._bodies),
+                http=Connection,
                 ws="none",
                 loop="asyncio",
                 lifespan="on",
@@ -194,6 +227,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
         # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
         threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, also for clients that have sent half a request."""
+        self._bodies.end()
+        await super().shutdown(sockets)
 
     def watch(self) -> None:
         """Wait for the first model; end the server if it cannot be loaded."""

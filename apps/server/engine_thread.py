@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
-from .errors import LOG, Failure, queue_full, to_failure, unavailable
+from .errors import LOG, queue_full, shutting_down, to_failure, unavailable
 from .generation import BatchRow, Job, Send, prompt_tokens
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
@@ -129,14 +129,14 @@ class EngineThread:
             self._changed.notify_all()
             jobs = [*self._waiting, *self._running]
         for job in jobs:
-            job.fail(_shutting_down())
+            job.fail(shutting_down())
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _check_open(self) -> None:
         if self._closing:
-            raise _shutting_down()
+            raise shutting_down()
         if self._state == "loading":
             raise unavailable("the server is loading its model: try again soon", "loading")
         if not self._thread.is_alive():
@@ -375,19 +375,15 @@ class EngineThread:
         self._preparers.shutdown(wait=False, cancel_futures=True)
         SANDBOX.close()
         for job in tuple(self._running):
-            job.fail(_shutting_down())
+            job.fail(shutting_down())
             self._finish(job)
         with self._changed:
             left, self._waiting = self._waiting, []
         for job in left:
-            job.fail(_shutting_down())
+            job.fail(shutting_down())
         self._models.close()
         with self._changed:  # last: until then the process must not end
             self._state = "closed"
         self._read_memory()
         self._first_loaded.set()
         mx.clear_streams()  # a stream that a thread leaves behind on a CPU aborts the process when it exits
-
-
-def _shutting_down() -> Failure:
-    return unavailable("the server is shutting down", "shutting_down")

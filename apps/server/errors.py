@@ -84,6 +84,11 @@ def unavailable(message: str, code: str) -> Failure:
     return Failure(503, message, type="server_error", code=code, retry_after=5)
 
 
+def shutting_down() -> Failure:
+    """Return the failure for a server that ends: 503."""
+    return unavailable("the server is shutting down", "shutting_down")
+
+
 def internal_error() -> Failure:
     """Return the failure for a bug of ours: 500, without details."""
     message = "the server failed on this request; its log says why"

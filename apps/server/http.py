@@ -43,6 +43,21 @@ ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
+# Beginnings of paths that clients know from others -> why there is nothing.
+NOT_HERE = {
+    "/v1/embeddings": "there are no embeddings here",
+    "/embedding": "there are no embeddings here",
+    "/v1/rerank": "there is no reranking here",
+    "/rerank": "there is no reranking here",
+    "/v1/audio": "only text is read and written here",
+    "/v1/images": "only text is read and written here",
+    "/v1/moderations": "answers are not moderated here",
+    "/v1/messages/batches": "send the requests at once: they share every pass",
+    "/v1/batches": "send the requests at once: they share every pass",
+    "/v1/files": "send the text itself",
+    "/v1/responses/compact": "send as much as the context holds",
+    "/completion": "ask /v1/completions or /infill",
+}
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
 
 T = TypeVar("T")
@@ -277,6 +292,8 @@ def error_response(path: str, failure: Failure) -> Response:
         response.headers["retry-after"] = str(failure.retry_after)
     if failure.status == 401:
         response.headers["www-authenticate"] = "Bearer"
+    if failure.status == 408:
+        response.headers["connection"] = "close"  # what comes later would be read as another request
     return response
 
 
@@ -292,10 +309,11 @@ async def answer_error(request: Request, error: Exception) -> Response:
         LOG.error("a request failed", exc_info=error)
         return error_response(path, internal_error())
     message, code = str(error.detail), None
+    why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
-        message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}", "unknown_url"
+        message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}{why}", "unknown_url"
     elif error.status_code == 405:
-        message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}", "method_not_allowed"
+        message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}{why}", "method_not_allowed"
     response = error_response(path, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -53,6 +53,7 @@ class ModelCard:
     context_length: int | None = None
     thinks: bool | None = None  # the model can be asked to think
     tools: bool | None = None  # its chat template takes tools
+    template: str | None = None  # the chat template
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Models:
                         context_length=integer(text_config(config), "max_position_embeddings"),
                         thinks=text.thinks,
                         tools=find_tool_format(text) is not None,
+                        template=text.template,
                     )
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 

@@ -369,7 +369,7 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
         "capabilities": ["completion", *extras],
         "model_info": info,
         "parameters": "",
-        "template": "",
+        "template": (card.template or "") if card.tools else "",  # clients look for "tools" in it
         "modelfile": "",
     }
 

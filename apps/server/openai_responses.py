@@ -16,12 +16,17 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from . import answers, parameters, parsing
+from .engine_thread import EngineThread
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
 from .parsing import Fields, FunctionField
 from .request import Chat, GenerationRequest, Tool, ToolUse
+from .settings import Settings
 from .stored_responses import ItemField, ResponseStore
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -126,6 +131,17 @@ def _notes(body: ResponsesBody) -> list[str]:
     kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
     idle = [parameters.NO_VERBOSITY] if body.text and body.text.verbosity in ("low", "high") else []
     return [*parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds)), *idle]
+
+
+async def count_input(
+    http_request: Request, *, engine: EngineThread, settings: Settings, store: ResponseStore
+) -> Response:
+    """Count the tokens of a prompt without answering it."""
+    body = await parsing.read_body(http_request, ResponsesBody)
+    request = parse(body, engine.resolve(body.model or None), store)
+    parsing.check_limits(request, settings.limits)
+    count = await run_in_threadpool(engine.count_tokens, request)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _check_supported(body: ResponsesBody) -> None:

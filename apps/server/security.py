@@ -1,4 +1,4 @@
-"""Guards in front of the routes: host names, origins of web pages, the API key, sizes of bodies.
+"""Guards in front of the routes: paths, host names, origins of web pages, the API key, sizes of bodies.
 
 Starlette's TrustedHostMiddleware and CORSMiddleware are not enough: the first knows no IPv6 addresses and
 answers in plain text, the second lets requests of foreign pages pass and only hides the response.
@@ -6,6 +6,7 @@ answers in plain text, the second lets requests of foreign pages pass and only h
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import socket
@@ -14,15 +15,84 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import Failure
+from .errors import Failure, shutting_down
 from .http import error_response
-from .settings import ANY_ORIGIN, Settings, ip_address, is_loopback, is_same_origin, normal_origin
+from .settings import (
+    ANY_NAME,
+    ANY_ORIGIN,
+    APP_SCHEMES,
+    Settings,
+    ip_address,
+    is_loopback,
+    is_same_origin,
+    normal_origin,
+    origin_names,
+)
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
 OPEN_PREFIX = "/page/"
 HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
 PORT = re.compile(r":\d*$")  # at the end of a Host header
+ABSOLUTE = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)  # a path as proxies get it
+BODY_TIMEOUT_S = 75.0  # until more of a body comes; a client on this machine sends it at once
+
+
+class PlainPaths:
+    """ASGI middleware: pass paths on with single slashes, none at the end, and without the server's address.
+
+    Clients join a base URL and a path with one slash too many. The name in an absolute form replaces the
+    header.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http":
+            path, headers = scope["path"], scope["headers"]
+            if found := ABSOLUTE.fullmatch(path):
+                path, host = found[2], found[1].encode("latin-1", "replace")
+                headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]
+            path = "/" + "/".join(filter(None, path.split("/")))
+            scope = {**scope, "path": path, "headers": headers}
+        await self._app(scope, receive, send)
+
+
+class Bodies:
+    """The bodies that are being received. Only the event loop may use this class."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._ended = False
+
+    async def next(self, receive: Receive) -> Message:
+        """Return the next part of a body. Raises Failure if none comes: 408, or 503 if the server ends."""
+        if self._ended:
+            raise shutting_down()
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.add(ended)
+        coming = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait({coming, ended}, timeout=BODY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
+            if self._ended:
+                raise shutting_down()
+            message = f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s"
+            raise Failure(408, message, code="request_timeout")
+        finally:
+            self._waiting.discard(ended)
+            ended.cancel()
+            coming.cancel()
+
+    def end(self) -> None:
+        """Fail the requests whose bodies are not there yet: the server ends."""
+        self._ended = True
+        for ended in self._waiting:
+            if not ended.done():
+                ended.set_result(None)
 
 
 class Guards:
@@ -31,14 +101,15 @@ class Guards:
     The name of the host comes first: a web page may rebind its own name to us (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, settings: Settings, bodies: Bodies) -> None:
+        self._app, self._bodies = app, bodies
         self._is_public = not is_loopback(settings.host)
         own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
         names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
         as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
-        self._origins = frozenset(map(normal_origin, settings.origins)) - {""}
+        apps = [scheme + ANY_NAME for scheme in APP_SCHEMES]
+        self._origins = frozenset([*apps, *map(normal_origin, settings.origins)]) - {""}
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._max_bytes = settings.limits.body_bytes
 
@@ -64,11 +135,12 @@ class Guards:
         except Failure as failure:
             await error_response(scope["path"], failure)(scope, receive, send)
             return
-        read = 0
+        read, is_whole = 0, False
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_whole
+            message = await (receive() if is_whole else self._bodies.next(receive))
+            is_whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             self._check_size(read)
             return message
@@ -89,7 +161,7 @@ class Guards:
         origin = headers.get("origin")
         if origin is None or is_same_origin(origin, headers.get("host", "")):
             return {}
-        if ANY_ORIGIN not in self._origins and normal_origin(origin) not in self._origins:
+        if ANY_ORIGIN not in self._origins and self._origins.isdisjoint(origin_names(origin)):
             message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
             raise Failure(403, message, type="permission_error", code="origin_not_allowed")
         shown = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin

@@ -31,6 +31,11 @@ from ..command import (
 
 GB = 10**9
 ANY_ORIGIN = "*"
+NO_ORIGIN = "null"  # of local files in a browser, and of a frame in any page that is shut off from it
+ANY_NAME = "://*"  # after a scheme: all origins that have it
+# Of installed applications: no page of the web has them. Ollama serves them without being told, too.
+APP_SCHEMES = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 HOST_NAME = re.compile(r"[\w.-]+")
 # Begins the error of a server whose port is taken; the menu bar looks for it.
@@ -104,13 +109,25 @@ def ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def normal_origin(origin: str) -> str:
-    """Return an origin for comparison: lower case, with a port; empty if it is none."""
-    if origin == ANY_ORIGIN:
-        return ANY_ORIGIN
+    """Return an origin for comparison: lower case, with a port; empty if it is none.
+
+    SCHEME://* stands for all of a scheme that no page of the web has, and so does SCHEME:// without a name.
+    """
+    if origin in (ANY_ORIGIN, NO_ORIGIN):
+        return origin
+    scheme, separator, name = origin.lower().partition("://")
+    if separator and name in ("", "*") and SCHEME.fullmatch(scheme) and scheme not in DEFAULT_PORTS:
+        return scheme + ANY_NAME
     found = _name_and_port(origin)
     if found is None or origin.startswith("//"):
         return ""
     return f"{urlsplit(origin).scheme}://{found[0]}:{found[1]}"
+
+
+def origin_names(origin: str) -> set[str]:
+    """Return what may stand for an origin among those that are allowed: itself, and its scheme."""
+    found = normal_origin(origin)
+    return {found, found.partition("://")[0] + ANY_NAME} if found else set()
 
 
 def is_same_origin(origin: str, host: str) -> bool:
@@ -126,7 +143,7 @@ def _name_and_port(url: str) -> tuple[str, int] | None:
         port = DEFAULT_PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
     except ValueError:
         return None
-    is_more = parts.username is not None or parts.path.strip("/") or parts.query
+    is_more = parts.username is not None or parts.path.strip("/") or parts.query or "*" in parts.netloc
     return (parts.hostname, port) if parts.hostname and not is_more else None
 
 
@@ -186,7 +203,7 @@ class Options(PairOptions):
         network_option(
             value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
-            default="only its own",
+            default="its own, and those of installed applications",
         ),
     ] = None
     allow_extra_parameters: Annotated[

@@ -68,6 +68,11 @@ class Text:
         return self._template is not None
 
     @property
+    def template(self) -> str | None:
+        """Return the source of the chat template, if there is one."""
+        return self._template.source if self._template else None
+
+    @property
     def thinks(self) -> bool:
         """Return True if the model marks its thinking and the chat template can turn it on."""
         source = self._template.source if self._template else ""

@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from mlx_spec.apps.server import engine_thread, http
 from mlx_spec.apps.server.answers import Finished
+from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.ollama import timestamp
 from mlx_spec.apps.server.parameters import parse_duration
@@ -246,7 +247,7 @@ def test_models() -> None:
     assert listed[0]["details"]["family"] and listed[0]["size"] > 10**6 and len(listed[0]["digest"]) == 64
     for body in ({"model": "demo:latest"}, {"name": "alias"}):
         shown = client().post("/api/show", json=body).json()
-        assert shown["capabilities"] == ["completion"]
+        assert (shown["capabilities"], shown["template"]) == (["completion"], "")
         assert shown["model_info"][f"{shown['details']['family']}.context_length"] == 64
     assert client().head("/api/version").status_code == client().head("/").status_code == 200
 
@@ -274,6 +275,12 @@ def test_the_guards_stand_before_these_routes() -> None:
 
 
 # --- with a real engine
+
+
+def test_the_template_of_a_model_with_tools_is_shown() -> None:
+    """LiteLLM looks for "tools" in it."""
+    shown = stubbed(EngineThread(served.DEMO)).client.post("/api/show", json={"model": "demo"}).json()  # type: ignore[arg-type]
+    assert "tools" in shown["template"] and "tools" in shown["capabilities"]
 
 
 def test_an_empty_prompt_loads_and_keep_alive_unloads(monkeypatch: pytest.MonkeyPatch) -> None:

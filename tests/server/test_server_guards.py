@@ -9,7 +9,7 @@ import pytest
 from endpoint import CHAT, DEMO, HELLO, Stub, error_of, stubbed
 from starlette.testclient import TestClient
 
-from mlx_spec.apps.server.settings import Settings
+from mlx_spec.apps.server.settings import Settings, parse
 
 PLAIN, LOCKED = Settings(DEMO), Settings(DEMO, api_key="k")
 
@@ -78,7 +78,8 @@ def test_our_own_page_may_ask(origin):
 
 
 FOREIGN_ORIGINS = "http://localhost.evil.example http://localhost@evil.example http://evil.example null"
-FOREIGN_ORIGINS += " http://localhost:3000 http://127.0.0.1 file:// chrome-extension://localhost localhost"
+FOREIGN_ORIGINS += " http://localhost:3000 http://127.0.0.1 chrome-extension://localhost localhost * ://app"
+FOREIGN_ORIGINS += " http://app https://tauri.localhost app app: http://*"
 
 
 @pytest.mark.parametrize("origin", [*FOREIGN_ORIGINS.split(), ""])
@@ -86,6 +87,41 @@ def test_other_pages_are_refused(origin):
     response = send(origin=origin)
     assert error_of(response, 403)["code"] == "origin_not_allowed"
     assert "access-control-allow-origin" not in response.headers
+
+
+APPS = "app://obsidian.md tauri://localhost vscode-webview://1f2e3d vscode-file://vscode-app file://"
+APPS += " capacitor://localhost ionic://localhost APP://x"
+
+
+@pytest.mark.parametrize("origin", APPS.split())
+def test_installed_applications_may_ask(origin):
+    """A page of the web cannot have their schemes."""
+    response = send(origin=origin)
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == origin
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    assert client().options("/api/chat", headers={**asked, "origin": origin}).status_code == 204
+    error_of(send(LOCKED, origin=origin), 401)
+
+
+@pytest.mark.parametrize(
+    ("option", "origins", "foreign"),
+    [
+        ("null", "null", "http://a.b"),
+        ("chrome-extension://*", "chrome-extension://abc", "moz-extension://abc"),
+        ("chrome-extension://abc", "chrome-extension://abc", "chrome-extension://abcd"),
+    ],
+)
+def test_other_schemes_can_be_named(option, origins, foreign):
+    (origin,) = parse(["--cors-origin", option]).origins
+    assert send(Settings(DEMO, origins=(origin,)), origin=origins).status_code == 200
+    assert send(Settings(DEMO, origins=(origin,)), origin=foreign).status_code == 403
+
+
+@pytest.mark.parametrize("option", ["http://*", "https://*:80", "http://localhost:*", "a b://*", "://*"])
+def test_a_pattern_of_web_pages_is_no_origin(option, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--cors-origin", option])
+    assert "--cors-origin" in capsys.readouterr().err
 
 
 def test_an_allowed_page_gets_cors_headers_without_credentials():
@@ -147,7 +183,7 @@ def test_without_the_key_it_is_401(headers):
 def test_only_health_and_the_page_are_open():
     for path in ("/health", "/", "/page/chat.js"):
         assert client(LOCKED).get(path).status_code == 200
-    for path in ("/v1/models", "/metrics", "/v1/models/demo", "/health/", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/v1/models/demo", "/nothing", "//v1//models/"):
         assert client(LOCKED).get(path).status_code == 401
     assert client(LOCKED).post("/").status_code == 401
     found = client(LOCKED).post("/v1/messages", json={})

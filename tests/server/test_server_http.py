@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from endpoint import BODIES, CHAT, DEMO, HELLO, MESSAGES, RESPONSES, TEXT, Stub,
 from waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import app, main
+from mlx_spec.apps.server import app, main, security
 from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.metrics import Status
@@ -70,6 +72,61 @@ def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert len(error["message"]) < 300  # a long name is not sent back
     assert stub.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1//models", "//v1/models", "/v1/models/", "///v1/models//"])
+def test_slashes_too_many_are_passed_over(path):
+    client = fresh()[1].client
+    assert client.get(f"http://localhost{path}").json() == client.get("/v1/models").json()
+    assert client.post(f"http://localhost{path.replace('models', 'messages')}", json={}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost:8080/v1/models", 200),
+        ("HTTP://127.0.0.1//v1/models/", 200),
+        ("http://[::1]", 200),
+        ("http://evil.example/v1/models", 403),
+        ("http://localhost.evil.example", 403),
+        ("http://", 403),
+    ],
+)
+def test_the_name_in_an_absolute_form_is_checked(target, status):
+    """As proxies send a request; the header is not read then."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": target,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+    asyncio.run(fresh()[1].app(scope, receive, send))
+    assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/v1/embeddings", "no embeddings"),
+        ("/embeddings", "no embeddings"),
+        ("/v1/rerank", "no reranking"),
+        ("/v1/audio/speech", "only text"),
+        ("/v1/responses/compact", "as much as the context holds"),
+        ("/v1/messages/batches", "at once"),
+    ],
+)
+def test_what_is_not_here_says_why(path, why):
+    response = fresh()[1].client.post(path, json={"model": "demo", "input": "x"})
+    assert response.status_code in (404, 405) and why in response.json()["error"]["message"]
 
 
 def test_body_limit_is_413_for_known_and_unknown_lengths(stub):
@@ -165,7 +222,8 @@ def test_models():
     assert client.get("/v1/models/alias:latest").json()["model"] == "demo"
     one = client.get("/v1/models/alias").json()
     assert (one["id"], one["model"], one["object"], one["context_length"]) == ("alias", "demo", "model", 64)
-    assert {"created", "owned_by"} <= set(one)
+    assert {"created", "owned_by"} <= set(one) and "template" not in one
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("demo", "alias", False)
     assert error_of(client.get("/v1/models/owner/name"), 404)["code"] == "model_not_found"
 
 
@@ -232,6 +290,43 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
             assert process.stderr.read() == ""
         finally:
             process.kill()
+
+
+def test_connections_without_a_request_are_closed(stub, monkeypatch):
+    """A silent one, half a head and half a body; at the end of the server half a body is answered, too."""
+    monkeypatch.setattr(app, "IDLE_CONNECTION_S", 0.2)
+    monkeypatch.setattr(security, "BODY_TIMEOUT_S", 0.4)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode()
+    body = head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    server = app.Server(Settings(DEMO), stub)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+
+    def send(text):
+        made = socket.create_connection(listener.getsockname(), timeout=LIMIT)
+        made.sendall(text)
+        return made
+
+    def answer(made):
+        with made:
+            return b"".join(iter(lambda: made.recv(4096), b"")).decode()
+
+    try:
+        for text in (b"", head):
+            assert answer(send(text)) == ""
+        found = answer(send(body))
+        assert found.startswith("HTTP/1.1 408 ") and '"code":"request_timeout"' in found
+        monkeypatch.setattr(security, "BODY_TIMEOUT_S", LIMIT)
+        half, began = send(body), time.monotonic()
+        wait_until(lambda: server.server_state.tasks)
+        server.should_exit = True
+        found = answer(half)
+        assert found.startswith("HTTP/1.1 503 ") and '"code":"shutting_down"' in found
+        assert time.monotonic() - began < app.RESPONSE_TIMEOUT_S
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_path):

@@ -30,6 +30,12 @@ def without(body: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in keys}
 
 
+def test_models_as_anthropic_lists_them(client: Any):
+    found = [*client.models.list(), client.models.retrieve("alias:latest")]
+    shown = [(model.type, model.id, model.display_name, model.created_at.year) for model in found]
+    assert shown == [("model", name, name, 2023) for name in ("demo", "alias", "alias:latest")]
+
+
 # --- answers
 
 

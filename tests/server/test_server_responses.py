@@ -30,6 +30,11 @@ def client(place: Place) -> Any:
     return openai.OpenAI(base_url="http://localhost/v1", **given)
 
 
+def test_tokens_are_counted_without_an_answer(client: Any, stub: Stub):
+    counted = client.post("/responses/input_tokens", body={"model": "demo", "input": "x"}, cast_to=object)
+    assert counted == {"object": "response.input_tokens", "input_tokens": 7} and stub.requests == []
+
+
 # --- answers
 
 
