@@ -155,7 +155,7 @@ class PrefixCache:
         return oldest if oldest.shared(prompt) else None
 
 
-FORMAT = 1  # of the files; raised when older ones can no longer be read
+FORMAT = 2  # of the files; raised when older ones can no longer be read
 MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
 GROWTH = 1.25  # of a sequence since it was written last: bounds all writes by five times the last one
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not lie about for ever

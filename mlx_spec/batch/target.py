@@ -75,10 +75,10 @@ class SharedTarget:
 
         Returns their features, evaluated. No state may be recurrent: checkpoints would be missing.
         """
-        self._write(tokens, sizes, [0] * len(sizes))
+        self._write(tokens, sizes, [0] * len(sizes), reads_prompt=True)
         if not self._needs.prompt:
             self._captured = []  # before they are computed
-        features = SharedTarget.commit(self, sizes)  # over several ranks this method is announced as a whole
+        features = self._commit(sizes, reads_prompt=True)
         hidden = [
             array for each in features for array in (*each.hidden, each.final_hidden) if array is not None
         ]
@@ -105,19 +105,21 @@ class SharedTarget:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         return self._write(tokens, ends, starts)
 
-    def _write(self, tokens: mx.array, sizes: Sequence[int], starts: Sequence[int]) -> mx.array:
+    def _write(
+        self, tokens: mx.array, sizes: Sequence[int], starts: Sequence[int], *, reads_prompt: bool = False
+    ) -> mx.array:
         """Write tokens, so many of each target in turn, in one pass, which is padded.
 
         Returns the logits [R, V] of those from `starts` on, which is by target.
         """
         T = max(sizes)
-        self._caches.begin(T, sizes)
+        self._caches.begin(T, sizes, reads_prompt=reads_prompt)
         if min(sizes) < T:  # which tokens are padding does not matter
             ends = zip(sizes, itertools.accumulate(sizes), strict=True)
             index = [[min(end - size + j, end - 1) for j in range(T)] for size, end in ends]
             tokens = tokens[mx.array(index)]
         with self._eager.on():
-            logits: mx.array = self._model(tokens.reshape(-1, T), cache=self._caches.layers)
+            logits: mx.array = self._model(tokens.reshape(-1, T), cache=self._caches.for_model())
         self._captured = [each.outputs.pop() for each in self._captures]
         logits = logits.reshape(-1, logits.shape[-1])
         if any(starts) or min(sizes) < T:
@@ -127,6 +129,9 @@ class SharedTarget:
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
         """Keep the first uncommitted rows of each target. Return the features of those kept."""
+        return self._commit(keep)
+
+    def _commit(self, keep: Sequence[int], *, reads_prompt: bool = False) -> list[Features]:
         recurrent, replays, written = bool(self._caches.recurrent), list(self._replays), list(keep)
         for i, rows in enumerate(self._rows if recurrent else ()):
             size = replays[i].size + keep[i]
@@ -137,7 +142,7 @@ class SharedTarget:
         captured, self._captured, self._rows = self._captured, [], []
         features = []
         for i, (home, replay, count) in enumerate(zip(self._homes, replays, keep, strict=True)):
-            home.record(count)
+            home.record(count, reads_prompt=reads_prompt)
             hidden = [each[i, replay.size : replay.size + count] for each in captured]
             features.append(features_of(self._needs, hidden, home.shared_kv))
         return features

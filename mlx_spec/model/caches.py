@@ -7,17 +7,26 @@ becomes free is filled with the last one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.layer_caches import (
     AttentionCache,
+    ChunkCache,
     Columns,
     LayerCache,
     QuantizedCache,
@@ -31,6 +40,7 @@ FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
 FREE_SHARE = 4  # buffers shrink when less than 1 / FREE_SHARE of their lanes is in use
 
 Arrays = list[mx.array | None]
+Cache = TypeVar("Cache")
 
 
 @dataclass(frozen=True)
@@ -38,13 +48,13 @@ class Checkpoint:
     """A place that one sequence can go back to. It holds references: later rows are written elsewhere."""
 
     size: int
-    places: dict[int | None, tuple[int, int, int]]  # by window: first and oldest position, number of columns
+    # By window: first and oldest position, number of columns, reach.
+    places: dict[int | None, tuple[int, int, int, int]]
     layers: list[Arrays]  # buffers of windows and recurrent states; full attention only if it was loaded
 
     def first_size(self) -> int:
         """Return the smallest size that `rewind` can return to from here."""
-        windows = [(window, oldest) for window, (_, oldest, _) in self.places.items() if window and oldest]
-        return max((oldest + window - 1 for window, oldest in windows), default=0)
+        return max((oldest + reach - 1 for _, oldest, _, reach in self.places.values() if oldest), default=0)
 
 
 class Caches:
@@ -55,6 +65,7 @@ class Caches:
         self.sizes: list[int] = []  # committed tokens, by lane
         self.uncommitted = 0  # rows after them, in each lane
         self._lanes = lanes
+        self._groups: list[int] = []  # layers of each cache of the model: 0 if it is one, not a list
         self._columns: dict[int | None, Columns] = {}  # by window
 
     @classmethod
@@ -67,13 +78,20 @@ class Caches:
         """
         made = cls(lanes=1)
         theirs = make_prompt_cache(model)
-        made.layers = [made._with_rollback(cache) for cache in theirs]
+        made._groups = [len(cache.caches) if type(cache) is CacheList else 0 for cache in theirs]
+        flat = [part for cache in theirs for part in (cache.caches if type(cache) is CacheList else [cache])]
+        made.layers = [made._with_rollback(cache) for cache in flat]
         if kv_bits is not None:
-            full = [i for i, cache in enumerate(theirs) if type(cache) is KVCache]
+            full = [i for i, cache in enumerate(flat) if type(cache) is KVCache]
             for i in full[:-1]:
                 made.layers[i] = QuantizedCache(made._columns_for(None), kv_bits)
         made._append(0, dict.fromkeys(made._columns, 0))
         return made
+
+    def for_model(self, layers: Iterable[Cache] | None = None) -> Sequence[Any]:
+        """Return the layers, or others in their place, as the model takes them: some form lists."""
+        given: Iterator[Any] = iter(self.layers if layers is None else layers)
+        return [tuple(islice(given, size)) if size else next(given) for size in self._groups]
 
     @property
     def attention(self) -> list[AttentionCache]:
@@ -90,6 +108,11 @@ class Caches:
         """Return the caches of attention layers whose rows a drafter can read."""
         return [cache for cache in self.attention if not isinstance(cache, QuantizedCache)]
 
+    @property
+    def prompts_see_further(self) -> bool:
+        """Return True if a token of a prompt sees more than the same token does when it is generated."""
+        return any(window and columns.reach > window for window, columns in self._columns.items())
+
     def arrays(self) -> list[mx.array]:
         """Return all arrays, to evaluate or to count."""
         states = [array for cache in self.recurrent for array in cache.arrays()]
@@ -97,17 +120,18 @@ class Caches:
 
     # --- passes
 
-    def begin(self, T: int, rows: Sequence[int] | None = None) -> None:
+    def begin(self, T: int, rows: Sequence[int] | None = None, *, reads_prompt: bool = False) -> None:
         """Prepare all layers for a pass of T rows in each lane, after those not yet committed.
 
-        Those after the first `rows` of a lane are padding; if it is None, there is none.
+        Those after the first `rows` of a lane are padding; if it is None, there is none. With `reads_prompt`
+        they are tokens of a prompt, which see further in some models.
         """
         self._make_room(T, len(self.sizes))
         ends = self._ends(len(self.sizes))
         self.uncommitted += T
         offset = ends[0] if len(set(ends)) == 1 else mx.array(ends, dtype=mx.int32)
         for columns in self._columns.values():
-            columns.begin(ends, T)
+            columns.begin(ends, T, reads_prompt=reads_prompt)
         for cache in self.attention:
             cache.offset = offset
         for state in self.recurrent:
@@ -134,7 +158,8 @@ class Caches:
     def can_rewind(self, size: int) -> bool:
         """Return True if the buffers still have all rows that a query at position `size` can see."""
         return size <= self.sizes[0] and all(
-            columns.oldest_visible(size) >= columns.oldest[0] for columns in self._columns.values()
+            columns.oldest_visible(size, columns.reach) >= columns.oldest[0]
+            for columns in self._columns.values()
         )
 
     def rewind(self, size: int) -> None:
@@ -145,17 +170,17 @@ class Caches:
     def checkpoint(self) -> Checkpoint:
         """Return the place after the last pass."""
         layers = [_references(layer) for layer in self.layers]
-        places = dict[int | None, tuple[int, int, int]]()
+        places = dict[int | None, tuple[int, int, int, int]]()
         for window, columns in self._columns.items():
             if window is not None:
-                places[window] = columns.first[0], columns.oldest[0], columns.count
+                places[window] = columns.first[0], columns.oldest[0], columns.count, columns.reach
         return Checkpoint(self.sizes[0] + self.uncommitted, places, layers)
 
     def restore(self, saved: Checkpoint) -> None:
         """Return to a checkpoint. Rows of full attention may only have been appended since."""
-        for window, (first, oldest, count) in saved.places.items():
+        for window, (first, oldest, count, reach) in saved.places.items():
             columns = self._columns[window]
-            columns.first, columns.oldest, columns.count = [first], [oldest], count
+            columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
         for layer, arrays in zip(self.layers, saved.layers, strict=True):
             if isinstance(layer, RecurrentCache):
                 layer.restore(arrays)
@@ -165,7 +190,7 @@ class Caches:
 
     def state(self, saved: Checkpoint, *, newest: bool) -> CacheState:
         """Return what a checkpoint holds. An older one lacks the rows that the newest one has as well."""
-        numbers = {str(window): [first, oldest] for window, (first, oldest, _) in saved.places.items()}
+        numbers = {str(w): [first, oldest, reach] for w, (first, oldest, _, reach) in saved.places.items()}
         arrays = dict[str, mx.array]()
         for i, (layer, held) in enumerate(zip(self.layers, saved.layers, strict=True)):
             found = [array for array in held if array is not None]
@@ -183,18 +208,18 @@ class Caches:
     def load(self, state: CacheState) -> Checkpoint:
         """Return the checkpoint of a state; the newest one is restored first."""
         (size,) = state.numbers["size"]
-        layers, places = [], dict[int | None, tuple[int, int, int]]()
+        layers, places = [], dict[int | None, tuple[int, int, int, int]]()
         for i, layer in enumerate(self.layers):
             arrays = state.part(str(i)).arrays
             # Slices: each sequence that begins with this state writes into arrays of its own.
             found: Arrays = [arrays[str(j)][:] for j in range(len(arrays))]
             if isinstance(layer, AttentionCache):
                 window = layer.columns.window
-                first, oldest = state.numbers.get(str(window), [0, 0])
+                first, oldest, reach = state.numbers.get(str(window), [0, 0, 0])
                 if found:
-                    places[window] = first, oldest, size - first
+                    places[window] = first, oldest, size - first, reach
                 elif window is not None:
-                    found, places[window] = list(layer.buffers), (first, oldest, layer.columns.count)
+                    found, places[window] = list(layer.buffers), (first, oldest, layer.columns.count, reach)
             elif not found:  # no pass was committed
                 found = [None] * len(layer.cache)
             layers.append(found)
@@ -206,7 +231,9 @@ class Caches:
         """Move the only sequence of other caches into a free lane. Recurrent ones have tokens."""
         assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
         if not self.layers:
-            self.layers = [self._like(layer) for layer in lone.layers]
+            self.layers, self._groups = [self._like(layer) for layer in lone.layers], lone._groups
+            for window, columns in self._columns.items():
+                columns.reach = lone._columns[window].reach
         size, lane = lone.sizes[0], len(self.sizes)
         self._append(size, {window: columns.oldest[0] for window, columns in lone._columns.items()})
         self._make_room(1, lane)
@@ -261,6 +288,8 @@ class Caches:
             return AttentionCache(self._columns_for(None))
         if kind is RotatingKVCache and cache.keep == 0:
             return AttentionCache(self._columns_for(cache.max_size))
+        if kind is ChunkedKVCache:
+            return ChunkCache(self._columns_for(cache.chunk_size))
         if kind is ArraysCache:
             return RecurrentCache(len(cache.cache))
         raise NotRewindable(
@@ -275,7 +304,7 @@ class Caches:
         columns = self._columns_for(layer.columns.window)
         if isinstance(layer, QuantizedCache):
             return QuantizedCache(columns, layer.bits)
-        return AttentionCache(columns)
+        return type(layer)(columns)
 
     def _ends(self, lanes: int) -> list[int]:
         """Return the positions after all rows of the first lanes."""

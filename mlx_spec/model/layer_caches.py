@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.types import KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
@@ -31,10 +31,15 @@ class Columns:
 
     Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
     along the text, and short sequences may begin after column 0, so that all windows lie side by side.
+
+    Some models name a wider window than their caches have: then a token of a prompt sees `reach` tokens, and
+    a generated one, alone in its pass in mlx-lm, sees `window`. Their `reach` shows in their first mask, when
+    all rows are still there.
     """
 
     def __init__(self, window: int | None, lanes: int) -> None:
         self.window = window
+        self.reach = window or 0
         self.lanes = lanes  # of the buffers; the first ones are in use
         self.count = 0  # columns of the buffers
         self.first: list[int] = []
@@ -44,7 +49,7 @@ class Columns:
         """Return the column at which a sequence of `size` tokens should end beside others."""
         if self.window is None:
             return size
-        kept = min(size, self.window - 1 + MAX_UNCOMMITTED)
+        kept = min(size, self.reach - 1 + MAX_UNCOMMITTED)
         return max([kept, *(other - first for other, first in zip(sizes, self.first, strict=True))])
 
     def plan(self, ends: Sequence[int], T: int) -> tuple[list[int], int]:
@@ -55,23 +60,24 @@ class Columns:
             return first, self.count
         if self.window is None:
             return first, capacity_for(need)
-        kept = min(max(ends), self.window - 1 + MAX_UNCOMMITTED)
+        kept = min(max(ends), self.reach - 1 + MAX_UNCOMMITTED)
         return [end - kept for end in ends], kept + T + WINDOW_SLACK
 
-    def begin(self, ends: Sequence[int], T: int) -> None:
+    def begin(self, ends: Sequence[int], T: int, *, reads_prompt: bool = False) -> None:
         """Set what the layers need for a pass of T rows after the `ends` of the lanes."""
-        self.rows, self.T = len(ends), T
+        self.rows, self.T, self.reads_prompt = len(ends), T, reads_prompt
         self.starts = [end - first for end, first in zip(ends, self.first, strict=True)]
-        visible = [self.oldest_visible(end) - f for end, f in zip(ends, self.first, strict=True)]
+        seen = self.reach if reads_prompt else None
+        visible = [self.oldest_visible(end, seen) - f for end, f in zip(ends, self.first, strict=True)]
         self.low, self.high = min(visible), max(self.starts) + T
         self.is_level = len(set(self.starts)) == 1  # one slice takes the rows of all lanes
         self._is_even = self.is_level and len(set(visible)) == 1  # all lanes need the same mask
         self._masks: dict[int | None, mx.array] = {}
         self._places: dict[int, mx.array] = {}
 
-    def oldest_visible(self, position: int) -> int:
-        """Return the first position that the query at a position sees."""
-        return 0 if self.window is None else max(position - self.window + 1, 0)
+    def oldest_visible(self, position: int, window: int | None = None) -> int:
+        """Return the first position that the query at a position sees; by default it is a generated token."""
+        return 0 if self.window is None else max(position - (window or self.window) + 1, 0)
 
     def visible(self, lane: int, size: int) -> tuple[slice, slice, slice]:
         """Return the index of the rows in one lane that the query at position `size` sees."""
@@ -80,8 +86,9 @@ class Columns:
 
     def mask(self, T: int, window: int | None, return_array: bool) -> Mask:
         """Return the mask of T queries a lane over the columns low to high: bool, or "causal", or None."""
-        if self.window is not None:  # single tokens find no older rows, whatever window the model names
-            window = min(window or self.window, self.window)
+        if self.window is not None:
+            self.reach = max(self.reach, window or 0)
+            window = min(window or self.window, self.reach if self.reads_prompt else self.window)
         crosses = window is not None and self.high - self.low > window
         if self._is_even and not crosses and not return_array:
             return None if T == 1 else "causal"
@@ -134,6 +141,16 @@ class AttentionCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask of N queries a lane over the columns that `update_and_fetch` will return."""
         return self.columns.mask(N, window_size, return_array)
+
+    @property
+    def keys(self) -> mx.array:
+        """Refuse models that read or replace the arrays of their caches, for example to rank the keys."""
+        raise NotRewindable(
+            "this target reads the arrays of its caches by itself, and no rollback is known to be exact for "
+            "that: it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
+        )
+
+    values = keys
 
     def rows(self, lane: int, size: int) -> KVRows:
         """Return the rows of one lane that the query at position `size` sees."""
@@ -198,6 +215,21 @@ class AttentionCache:
         low = self.columns.oldest[last] - self.columns.first[last]
         for buffer in self.buffers:
             buffer[lane, :, low:end] = buffer[last, :, low:end]
+
+
+class ChunkCache(AttentionCache):
+    """K and V of a layer that sees no token before its own chunk. Its model builds the mask.
+
+    The window of a chunk's size holds all tokens that a query can see.
+    """
+
+    @property
+    def start_position(self) -> int:
+        """Return the position of the first row that `update_and_fetch` will return."""
+        return self.columns.low + self.columns.first[0]
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: a window drops its old rows by itself."""
 
 
 class QuantizedCache(AttentionCache):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
+from mlx_spec.hub.files import one_line
 from mlx_spec.model.caches import Caches, Checkpoint
 from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
@@ -18,6 +19,7 @@ from mlx_spec.model.tree import (
     TreeCacheView,
     has_rowwise_ropes,
     rope_obstacle,
+    runs_of,
     tree_of,
     unwrap_ropes,
     wrap_ropes,
@@ -59,6 +61,7 @@ class LMTarget:
     def _reset(self) -> None:
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
+        self._read = 0  # the first tokens that were written as those of a prompt
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
@@ -94,15 +97,15 @@ class LMTarget:
         rows, points = mx.array(tokens, dtype=mx.int32), []
         early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
         if early > 0:
-            self._write(rows[:early])
+            self._write(rows[:early], reads_prompt=True)
             points.append(self._caches.checkpoint())
-        self._write(rows[max(early, 0) :])
+        self._write(rows[max(early, 0) :], reads_prompt=True)
         if not self._needs.prompt:
             self._captured = []  # before they are computed
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval(self._caches.arrays(), hidden)
-        self._size += len(tokens)
+        self.record(len(tokens), reads_prompt=True)
         self._commit_all()
         self._checkpoints += points
         self.remember()
@@ -156,27 +159,39 @@ class LMTarget:
         self._lent_kv, self._replay = None, replay
         return self._caches
 
-    def record(self, tokens: int) -> None:
-        """Count tokens that a shared pass committed."""
+    def record(self, tokens: int, *, reads_prompt: bool = False) -> None:
+        """Count tokens that a pass committed."""
+        self._read += tokens if reads_prompt and self._read == self._size else 0
         self._size += tokens
 
     @cached_property
     def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
-        layers = decoder_of(self._model).layers
+        model = self._model
         if self._recurrent:
             return "its state is recurrent and follows one path"
-        if (reason := rope_obstacle(layers)) or has_rowwise_ropes(layers):
+        if (reason := rope_obstacle(model, decoder_of(model).layers)) or has_rowwise_ropes(model):
             return reason
-        wrap_ropes(layers)
+        wrap_ropes(model)
+        if reason := self._misread_tree():
+            unwrap_ropes(model)
+        return reason
+
+    def _misread_tree(self) -> str | None:
+        """Return how the model mistakes the rows of a tree for a text; None if it does not."""
         caches = Caches.of_model(self._model)
-        caches.begin(2)
-        views = [TreeCacheView(cache, tree_of((0,))) for cache in caches.attention]
+        caches.begin(3)
+        views = [TreeCacheView(cache, tree_of((0, 0))) for cache in caches.attention]
+        runs = runs_of(self._model)
         try:  # builds the graph and computes nothing
-            self._model(mx.zeros((1, 2), mx.int32), cache=views)
-        except (TypeError, ValueError) as error:
-            unwrap_ropes(layers)
-            return f"its model calculates with positions ({error})"
+            self._model(mx.zeros((1, 3), mx.int32), cache=caches.for_model(views))
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            return f"its model calculates with positions ({one_line(error)})"
+        if runs_of(self._model) != runs:
+            return "some layers rotate all rows from one position on"
+        masked = {view.window for view in views if view.has_masked}
+        if any(view.window not in masked for view in views):
+            return "its model builds masks by itself"
         return None
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
@@ -209,23 +224,31 @@ class LMTarget:
         prefill, or to the start.
         """
         assert not self._uncommitted, "rewind with uncommitted rows"
+        size = min(size, self._last_reusable)
         if size < self._size and (self._recurrent or not self._shorten(size)):
             checkpoints = self._checkpoints
             if not any(self._return_to(checkpoint, size) for checkpoint in reversed(checkpoints)):
                 self._reset()
             self._checkpoints = checkpoints
         self._checkpoints = self._reached()  # other tokens may follow now
+        self._read = min(self._read, self._size)
         return self._size
 
     def reach(self) -> list[tuple[int, int]]:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
         places = [(self._size, self._caches.checkpoint()), *((each.size, each) for each in self._reached())]
-        return [(size if self._recurrent else place.first_size(), size) for size, place in places]
+        ranges = [(size if self._recurrent else place.first_size(), size) for size, place in places]
+        return [(first, min(last, self._last_reusable)) for first, last in ranges]
+
+    @property
+    def _last_reusable(self) -> int:
+        """Return the largest size to rewind to: generated tokens are no prompt if prompts see further."""
+        return self._read if self._caches.prompts_see_further else self._size
 
     def state(self) -> CacheState:
         """Return what caches and checkpoints hold, by @checkpoint. There must be no uncommitted rows."""
         checkpoints, replay = self._reached(), cast(list[int], self._replay.tolist())
-        parts = {"all": CacheState(numbers={"size": [self._size], "replay": replay})}
+        parts = {"all": CacheState(numbers={"size": [self._size, self._read], "replay": replay})}
         for j, place in enumerate([self._caches.checkpoint(), *checkpoints]):
             parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
         return CacheState.join(parts)
@@ -233,7 +256,7 @@ class LMTarget:
     def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model; this one is new."""
         numbers = state.part("all").numbers
-        (self._size,) = numbers["size"]
+        self._size, self._read = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
         self._caches.restore(self._caches.load(state.part("@0")))
         for j in range(1, MAX_CHECKPOINTS + 1):
@@ -274,15 +297,15 @@ class LMTarget:
         self._write(self._replay[:0])
         self._commit_all()
 
-    def _write(self, tokens: mx.array, tree: Tree | None = None) -> mx.array:
+    def _write(self, tokens: mx.array, tree: Tree | None = None, *, reads_prompt: bool = False) -> mx.array:
         """Write tokens; the first pass after a commit writes those of `_replay` before them."""
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
-        self._caches.begin(rows.size)
-        layers: Sequence[object] = self._caches.layers
+        self._caches.begin(rows.size, reads_prompt=reads_prompt)
+        views = None
         if tree is not None:
-            layers = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
-        logits: mx.array = self._model(rows[None], cache=layers)[0]
+            views = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
+        logits: mx.array = self._model(rows[None], cache=self._caches.for_model(views))[0]
         before = rows.size - tokens.size
         self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])
         return logits[before:] if before else logits

@@ -136,9 +136,10 @@ class TreeCacheView:
         self._start = start
         assert isinstance(cache.offset, int), "a tree is of one sequence"
         self._base = cache.offset - start
-        self._window = cache.columns.window
+        self.window = cache.columns.window
         # A list, because only RowwiseRope can compute with it: any other use of positions raises.
         self.offset = [self._base + depth for depth in tree.depths[start:]]
+        self.has_masked = False  # True once the model has asked for a mask
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -154,8 +155,9 @@ class TreeCacheView:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """Return the mask over the rows that `update_and_fetch` will return, bool [N, rows]."""
         assert len(self.offset) == N, f"mask of {N} rows for a tree of {len(self.offset)}"
-        window = min((w for w in (window_size, self._window) if w), default=None)
-        older = self._base + self._start if self._window is None else self._window - 1  # that are seen
+        self.has_masked = True
+        window = min((w for w in (window_size, self.window) if w), default=None)
+        older = self._base + self._start if self.window is None else self.window - 1  # that are seen
         before = min(self._base, older)
         on_path = mx.array(self._tree.ancestors()[self._start :])
         seen = mx.concatenate([mx.ones((N, before), dtype=mx.bool_), on_path], axis=1)
@@ -173,51 +175,64 @@ class RowwiseRope(ModuleWrapper):
     One offset for each of several sequences is left to the embedding itself.
     """
 
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.runs = 0  # calls that rotated several rows from one offset on: they are no rows of a tree
+
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         """Rotate [1, H, T, D] from one offset on, or by offsets [T]."""
         rotate = self.layer
         offset = mx.array(offset) if isinstance(offset, list) else offset
         if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
+            self.runs += x.shape[2] > 1
             rotated: mx.array = rotate(x, offset=offset, **options)
             return rotated
         by_row: mx.array = rotate(x.transpose(2, 1, 0, 3), offset=offset, **options)  # rows on the batch axis
         return by_row.transpose(2, 1, 0, 3)
 
 
-def rope_obstacle(layers: Sequence[nn.Module]) -> str | None:
-    """Return why rows of these decoder layers cannot have positions of their own; None if they can."""
+def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
+    """Return why rows cannot have positions of their own in these layers of a model; None if they can."""
     for index, layer in enumerate(layers):
-        ropes = [owner[ROPE] for owner in layer.modules() if ROPE in owner]
-        if not ropes:
+        if not any(ROPE in owner for owner in layer.modules()):
             return f"layer {index} has no rotary embedding"
-        for rope in ropes:
-            inner = rope.layer if isinstance(rope, RowwiseRope) else rope
-            if not _rotates_rows_independently(inner):
-                return f"layer {index} has positions by {type(inner).__name__}"
+    for owner in _rope_owners(model):
+        rope = owner[ROPE]
+        inner = rope.layer if isinstance(rope, RowwiseRope) else rope
+        if not _rotates_rows_independently(inner):
+            holders = (i for i, layer in enumerate(layers) if any(m is owner for m in layer.modules()))
+            place = next((f"layer {i}" for i in holders), "a layer beside the others")
+            return f"{place} has positions by {type(inner).__name__}"
     return None
 
 
-def has_rowwise_ropes(layers: Sequence[nn.Module]) -> bool:
-    """Return True if all rotary embeddings of these layers take an offset for each row."""
-    return all(isinstance(owner[ROPE], RowwiseRope) for owner in _rope_owners(layers))
+def has_rowwise_ropes(model: nn.Module) -> bool:
+    """Return True if all rotary embeddings of a model take an offset for each row."""
+    return all(isinstance(owner[ROPE], RowwiseRope) for owner in _rope_owners(model))
 
 
-def wrap_ropes(layers: Sequence[nn.Module]) -> None:
-    """Let all rotary embeddings of these decoder layers take an offset for each row."""
-    for owner in _rope_owners(layers):
+def runs_of(model: nn.Module) -> list[int]:
+    """Return how often each rotary embedding of a model rotated several rows from one offset on."""
+    return [owner[ROPE].runs for owner in _rope_owners(model)]
+
+
+def wrap_ropes(model: nn.Module) -> None:
+    """Let all rotary embeddings of a model take an offset for each row."""
+    for owner in _rope_owners(model):
         if not isinstance(owner[ROPE], RowwiseRope):
             owner[ROPE] = RowwiseRope(owner[ROPE])
 
 
-def unwrap_ropes(layers: Sequence[nn.Module]) -> None:
+def unwrap_ropes(model: nn.Module) -> None:
     """Undo `wrap_ropes`."""
-    for owner in _rope_owners(layers):
+    for owner in _rope_owners(model):
         if isinstance(owner[ROPE], RowwiseRope):
             owner[ROPE] = owner[ROPE].layer
 
 
-def _rope_owners(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    return [owner for layer in layers for owner in layer.modules() if ROPE in owner]
+def _rope_owners(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with rotary embeddings: layers that reuse K/V may be in a list of their own."""
+    return [owner for owner in model.modules() if ROPE in owner]
 
 
 def _rotates_rows_independently(rope: Any) -> bool:
