@@ -189,7 +189,7 @@ def guarded(run: Callable[[], int]) -> int:
     except OSError as error:
         place = error.filename
         if place is None and isinstance(error, FileNotFoundError):
-            place = "the working folder"  # somebody removed it
+            place = "the working folder"  # it was removed
         elif place is None:
             place = "stdout"
             drop(sys.stdout)
@@ -198,7 +198,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let what a stream cannot encode be "?", and nobody see what is written to a stderr that is closed."""
+    """Write "?" for what a stream cannot encode; send what goes to a closed stderr to nowhere."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # it takes the place of a standard file that is closed: the next file would get its number
     os.close(number)
@@ -222,7 +222,7 @@ def show(*lines: str) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line to stderr, also where nobody reads it."""
+    """Print a line to stderr, also if it is closed."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

@@ -260,7 +260,7 @@ def _remove(options: Remove) -> int:
     note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if not options.yes:
         if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
-            raise InvalidValue("nobody can be asked here whether to remove it: add --yes")
+            raise InvalidValue("stdin is not a terminal, so removing cannot be confirmed: add --yes")
         print("Remove it? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             note("nothing was removed")

@@ -204,7 +204,7 @@ def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
     if found := SIZE.fullmatch(name):
         size = 1e9 * float(found[1])
         if not 0 < size < float("inf"):
-            raise InvalidValue(f"{name} is no size of a model: give one above 0, such as 17GB")
+            raise InvalidValue(f"{name} is not a model size: give one above 0, such as 17GB")
         return DecodeSizes(size, size, format)
     if (here := hub.on_disk(name)) is None:
         raise NotFound(f"{name} is not on this machine: download it, or give its size, such as 17GB")

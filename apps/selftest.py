@@ -109,7 +109,7 @@ def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
 
 
 def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
-    """Return a gap of logits of about `size`; below 1 a rounding is that of 1."""
+    """Return a gap of logits of about `size`; below 1 the rounding of 1 counts."""
     fraction, limit = TYPES[dtype]
     power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
     return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)
@@ -293,7 +293,7 @@ class _Tester:
         return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(SCRIPTED_K))
 
     def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, SequenceParts]]:
-        """Yield ways to decode with drafts: those of the pair, and drafts that are partly wrong."""
+        """Yield ways to decode with drafts: the pair's own drafts, and drafts that are partly wrong."""
         for name in (SPOILED, COMPANY):
             yield name, self._scripted(truth, self._pair.info.vocab_size)
         if self._pair.drafter_names:

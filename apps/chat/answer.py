@@ -91,7 +91,7 @@ class ChatState:
             self.terminal.end(interrupted=self.interrupts.pressed)
         if self.is_interactive and not self.highlight and not self.interrupts.pressed:
             self.terminal.render()
-        # A prompt that was interrupted while it was read has no statistics of its own.
+        # A prompt that was interrupted while it was read has no statistics.
         statistics = Statistics() if session.statistics is before else session.statistics
         answer, thinking = texts["answer"].strip(), texts["thinking"].strip()
         peak, most = mx.get_peak_memory(), self.conversation.settings.max_tokens

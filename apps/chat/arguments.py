@@ -41,7 +41,9 @@ class Options(PairOptions):
 
     num_draft_tokens: Annotated[
         int | None,
-        _model(value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0),
+        _model(
+            value="K", help="draft tokens in each round; 0 turns speculation off", default="what pays", min=0
+        ),
     ] = None
     kv_bits: Annotated[Literal[4, 8] | None, _model(help="quantize the KV cache", default="do not")] = None
     ahead: Annotated[bool, flag("--ahead", AHEAD, MODEL_PANEL)] = False

@@ -169,7 +169,7 @@ def write(file: Path, saved: Mapping[str, Any]) -> None:
         try:
             read(file)
         except SpecError as error:
-            raise InvalidValue(f"{file} is no conversation of ours: take another name") from error
+            raise InvalidValue(f"{file} is not a saved conversation: take another name") from error
     content = {"format": FORMAT, "version": VERSION, **saved}
     try:
         write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -189,7 +189,7 @@ def read(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise BadCheckpoint(f"{file} is no conversation of ours: give a file that /save wrote")
+        raise BadCheckpoint(f"{file} is not a saved conversation: give a file that /save wrote")
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise BadCheckpoint(
@@ -197,7 +197,7 @@ def read(file: Path) -> dict[str, Any]:
         )
     messages = content.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise BadCheckpoint(f"{file} holds no list of messages: it was changed since /save wrote it")
+        raise BadCheckpoint(f"{file} does not hold a list of messages: it was changed since /save wrote it")
     system, settings = content.get("system"), content.get("settings")
     return content | {
         "system": system if isinstance(system, str) else None,

@@ -90,7 +90,7 @@ class LineEditor:
             self._interrupts.pressed = True
 
     def _typed(self) -> list[KeyPress]:
-        """Take the keys that nobody has read."""
+        """Take the keys that were not read."""
         with hidden_typing():
             unread = self._input.read_keys()
         return [*get_typeahead(self._input), *unread]
@@ -164,7 +164,7 @@ def _unsent(keys: Sequence[KeyPress]) -> list[KeyPress]:
 
 @contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Do not echo keys, and leave them to the next prompt. Ctrl-C and Ctrl-Z work as ever."""
+    """Do not echo keys, and leave them to the next prompt. Ctrl-C and Ctrl-Z keep working."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return

@@ -1,6 +1,6 @@
 """Text in and out: answers on stdout, everything else on stderr. Escape codes go to terminals only.
 
-Tokens are written one by one with the codes of their colours: rich would wrap each piece by itself.
+Tokens are written one by one with the codes of their colours: rich would wrap each piece alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN = "0"  # the SGR parameter that ends a style
 FENCES = ("```", "~~~")
 WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japanese and Korean: a word each
 WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
-# Terminals disagree about the width of joined emoji; that of a tab depends on its column.
+# Terminals disagree about the width of joined emoji; the width of a tab depends on its column.
 UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 

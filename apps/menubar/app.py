@@ -173,7 +173,7 @@ class App:
                 self._restart()
 
     def _list_models(self) -> None:
-        """List models in a process of its own: reading checkpoints needs much that a menu does not."""
+        """List models in a separate process: reading checkpoints needs much that a menu does not."""
         done = subprocess.run(
             [sys.executable, "-m", "mlx_spec", "models", "--json"],
             stdin=subprocess.DEVNULL,

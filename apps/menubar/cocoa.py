@@ -116,7 +116,7 @@ class CocoaView:
                 into.addItem_(native)
 
     def _check_visible(self, seconds: float) -> None:
-        """Show the item again if it is hidden: macOS 26 parks items where nobody looks."""
+        """Show the item again if it is hidden: macOS 26 parks items off the screen."""
         window = self._item.button().window()
         if window is not None and window.occlusionState() & AppKit.NSWindowOcclusionStateVisible:
             return
@@ -146,7 +146,7 @@ def _new_item(label: str, action: str | None) -> Any:
 
 
 def _walk(menu: Menu) -> Iterator[Item | Menu | None]:
-    """Yield the entries in order, those of a submenu after it."""
+    """Yield the entries in order, entries of a submenu after it."""
     for entry in menu.entries:
         yield entry
         if isinstance(entry, Menu):

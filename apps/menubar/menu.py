@@ -103,7 +103,7 @@ class State:
 
     phase: Phase = Phase.STOPPED
     url: str | None = None  # of the server, without /v1
-    own: bool = True  # False if somebody else started it: it is watched and not ended
+    own: bool = True  # False if another program started it: it is watched and not ended
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
     selection: Selection = Selection()
     fixed: bool = False  # the command line names the models, so there is nothing to select

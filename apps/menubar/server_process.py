@@ -124,7 +124,7 @@ class ServerProcess:
     def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
         self._selection = Selection()
-        self._process: subprocess.Popen[bytes] | None = None  # None also while somebody else's is watched
+        self._process: subprocess.Popen[bytes] | None = None  # None while another's is watched
         self._address: Address | None = None
         self._ready_at: float | None = None  # time of the first "ok"
         self._crashes = 0
@@ -147,7 +147,7 @@ class ServerProcess:
             self._watch(address, own=True)
 
     def stop(self) -> None:
-        """End the server, unless it is somebody else's. Returns when it has ended."""
+        """End the server if this program started it. Returns when it has ended."""
         self._retry_at, self._crashes = None, 0
         if self._process is not None:
             self._update(phase=Phase.STOPPING, problem=None)
@@ -183,7 +183,7 @@ class ServerProcess:
         address, ready_at, status = self._address, self._ready_at, process.returncode
         self._process = self._address = None
         words = last_words(self._log)
-        # Since the port was found free, somebody may have taken it, and may have left it again.
+        # Another program may have taken the port since it was found free, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
         if ready_at is None and status in REFUSALS and not taken:
@@ -222,7 +222,7 @@ NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figure
 
 def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -> subprocess.Popen[bytes]:
     """Start `mlx-spec serve` with a new log. A Ctrl-C meant for its parent does not reach it."""
-    if log.exists():  # that of the start before is kept
+    if log.exists():  # the log of the last start is kept
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(

@@ -173,7 +173,7 @@ class Options(PairOptions):
     num_draft_tokens: Annotated[
         int | None,
         model_option(
-            value="K", help="draft tokens in each round; 0 is no speculation", default="what pays", min=0
+            value="K", help="draft tokens in each round; 0 turns speculation off", default="what pays", min=0
         ),
     ] = None
     kv_bits: Annotated[Literal[4, 8] | None, model_option(help="quantize the KV cache", default="do not")] = (

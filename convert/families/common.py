@@ -59,7 +59,7 @@ class Converted:
     dropped: Mapping[str, str] = field(default_factory=dict)  # source tensor -> why it is rightly left out
     quantizable: Callable[[str], bool] = any_weight  # by our names
     notes: tuple[str, ...] = ()  # conventions found, for pair.json
-    unused: frozenset[str] = frozenset()  # source tensors of a model, of which nobody said why
+    unused: frozenset[str] = frozenset()  # source tensors of a model without a reason to leave them out
     unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
 
 

@@ -42,7 +42,7 @@ BUNDLED: dict[str, Any] = json.loads(Path(__file__).with_name("prompts.json").re
 QUOTED_SHARE = 0.25  # of the prompts, which quote an answer: as often as people ask about a text of theirs
 QUOTED_CHARACTERS = 600  # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
 OWN = "own"  # kind of the prompts in a user's files
-HELD_OUT = 25  # every so many answers one is held out: a few dozen of a run tell 2 % of acceptance apart
+HELD_OUT = 25  # one answer in 25 is held out: a few dozen of a run tell 2 % of acceptance apart
 TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution are both drafted for later
 SAME = 4  # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
 
@@ -91,7 +91,7 @@ class Recorder(SequenceDrafter):
         self._copied = 0  # the position after the last of them
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Keep the rows of generated tokens; those of the prompt have no hidden states."""
+        """Keep the rows of generated tokens; rows of the prompt have no hidden states."""
         self._history, self._features = history, features
         if features.final_hidden is not None:
             self._hidden.append(features.final_hidden)
@@ -269,7 +269,7 @@ def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 
 def encode(text: Text, prompt: TrainingPrompt) -> list[int]:
-    """Return the tokens of a prompt; without a chat template those of its last message."""
+    """Return the tokens of a prompt; without a chat template the tokens of its last message."""
     if text.chats:
         return text.prompt([dict(message) for message in prompt.messages])
     return text.prompt_tokens(prompt.messages[-1]["content"])
@@ -289,7 +289,7 @@ def _unquoted(line: str) -> str:
 
 
 def _conversation(text: str) -> list[TrainingPrompt]:
-    """Return the prompts in a saved conversation; none if the text is no conversation."""
+    """Return the prompts in a saved conversation; none if the text is not a conversation."""
     try:
         messages = json.loads(text)["messages"]
         turns = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]

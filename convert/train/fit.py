@@ -139,7 +139,7 @@ class Heads:
 
 
 def heads_of(network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> Heads:
-    """Return what scores the tokens `ids`: for the drafter the target's head, or a table of its own."""
+    """Return what scores the tokens `ids`: the target's head, or the drafter's own table."""
     score = parts.select(ids)
     if "draft_ids" in network:
         return Heads(ids, lambda network, hidden, normed: score(hidden), score)
@@ -184,7 +184,7 @@ def round_tokens(steps: Sequence[Step], rows: TrainingRows, ids: mx.array) -> tu
     """Return the tokens of a round from each row, [B, A - K]: greedy, and expected when sampled.
 
     Greedy figures hold for greedy answers, where a draft is accepted if it is the next token. Sampled ones
-    take the draft tokens before as those of the answer.
+    take the draft tokens before as the tokens of the answer.
     """
     K, A = len(steps), rows.real.shape[1]
     greedy = sampled = mx.ones(rows.real[:, K:].shape)

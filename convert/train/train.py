@@ -313,7 +313,7 @@ def _test(
 
 
 def of_all_kinds(prompts: Iterable[tuple[str, list[int]]], least: int) -> list[tuple[str, list[int]]]:
-    """Return at least `least` of the prompts if there are so many, of each kind the same share."""
+    """Return at least `least` prompts, or all if there are fewer, an equal share of each kind."""
     by_kind = sorted(prompts, key=itemgetter(0))  # kinds take turns: every second prompt is of half of them
     return by_kind[:: max(len(by_kind) // least, 1)]
 

@@ -46,7 +46,7 @@ def open_drafter(path: Path, config: Mapping[str, Any], target_config: Mapping[s
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise BadCheckpoint(f"config.json in {path} has no 'model_type': this is no drafter checkpoint")
+        raise BadCheckpoint(f"config.json in {path} has no 'model_type': this is not a drafter checkpoint")
     opener = FAMILIES.get(model_type)
     if opener is None and mlx_lm_module(model_type) is not None:
         opener = open_draft_model

@@ -2,7 +2,7 @@
 
 While the target verifies a draft, a copy of the drafter drafts for its likely outcomes: how many tokens are
 accepted, and which one follows. If the outcome is among them, the next draft is there at once. The copy has
-caches of its own and works in a thread of its own, on the CPU: beside a GPU it costs nothing but bandwidth.
+its own caches and works in its own thread, on the CPU: beside a GPU it costs nothing but bandwidth.
 
 The text does not depend on it. Outcomes are guessed by the drafter's logits alone, never by what was drawn
 for them, so a stored draft has the distribution that its `probs` say. With a seed, drafter and target share
@@ -62,7 +62,7 @@ class DrafterCopy(Protocol):
 
 
 class CPUThread:
-    """A thread with a CPU stream of its own. It ends with the process."""
+    """A thread with its own CPU stream. It ends with the process."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -57,7 +57,7 @@ class Conventions:
         strings = {key: required(found, key, str, where) for key in ("hidden", "chain", "rope")}
         capture = found.get("capture")
         if not isinstance(capture, list | tuple):  # a tuple if the config was never written to a file
-            raise BadCheckpoint(f"{where} has 'capture' = {capture!r}, which is no list")
+            raise BadCheckpoint(f"{where} has 'capture' = {capture!r}, which is not a list")
         return cls(**strings, capture=tuple(capture), shift=required(found, "shift", int, where))
 
 
@@ -138,7 +138,7 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
         if wrong := integers ^ {name for name, array in tensors.items() if _holds_integers(array)}:
             raise ValueError(f"{min(wrong)} is {tensors[min(wrong)].dtype}")
     except ValueError as error:
-        raise BadCheckpoint(f"{folder} is no such drafter ({one_line(error)}): {AGAIN}") from error
+        raise BadCheckpoint(f"{folder} is not a drafter of this kind ({one_line(error)}): {AGAIN}") from error
     module.eval()
 
 

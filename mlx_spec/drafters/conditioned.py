@@ -76,11 +76,11 @@ class ConditionedDrafter(SequenceDrafter):
         raise NotImplementedError
 
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return at most `limit` tokens, 1 or more; the newest row is that of `history`."""
+        """Return at most `limit` tokens, 1 or more; the newest row belongs to `history`."""
         raise NotImplementedError
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return at most `limit` tokens; none if the newest row is not that of `history`."""
+        """Return at most `limit` tokens; none if the newest row belongs to another history."""
         follows = self._positions[-1:] == [len(history) - 2] and self._tokens[-1] == history[-1]
         return self.draft_next(history, limit, sampler) if follows and limit > 0 else no_draft()
 

@@ -55,7 +55,7 @@ class VocabularySizes:
 
 
 class DraftModel(SequenceDrafter):
-    """Drafts one sequence with a model and caches of its own."""
+    """Drafts one sequence with its own model and caches."""
 
     needs = FeatureSpec()
 

@@ -41,7 +41,7 @@ class AheadRequest:
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
     sampler: DraftingSampler  # a fresh one
-    found: Future[Found] = field(default_factory=Future)  # cancelled once nobody waits for it
+    found: Future[Found] = field(default_factory=Future)  # cancelled once no draft waits for it
 
     @cached_property
     def drafted(self) -> list[int]:
@@ -72,7 +72,7 @@ class AheadRequest:
 
 
 class SequenceDrafter(Drafter):
-    """Defaults for a drafter that has no caches and needs nothing that it cannot compute by itself."""
+    """Defaults for a drafter that has no caches and reads nothing of the target."""
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class SequenceDrafter(Drafter):
 
 
 class DrafterWrapper(SequenceDrafter):
-    """Passes on to another drafter what it does not do by itself."""
+    """Passes on to another drafter what it does not override."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.needs = inner, inner.needs
@@ -132,13 +132,13 @@ class DrafterWrapper(SequenceDrafter):
 
 @dataclass(frozen=True, eq=False)
 class DrafterSource:
-    """The loaded weights of one drafter. Sequences share them; each gets a drafter of its own."""
+    """The loaded weights of one drafter. Sequences share them; each gets its own drafter."""
 
     name: str  # the family, for the user
     needs: FeatureSpec  # what its drafters read from the target
     make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
-    gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if it learns them by itself
+    gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if the policy learns them
     drafts_trees: bool = False
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     folder: Path | None = None  # of its checkpoint, if it has one

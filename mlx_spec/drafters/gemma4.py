@@ -5,7 +5,7 @@ decoder layers attend to the K/V of the target's last cache-owning layer of each
 none of their own. The output replaces the hidden state of the next step. All steps of a draft run at the
 position of the pending token, as in transformers, LiteRT-LM and llama.cpp.
 
-Source: transformers `models/gemma4_assistant`. Parameter names are those of the published checkpoints.
+Source: transformers `models/gemma4_assistant`. Parameters have the names of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapp
             f"the drafter's hidden_activation is {activation!r}, only {ACTIVATION!r} is supported"
         )
     if not raw.get("tie_word_embeddings", True):
-        raise BadCheckpoint(
-            "the drafter has an LM head of its own (tie_word_embeddings is false): not supported"
-        )
+        raise BadCheckpoint("the drafter has its own LM head (tie_word_embeddings is false): not supported")
     unknown = set(config.layer_types) - {SLIDING, FULL}
     if unknown or not config.layer_types:
         raise BadCheckpoint(
@@ -158,7 +156,7 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
 
 
 def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
-    """Return the K/V shape of the last layer of each attention type that has a cache of its own.
+    """Return the K/V shape of the last layer of each attention type that has its own cache.
 
     All layers have full attention if none is named.
     """
@@ -392,7 +390,7 @@ class Gemma4Assistant(SequenceDrafter):
         return widened(self._score(hidden), self._network.draft_ids, self._network.vocab_size)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return `limit` tokens; none if the newest features are not those of `history`."""
+        """Return `limit` tokens; none if the newest features belong to another history."""
         return self.draft_batch([DraftRequest(self, history, limit, sampler)])[0]
 
     def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:

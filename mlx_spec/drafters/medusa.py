@@ -147,7 +147,7 @@ class Medusa(SequenceDrafter):
         self._length = len(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return the likeliest tokens of the heads; none if the hidden state is not that of `history`."""
+        """Return the likeliest tokens of the heads; none if the hidden state belongs to another history."""
         if limit < 1 or self._hidden is None or self._length != len(history):
             return no_draft()
         draft = self._guess(self._hidden, limit)

@@ -1,6 +1,6 @@
 """Drafts without a model: lookup in the text, predicted output, tokens that a grammar forces.
 
-`GrammarFilter` is not a drafter of its own: it cuts another drafter's tokens at the first illegal one.
+`GrammarFilter` does not draft: it cuts another drafter's tokens at the first illegal one.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
 class Forced(SequenceDrafter):
     """Drafts the tokens that a grammar leaves no choice about.
 
-    The history is that of one answer and starts with a prompt.
+    The history belongs to one answer and starts with a prompt.
     """
 
     needs = FeatureSpec()

@@ -96,7 +96,7 @@ class Translation:
     """The history of one sequence in the drafter's tokens.
 
     It is cut into pieces whose ends do not depend on later text. A closed piece is encoded once; only the
-    last one is encoded again with every token. A control token is a piece of its own: the drafter's token of
+    last one is encoded again with every token. A control token is a separate piece: the drafter's token of
     the same name, or nothing.
     """
 
@@ -125,7 +125,7 @@ class Translation:
         return Place([*self._tokens, *self._encode(text)], before, pending)
 
     def _closed(self, start: int) -> Iterator[int]:
-        """Yield the ends of the pieces from `start` on, but not that of the last one."""
+        """Yield the ends of the pieces from `start` on, without the last one."""
         for i in range(start, len(self._history)):
             token, length = self._history[i], i - start
             control = token in self._target.controls
@@ -172,7 +172,7 @@ def continuation(target: Text, place: Place, drafted: bytes) -> list[int]:
 
 
 class Retokenized(DrafterWrapper):
-    """Drafts one sequence with a model, caches and tokens of its own."""
+    """Drafts one sequence with its own model, caches and tokens."""
 
     inner: DraftModel
 

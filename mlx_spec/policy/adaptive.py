@@ -47,7 +47,7 @@ class Account:
     lead: float = 0.0
 
     def affords(self, steps: float, wait: float) -> bool:
-        """Return whether a round of so many steps may be lost, and the wait for a plain token after it."""
+        """Return True if the account covers losing a round of `steps` and the plain token after it."""
         return max(steps, 1 + wait) + wait - (1 + EPSILON) <= self.lead + BUFFER
 
     def enter(self, tokens: float, steps: float) -> None:

@@ -70,7 +70,7 @@ def measure(
         found = drafters[index].draft(history, tokens, sampler)
         if found.parents is None:
             mx.eval(found.tokens)
-        else:  # a tree: its pass costs more than that of a chain
+        else:  # a tree: its pass costs more than the pass of a chain
             trees.add(index)
             logits = target.verify_tree(mx.concatenate([pending, found.tokens]), found.parents)
             sampler.verify(logits, history, found).tolist()

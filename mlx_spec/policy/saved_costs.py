@@ -80,7 +80,7 @@ def read(file: Path, key: Key) -> tuple[Table, str]:
             if different:
                 raise Mismatch(f"{file} was measured with {'; '.join(different)}")
             return Table.from_json(table, len(key.drafters)), measured
-    raise BadCosts(f"{file} holds no costs: its key, date or table is missing")
+    raise BadCosts(f"{file} does not hold costs: its key, date or table is missing")
 
 
 def _shown(value: object) -> str:

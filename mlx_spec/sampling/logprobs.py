@@ -62,7 +62,7 @@ class LogprobRecorder:
     def _record(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, tokens: mx.array
     ) -> list[mx.array]:
-        """Keep the rows of `tokens` [T]. They replace those of the same and later positions."""
+        """Keep the rows of `tokens` [T]. They replace the rows of the same and later positions."""
         T = logits.shape[0]
         first = len(history) + drafted.shape[0] - T + 1
         scores = self._sampler.processor.process(logits, history, drafted)

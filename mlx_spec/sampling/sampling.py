@@ -149,7 +149,7 @@ class LogitsProcessor:
 
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
-        before = length - rows + 1 - self.prompt_length  # tokens generated before that of row 0
+        before = length - rows + 1 - self.prompt_length  # tokens generated before row 0
         # rows that draw one of the first `min_tokens`, a number that MLX may not hold
         early = min(self.sampling.min_tokens - before, rows)
         if self._late_ban is None or early <= 0:

@@ -30,11 +30,11 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
     """Judge all tokens together (Sun et al., arXiv:2403.10444, algorithm 2). uniform [K] in [0, 1).
 
     Return n, a scalar int32, and the distribution [V] of the next token, not normalised. This accepts more
-    tokens than a rule that judges each by itself (Leviathan et al., arXiv:2211.17192).
+    tokens than a rule that judges each alone (Leviathan et al., arXiv:2211.17192).
 
     With P_i = min(1, P_{i-1} p_i / q_i) and s_i the mass of max(P_i p - q, 0) after i tokens, prefix i passes
     with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: one that
-    fails does not end the search. A row of q that is no number, after an overflow in the drafter, ends the
+    fails does not end the search. A row of q that is not a number, after an overflow in the drafter, ends the
     draft before its token.
     """
     K = tokens.shape[0]

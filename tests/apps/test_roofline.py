@@ -130,7 +130,7 @@ def test_program_measures_this_device(capsys, monkeypatch):
 
 def test_a_model_of_no_size(capsys):
     assert main(["--target=0GB", "--chip=M4"]) == 1
-    assert "0GB is no size of a model" in only_line(capsys.readouterr().err)
+    assert "0GB is not a model size" in only_line(capsys.readouterr().err)
 
 
 def test_planning_needs_no_mlx(monkeypatch, capsys):

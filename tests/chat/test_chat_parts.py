@@ -150,9 +150,12 @@ def test_file_of_the_first_release(tmp_path):
     ("text", "said"),
     [
         ("{", "is not valid JSON"),
-        ('{"format": "something else", "version": 1}', "is no conversation of ours"),
+        ('{"format": "something else", "version": 1}', "is not a saved conversation"),
         ('{"format": "mlx_spec conversation", "version": 2}', "takes a newer mlx_spec"),
-        ('{"format": "mlx_spec conversation", "version": 1, "messages": [3]}', "holds no list of messages"),
+        (
+            '{"format": "mlx_spec conversation", "version": 1, "messages": [3]}',
+            "not hold a list of messages",
+        ),
         ('{"format": "mlx_spec conversation", "version": 1, "system": "\\ud83d"}', "is not valid JSON"),
     ],
 )

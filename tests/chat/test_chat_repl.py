@@ -85,7 +85,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         f"/draft {'9' * 5000}": "give auto, off, lookup or 1 to 16",
         "/save": "give the name of a file",
         f"/load {tmp_path / 'none'}": "there is no file",
-        f"/load {schema}": "is no conversation of ours",
+        f"/load {schema}": "is not a saved conversation",
         f"/save {schema}": "take another name",
         f"/json {tmp_path}": "give a file with a JSON schema",
         "/highlight maybe": "give on or off",

@@ -256,7 +256,7 @@ def test_made_for_each_other(pair):
         ("text", "layer_types", None, "has no 'layer_types'"),
         ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
         ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
-        ("top", "tie_word_embeddings", False, "LM head of its own"),
+        ("top", "tie_word_embeddings", False, "its own LM head"),
         ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),
         ("text", "rope_parameters", {FULL: {"rope_theta": 1e6}}, "has no 'sliding_attention'"),
     ],

@@ -337,7 +337,7 @@ for (const example of EXAMPLES) {
   button.addEventListener("click", () => send(example));
   byId("ideas").append(element("li", {}, button));
 }
-const base = new URL(".", location.href).href; // a proxy may put the page below a path of its own
+const base = new URL(".", location.href).href; // a proxy may put the page below a path
 byId("endpoint").textContent = `${base}v1`;
 byId("endpoint").after(copyButton(() => byId("endpoint").textContent, "Copy endpoint"));
 byId("base-url").textContent = byId("endpoint").textContent;

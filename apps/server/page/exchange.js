@@ -2,7 +2,7 @@
 import { copyButton, decimal, duration, element, known, percent, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
 
-const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll by itself
+const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
 
 export class Exchange {
   // The actions are called with this exchange; `sources` gets the origins that the legend has to explain.
@@ -100,7 +100,7 @@ export class Exchange {
     this.turn.remove();
   }
 
-  messages() { // a question without an answer is no part of the history
+  messages() { // a question without an answer is not part of the history
     if (!this.answer.text) return [];
     return [{ role: "user", content: this.question }, { role: "assistant", content: this.answer.text }];
   }

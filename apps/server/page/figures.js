@@ -1,4 +1,4 @@
-// Live figures by model: from the answer that streams here, and from /metrics.json for those of other clients.
+// Live figures by model: from the answer that streams here, and from /metrics.json for answers to other clients.
 import { byId, bytes, decimal, duration, element, known, percent, plural, shape, speed } from "./dom.js";
 
 const MAX_POINTS = 240; // of a chart
