@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.text.tokenizer import Markers, Text
+from mlx_spec.text.thinking import Markers, MessageMarks, Place, TagMarks, TextKind, TextTagMarks
+from mlx_spec.text.tokenizer import Text
 from mlx_spec.types import Round, TokenLogprob
 
-TextKind = Literal["answer", "thinking", "call"]
 REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, or not yet
 
 
@@ -73,13 +72,33 @@ class TextPart:
     closed: bool = False  # True if the call ends here; a call that never does was cut off
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A token of the answer."""
+
+    token: int
+    span: Span
+    logprobs: Sequence[TokenLogprob]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Where a tag of ordinary text ends one kind of text."""
+
+    tag: str
+    kind: TextKind | None  # of the text after it; None if nothing but space may follow
+    first: bool  # the tag counts only before any other text
+
+
 class AnswerStream:
     """The text of the answer to `prompt`, its kinds apart, cut at stop strings.
 
-    Markers are hidden, and so are special tokens outside of tool calls. Text between `calls` markers is of
-    kind "call", with special tokens as text. An answer has calls, thinking has none, and both markers must be
-    tokens of the vocabulary. Without a prompt (None) all text is answer and nothing is marked. Tokens in
-    `ends` have no text, like the end-of-text tokens.
+    The marks of thinking (`thinking.py`) are hidden where the model puts them; elsewhere tags are text.
+    Special tokens outside of tool calls are hidden. Text between `calls` markers is of kind "call", with
+    special tokens as text. An answer has calls, thinking has none, and both markers must be tokens of the
+    vocabulary. Without a closing marker a call ends with the answer, or where the next one opens. Where
+    headers mark calls, the text of a call begins with its header. Without a prompt (None) all text is answer
+    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens.
 
     Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
     before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
@@ -100,20 +119,27 @@ class AnswerStream:
         self._text = text
         self._stop = tuple(stop)
         self._ends = text.eos | frozenset(ends)
-        thinking = None if prompt is None else text.thinking_markers
-        self._header = thinking.header if thinking else ""
-        self._kind_after = _kinds(text, thinking, None if prompt is None else calls)
-        # Tokens read whose text is not known yet.
-        self._without_text: list[tuple[Span, Sequence[TokenLogprob]]] = []
+        self._marks = None if prompt is None else text.marks
+        self._reads_calls = prompt is not None and calls is not None
+        tags = self._marks.tags if isinstance(self._marks, TagMarks) else None
+        self._literal = text.controls.intersection(map(text.token_id, (tags.open, tags.close) if tags else ()))
+        self._opening, self._closing = self._call_tokens(calls if self._reads_calls else None)
+        # Tokens whose text is not known yet, and those of a header that the answer has begun.
+        self._without_text: list[_Read] = []
+        self._header_read: list[_Read] = []
+        self._undecided: list[TextPart] = []  # may be a tag of ordinary text, or space before thinking
         self._held: list[TextPart] = []  # of kind answer: may become a stop string
         self._parts: list[TextPart] = []  # not returned yet
         self._call = -1  # index of the last call opened
+        self._unsorted = 0  # tokens of what may be the opening of thinking
+        self._detokenizer: Detokenizer
+        self._place: Place
         self.kind: TextKind  # of the text that comes next
         self.finished: str | None = None  # the stop string that was completed
         self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
         self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
-        opened = prompt is not None and text.opens_thinking(prompt)
-        self._begin("thinking" if opened else "answer", trim=opened, header="")
+        place = Place("answer") if self._marks is None or prompt is None else self._marks.begin(prompt)
+        self._begin(place, trim=place.kind == "thinking", header="")
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
         """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
@@ -121,7 +147,7 @@ class AnswerStream:
             if self.finished is not None:
                 break
             drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
-            self._read_token(token, Span("", drafter, position), logprobs[i : i + 1])
+            self._read_token(_Read(token, Span("", drafter, position), logprobs[i : i + 1]))
         return self._take_parts()
 
     def end(self) -> list[TextPart]:
@@ -131,48 +157,139 @@ class AnswerStream:
             self._release()
         return self._take_parts()
 
-    def _read_token(self, token: int, span: Span, logprobs: Sequence[TokenLogprob]) -> None:
-        before, after = self.kind, self._kind_after.get((self.kind, token))
+    # --- tokens
+
+    def _read_token(self, read: _Read) -> None:
+        before, token = self._place.kind and self.kind, read.token
         self.completion_tokens += 1
-        self.reasoning_tokens += "thinking" in (before, after)
-        if after is None:
-            if token not in self._ends:
-                self._without_text.append((span, logprobs))
-                self._add_text(self._detokenizer.add(token))
-            return
+        if before == "call" and self._opening is not None:
+            if token == self._closing:
+                self._go_to(Place("answer", fresh=True), trim=True)
+            elif token == self._opening and self._closing is None:
+                self._go_to(Place("call"))
+            elif token not in self._ends:
+                self._read_text(read)
+            elif self._closing is None:
+                self._go_to(Place("answer"))
+        elif before == "answer" and token == self._opening:
+            self._go_to(Place("call"))
+        elif token not in self._ends:
+            self._follow(read)
+        elif before == "call":
+            self._go_to(Place("answer"))
+        self._count_reasoning(before)
+
+    def _call_tokens(self, calls: Markers | None) -> tuple[int | None, int | None]:
+        """Return the tokens around a call; None if there are none, or if headers mark calls."""
+        if calls is None or (isinstance(self._marks, MessageMarks) and self._marks.marks_calls):
+            return None, None
+        opening, closing = self._text.token_id(calls.open), self._text.token_id(calls.close)
+        return (opening, closing) if closing is not None or not calls.close else (None, None)
+
+    def _follow(self, read: _Read) -> None:
+        """Read a token that may be a mark of thinking, or part of the header of a message."""
+        before = place = self._place
+        if self._marks is not None and not isinstance(self._marks, TextTagMarks):
+            place = self._marks.after(before, read.token)
+        if place.kind is None:
+            if before.kind is not None:
+                self._go_to(place)
+            self._header_read = [*self._header_read, read] if len(place.header) > 1 else [read]
+            self._place = place
+        elif before.kind is None:
+            header, self._header_read = [*self._header_read, read], []
+            is_call = place.kind == "call" and self._reads_calls
+            self._go_to(place if is_call or place.kind != "call" else Place("answer"))
+            if is_call:
+                self._add_header(self._text.decode_raw((*before.header, read.token)), header)
+            elif not place.hidden:  # it is no header
+                for each in header:
+                    self._read_text(each)
+        elif place.hidden:
+            header_text = self._marks.tags.header if isinstance(self._marks, TagMarks) else ""
+            self._go_to(place, trim=True, header=header_text if place.kind == "thinking" else "")
+        else:
+            self._place = place
+            self._read_text(read)
+
+    def _count_reasoning(self, before: TextKind | None) -> None:
+        may_open = self._place.kind is None or (self._turns and self._turns[0].kind == "thinking")
+        if "thinking" in (before, self._place.kind and self.kind):
+            self.reasoning_tokens += 1 + self._unsorted
+            self._unsorted = 0
+        else:
+            self._unsorted = self._unsorted + 1 if may_open else 0
+
+    def _read_text(self, read: _Read) -> None:
+        """Read a token that is text."""
+        self._without_text.append(read)
+        if read.token in self._literal and self.kind != "call":  # the decoder leaves special tokens out
+            self._without_text.pop()
+            self._add_text(self._detokenizer.end())
+            self._without_text.append(read)
+            self._detokenizer = Detokenizer(self._text.decode)
+            self._add_text(self._text.decode_raw([read.token]))
+        else:
+            self._add_text(self._detokenizer.add(read.token))
+
+    # --- kinds of text
+
+    def _go_to(self, place: Place, *, trim: bool = False, header: str = "") -> None:
+        """Turn to another kind of text, or to the header of a message."""
+        before = self.kind
+        if self._holds_space and place.kind == "thinking":
+            self._undecided.clear()
         self._end_kind()
-        self._begin(after, trim=after != "call", header=self._header if after == "thinking" else "")
-        if after == before or self.finished is not None:
+        self._begin(place, trim=trim, header=header)
+        if self.finished is not None or before == self.kind != "call":
             return
         self._release()
         if before == "call":
             self._add_part(TextPart("call", "", call=self._call, closed=True))
-        if after == "call":
+        if self.kind == "call":
             self._call += 1
             self._add_part(TextPart("call", "", call=self._call))
 
-    def _begin(self, kind: TextKind, *, trim: bool, header: str) -> None:
-        self.kind, self._trim, self._expected_header = kind, trim, header
-        self._may_be_header = ""
-        self._detokenizer = Detokenizer(self._text.decode_raw if kind == "call" else self._text.decode)
+    def _begin(self, place: Place, *, trim: bool, header: str) -> None:
+        self._place, self.kind = place, place.kind or "answer"
+        self._trim, self._expected_header, self._may_be_header = trim, header, ""
+        self._detokenizer = Detokenizer(self._text.decode_raw if self.kind == "call" else self._text.decode)
+        self._turns: list[_Turn] = []
+        self._holds_space = place.kind == "answer" and place.fresh
+        if self._marks is None or place.kind in (None, "call"):
+            return
+        around = self._marks.answer_tags
+        if isinstance(self._marks, TextTagMarks) and (place.fresh or place.kind == "thinking"):
+            tags = self._marks.tags
+            opening = [_Turn(tags.open, "thinking", first=True)] if place.kind == "answer" else []
+            self._turns = [*opening, _Turn(tags.close, "answer", first=False)]
+        if around is not None and (self._turns or not (place.fresh or place.kind == "thinking")):
+            self._turns += [_Turn(around.open, "answer", first=True), _Turn(around.close, None, first=False)]
 
     def _end_kind(self) -> None:
         """Add the rest of the text of this kind."""
         self._add_text(self._detokenizer.end(), final=True)
+        whole = _joined(self._undecided)
+        if self._turns and self._turns[0].kind is None and whole.startswith(self._turns[0].tag):
+            self._undecided.clear()
+        self._pass(len(whole))
+
+    def _add_header(self, written: str, read: Sequence[_Read]) -> None:
+        """Add the header of a call."""
+        logprobs = tuple(each for token in read for each in token.logprobs)
+        span = replace(read[-1].span, text=written)
+        self._add_part(TextPart("call", written, logprobs, (span,), self._call))
 
     def _add_text(self, new: str, *, final: bool = False) -> None:
         """Add text that the tokens without text completed."""
         text = self._visible(new, final=final)
         if text:
-            last = self._without_text[-1][0] if self._without_text else Span("", None, 0)
+            last = self._without_text[-1].span if self._without_text else Span("", None, 0)
             span = replace(last, text=text)
-            logprobs = tuple(each for _, given in self._without_text for each in given)
+            logprobs = tuple(each for read in self._without_text for each in read.logprobs)
             part = TextPart(self.kind, text, logprobs, (span,), self._call if self.kind == "call" else None)
-            if self.kind == "answer":
-                self._held.append(part)
-                self._check_stops()
-            else:
-                self._add_part(part)
+            self._undecided.append(part)
+            self._decide()
         if text or not (self._may_be_header or self._detokenizer.waiting):
             self._without_text.clear()  # their text is given, or they have none
 
@@ -189,9 +306,71 @@ class AnswerStream:
             self._trim = not new
         return new
 
+    # --- tags of ordinary text
+
+    def _decide(self) -> None:
+        """Pass the text that cannot be a tag of ordinary text, nor space before thinking."""
+        while self._undecided:
+            text = _joined(self._undecided)
+            lead = text.lstrip()
+            if not self._turns:
+                if self._holds_space and not lead and not any(string in text for string in self._stop):
+                    return
+                self._holds_space = False
+                self._pass(len(text))
+                return
+            turn = self._turns[0]
+            at = text.find(turn.tag)
+            if turn.first and at != len(text) - len(lead):
+                if turn.tag.startswith(lead):
+                    return
+                self._turns = []  # there is none, and the next ones do not come without it
+            elif at < 0:
+                self._pass(len(text) - _pending_length(text, [turn.tag]))
+                return
+            elif turn.kind is None:
+                self._pass(at)
+                if not text[at + len(turn.tag) :].strip():
+                    return
+                self._pass(len(turn.tag))  # the tag was text
+            else:
+                self._pass(at if not turn.first else 0)
+                self._turn(turn, at + len(turn.tag) if turn.first else len(turn.tag))
+
+    def _turn(self, turn: _Turn, dropped: int) -> None:
+        """Drop so many characters of a tag, and the space after it; what follows is of another kind."""
+        self._drop(dropped)
+        self._release()
+        rest = _joined(self._undecided)
+        self._drop(len(rest) - len(rest.lstrip()))
+        self._trim = not self._undecided
+        self._turns, self._holds_space = self._turns[1:], False
+        self.kind = turn.kind or self.kind
+        self._place = Place(self.kind)
+
+    def _pass(self, count: int) -> None:
+        """Add the first `count` characters that were not decided, as text of this kind."""
+        for part in _take(self._undecided, count):
+            if self.kind == "answer":
+                self._held.append(replace(part, kind="answer"))
+                self._check_stops()
+            else:
+                self._add_part(replace(part, kind=self.kind))
+            if self.finished is not None:
+                self._undecided.clear()
+                return
+
+    def _drop(self, count: int) -> None:
+        """Drop the first `count` characters that were not decided; their logprobs go on with their token."""
+        for part in _take(self._undecided, count):
+            if self._undecided and part.logprobs and not self._undecided[0].logprobs:
+                self._undecided[0] = replace(self._undecided[0], logprobs=part.logprobs)
+
+    # --- stop strings
+
     def _check_stops(self) -> None:
         """Release the text in which no stop string can begin, or finish at one."""
-        text = "".join(part.text for part in self._held)
+        text = _joined(self._held)
         starts = [(text.find(string), string) for string in self._stop]
         complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
         if complete:  # the string that is complete first, the longest if several end there
@@ -203,13 +382,7 @@ class AnswerStream:
 
     def _release(self, count: int | None = None) -> None:
         """Release the first `count` characters that were held back; None for all."""
-        left = sum(len(part.text) for part in self._held) if count is None else count
-        while left > 0:
-            part = self._held.pop(0)
-            if len(part.text) > left:
-                part, rest = _split(part, left)
-                self._held.insert(0, rest)
-            left -= len(part.text)
+        for part in _take(self._held, len(_joined(self._held)) if count is None else count):
             self._add_part(part)
 
     def _add_part(self, part: TextPart) -> None:
@@ -232,23 +405,6 @@ class AnswerStream:
         return parts
 
 
-def _kinds(
-    text: Text, thinking: Markers | None, calls: Markers | None
-) -> dict[tuple[TextKind, int | None], TextKind]:
-    """Return the kind of text after each marker, by the kind before it."""
-    found: dict[tuple[TextKind, int | None], TextKind] = {}
-    if thinking is not None:
-        opening, closing = text.token_id(thinking.open), text.token_id(thinking.close)
-        found["answer", opening] = found["thinking", opening] = "thinking"
-        found["answer", closing] = found["thinking", closing] = "answer"
-    if calls is not None:
-        opening, closing = text.token_id(calls.open), text.token_id(calls.close)
-        if opening is not None and closing is not None:
-            found["answer", opening] = "call"
-            found["call", closing] = "answer"
-    return found
-
-
 def _pending_length(text: str, strings: Sequence[str]) -> int:
     """Return the length of the longest end of `text` that may begin one of the strings."""
     longest = max((len(string) - 1 for string in strings), default=0)
@@ -256,6 +412,23 @@ def _pending_length(text: str, strings: Sequence[str]) -> int:
         if any(string.startswith(text[-length:]) for string in strings):
             return length
     return 0
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _take(parts: list[TextPart], count: int) -> list[TextPart]:
+    """Remove the first `count` characters. Return their parts."""
+    taken: list[TextPart] = []
+    while count > 0 and parts:
+        part = parts.pop(0)
+        if len(part.text) > count:
+            part, rest = _split(part, count)
+            parts.insert(0, rest)
+        count -= len(part.text)
+        taken.append(part)
+    return taken
 
 
 def _split(part: TextPart, at: int) -> tuple[TextPart, TextPart]:

@@ -1,4 +1,4 @@
-"""Tokens <-> text: encoding, decoding, the bytes of a token, chat prompts, and thinking markers."""
+"""Tokens <-> text: encoding, decoding, the bytes of a token, and chat prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import filecmp
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,13 @@ from mlx_spec.hub.checkpoint import TOKENIZERS
 from mlx_spec.hub.files import AGAIN, one_line, read_optional
 from mlx_spec.text.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
 from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template
+from mlx_spec.text.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
 PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
 UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  # vocabularies in other files
 # Classes that do more than their tokenizer.json says.
 UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
-OPENING_TOKENS = 16  # last tokens of a prompt in which an opening thinking marker is looked for
-
-
-@dataclass(frozen=True)
-class Markers:
-    """The tokens around a model's thinking, or around its tool calls."""
-
-    open: str
-    close: str
-    header: str = ""  # text after the opening token that is not part of the thinking
-
-
-# As in mlx-lm's tokenizer_utils, but with Gemma's header apart: it is a token and text.
-THINKING_MARKERS = (
-    Markers("<|channel>", "<channel|>", "thought\n"),
-    Markers("<think>", "</think>"),
-    Markers("<longcat_think>", "</longcat_think>"),
-    Markers("<|think:start|>", "<|think:end|>"),
-)
 
 
 class Text:
@@ -52,15 +33,20 @@ class Text:
         self._tokenizer = tokenizer
         self._template = template
         self.token_bytes = TokenBytes(tokenizer)
-        self.eos = frozenset(eos)
+        self.marks: Marks | None = find_marks(template.source if template else "", self)
+        stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
+        self.eos = frozenset(eos).union(i for i in map(self.token_id, stops) if i is not None)
         added = tokenizer.get_added_tokens_decoder()
         # Once a tokenizer.json called a token special, `decode` leaves it out, whatever other files say.
         hidden = (
             i for i, token in added.items() if token.special or (token.content and not self.decode([i]))
         )
         self.controls = self.eos.union(hidden)  # tokens that are no text
-        known = (m for m in THINKING_MARKERS if None not in (self.token_id(m.open), self.token_id(m.close)))
-        self.thinking_markers = next(known, None)
+
+    @property
+    def thinking_markers(self) -> Markers | None:
+        """Return the tags around the model's thinking; None if it has none."""
+        return self.marks.tags if isinstance(self.marks, TagMarks | TextTagMarks) else None
 
     @property
     def chats(self) -> bool:
@@ -76,7 +62,7 @@ class Text:
     def thinks(self) -> bool:
         """Return True if the model marks its thinking and the chat template can turn it on."""
         source = self._template.source if self._template else ""
-        return self.thinking_markers is not None and "enable_thinking" in source
+        return self.marks is not None and "enable_thinking" in source
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it; None if there is no such token."""
@@ -141,11 +127,7 @@ class Text:
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Return True if the end of a prompt opens the model's thinking."""
-        markers = self.thinking_markers
-        if markers is None:
-            return False
-        end = self.decode_raw(prompt[-OPENING_TOKENS:])
-        return end.rstrip().endswith((markers.open + markers.header).rstrip())
+        return self.marks is not None and self.marks.begin(prompt).kind == "thinking"
 
     def _without_thinking(self, message: Message) -> Message:
         if message.get("role") != "assistant":

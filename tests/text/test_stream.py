@@ -286,7 +286,7 @@ def test_calls_are_counted_and_closed() -> None:
         ("", "<think>the end</think>all of it", "<think>the end</think>"),
         ("<think>\n", "the end</think>all", "the end</think>"),
         ("", "all of it", ""),
-        ("", "all<think>of", "<think>of"),
+        ("", "all<think>of", ""),
     ],
 )
 def test_reasoning_tokens_are_those_of_thinking(prompt: str, source: str, thinking: str) -> None:

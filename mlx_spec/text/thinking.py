@@ -1,0 +1,338 @@
+"""How models mark their thinking: one table, and marks that follow an answer token by token.
+
+Most models write tags around their thinking, at the beginning of an answer. Others write an answer as several
+messages, whose headers tell thinking, answer and calls apart.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+TextKind = Literal["answer", "thinking", "call"]
+OPENING_TOKENS = 64  # last tokens of a prompt in which an opening tag is looked for
+HEADER_TOKENS = 48  # last tokens of a prompt in which the header of a message is looked for
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The tags around a model's thinking, or around its tool calls."""
+
+    open: str
+    close: str
+    header: str = ""  # text after the opening token that is not part of the thinking
+    anywhere: bool = False  # thinking may come later in an answer, too: the tokens are never text
+
+
+@dataclass(frozen=True)
+class Messages:
+    """An answer of several messages. The header of each goes from a start token to a body token."""
+
+    starts: tuple[str, ...]
+    bodies: tuple[str, ...]
+    end: str  # token after a message that others follow
+    role: str  # how the text of a header begins, after the first start token
+    kinds: Mapping[str, TextKind | None]  # of the message, by a pattern in its header; the first one counts
+    headers: tuple[str, ...]  # those of thinking and answer, for answers that a grammar constrains
+    others: tuple[str, ...] = ()  # further tokens of a header
+    stops: tuple[str, ...] = ()  # tokens that end an answer, also where no configuration says so
+
+
+# Where a vocabulary has several, the first one that the chat template names counts.
+MESSAGES = (
+    Messages(  # gpt-oss
+        starts=("<|start|>", "<|channel|>"),
+        bodies=("<|message|>",),
+        end="<|end|>",
+        role="assistant to=",
+        kinds={r"to=functions\.": "call", r"<\|channel\|>\s*analysis": "thinking", "": "answer"},
+        headers=tuple(
+            f"<|start|>assistant<|channel|>{name}<|message|>"
+            for name in ("analysis", "final", "final json", "final <|constrain|>json")
+        ),
+        others=("<|constrain|>",),
+        stops=("<|return|>", "<|call|>"),
+    ),
+    Messages(  # Muse
+        starts=("<|start|>",),
+        bodies=("<|message|>",),
+        end="<|eom|>",
+        role="assistant to=",
+        kinds={r"to=self\b": "thinking", "": "answer"},
+        headers=tuple(f"<|start|>assistant to={name}<|message|>" for name in ("self", "user")),
+    ),
+    Messages(  # Solar Open
+        starts=("<|begin|>",),
+        bodies=("<|think|>", "<|content|>"),
+        end="<|end|>",
+        role="assistant",
+        kinds={r"<\|think\|>": "thinking", "": "answer"},
+        headers=("<|begin|>assistant<|think|>", "<|begin|>assistant<|content|>"),
+    ),
+    Messages(  # Kimi K3
+        starts=("<|open|>", "<|close|>"),
+        bodies=("<|sep|>",),
+        end="<|close|>",
+        role="",
+        kinds={r"<\|open\|>think\b": "thinking", r"<\|open\|>response\b": "answer", "": None},
+        headers=("<|open|>think<|sep|>", "<|open|>response<|sep|>", "<|close|>think<|sep|>"),
+        stops=("<|end_of_msg|>",),
+    ),
+)
+TAGS = (
+    Markers("<|channel>", "<channel|>", "thought\n", anywhere=True),  # Gemma 4
+    Markers("<think>", "</think>"),  # Qwen, DeepSeek, GLM, Kimi K2, MiniMax M2 and most others
+    Markers("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    Markers("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Markers("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    Markers("<mm:think>", "</mm:think>"),  # MiniMax M3
+    Markers("<longcat_think>", "</longcat_think>"),
+    Markers("<|think:start|>", "<|think:end|>"),
+    Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    Markers("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Markers("<thought>", "</thought>"),  # EXAONE Deep
+    Markers("<thinking>", "</thinking>"),
+    Markers("<reasoning>", "</reasoning>"),
+    Markers("◁think▷", "◁/think▷"),  # Kimi-VL
+    Markers("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
+    Markers("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),  # Apriel
+)
+# Tags of ordinary text around an answer that follows thinking, where the chat template names them.
+ANSWER_TAGS = (
+    Markers("<answer>", "</answer>"),  # Hunyuan
+    Markers("<response>", "</response>"),  # Granite 3.3, ERNIE
+    Markers("<|begin_of_solution|>", "<|end_of_solution|>"),  # OpenThinker
+)
+
+
+class Tokens(Protocol):
+    """What marks need of a tokenizer."""
+
+    controls: frozenset[int]  # tokens that are not text
+
+    def token_id(self, token: str) -> int | None: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode_raw(self, tokens: Sequence[int]) -> str: ...
+    def vocabulary(self) -> dict[str, int]: ...
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in an answer the next token stands."""
+
+    kind: TextKind | None  # of its text; None in a header, and between two messages
+    fresh: bool = False  # nothing but space stands here yet: thinking may begin, or begin once more
+    hidden: bool = False  # the token before is not text
+    header: tuple[int, ...] = ()  # tokens of a header so far; of what is text after all if `kind` is "answer"
+    tail: bytes = b""  # the end of the thinking, which may begin the closing tag
+
+
+class Marks(ABC):
+    """The marks of one model. Places are values: drafts are followed, and forgotten."""
+
+    answer_tags: Markers | None = None  # tags of text around an answer that follows thinking
+
+    @abstractmethod
+    def begin(self, prompt: Sequence[int]) -> Place:
+        """Return the place of the first token after a prompt."""
+
+    @abstractmethod
+    def after(self, place: Place, token: int) -> Place:
+        """Return the place after a token."""
+
+    def leaving(self, place: Place) -> int | None:
+        """Return the token that ends the thinking; None if several can."""
+        return None
+
+    def allowed(self, place: Place) -> frozenset[int] | None:
+        """Return the tokens that lead to thinking or to an answer; None if the place does not limit them."""
+        return None
+
+    def forbidden(self, place: Place) -> frozenset[int]:
+        """Return tokens that would begin the answer within thinking, or another message."""
+        return frozenset()
+
+
+class TagMarks(Marks):
+    """Tags that are tokens. Elsewhere than at the beginning of an answer they are text."""
+
+    def __init__(self, tags: Markers, tokens: Tokens, opening: int, closing: int) -> None:
+        self.tags, self.opening, self.closing = tags, opening, closing
+        self._tokens = tokens
+
+    def begin(self, prompt: Sequence[int]) -> Place:
+        return _after_prompt(self.tags, self._tokens, prompt)
+
+    def after(self, place: Place, token: int) -> Place:
+        may_turn = place.fresh or self.tags.anywhere
+        if token == self.closing and (place.kind == "thinking" or may_turn):
+            return Place("answer", hidden=True)
+        if token == self.opening and may_turn:
+            return Place("thinking", fresh=True, hidden=True)
+        return Place(place.kind, place.fresh and _is_blank(self._tokens, token))
+
+    def leaving(self, place: Place) -> int | None:
+        return self.closing if place.kind == "thinking" else None
+
+
+class TextTagMarks(Marks):
+    """Tags that are ordinary text, in whatever tokens. `after` reads what a grammar lets through.
+
+    A stream looks for the tags in the text.
+    """
+
+    def __init__(self, tags: Markers, tokens: Tokens) -> None:
+        self.tags = tags
+        self._tokens = tokens
+        self._close = tags.close.encode()
+        self._path = tokens.encode(tags.open)
+        self._forbidden: dict[bytes, frozenset[int]] = {}
+
+    def begin(self, prompt: Sequence[int]) -> Place:
+        return _after_prompt(self.tags, self._tokens, prompt)
+
+    def after(self, place: Place, token: int) -> Place:
+        if place.kind == "thinking":
+            tail = place.tail + self._tokens.token_bytes(token)
+            if self._close in tail:
+                return Place("answer", hidden=True)
+            return Place("thinking", tail=self._kept(tail))
+        expected = self._path[len(place.header)] if len(place.header) < len(self._path) else None
+        if token == expected and (place.header or place.fresh):
+            header = (*place.header, token)
+            return Place("thinking") if len(header) == len(self._path) else Place(None, header=header)
+        return Place("answer", place.fresh and _is_blank(self._tokens, token))
+
+    def allowed(self, place: Place) -> frozenset[int] | None:
+        return None if place.kind is not None else frozenset({self._path[len(place.header)]})
+
+    def forbidden(self, place: Place) -> frozenset[int]:
+        """Return the tokens with text of the answer after the closing tag."""
+        if place.kind != "thinking":
+            return frozenset()
+        if place.tail not in self._forbidden:
+            read = self._tokens.token_bytes
+            found = (i for i in self._tokens.vocabulary().values() if self._crosses(place.tail + read(i)))
+            self._forbidden[place.tail] = frozenset(found)
+        return self._forbidden[place.tail]
+
+    def _crosses(self, text: bytes) -> bool:
+        return bool(text.partition(self._close)[2].strip())
+
+    def _kept(self, tail: bytes) -> bytes:
+        """Return the longest end of `tail` that may begin the closing tag."""
+        starts = range(max(0, len(tail) - len(self._close) + 1), len(tail))
+        return next((tail[i:] for i in starts if self._close.startswith(tail[i:])), b"")
+
+
+class MessageMarks(Marks):
+    """Headers of messages."""
+
+    def __init__(self, form: Messages, tokens: Tokens) -> None:
+        self.form = form
+        self._tokens = tokens
+        ids = {name: tokens.token_id(name) for name in (*form.starts, *form.bodies, *form.others, form.end)}
+        self._starts = [ids[name] for name in form.starts]
+        self._bodies = {ids[name] for name in form.bodies}
+        self._end = ids[form.end]
+        self._controls = set(ids.values())
+        self._paths = [tuple(tokens.encode(header)) for header in form.headers]
+
+    @property
+    def marks_calls(self) -> bool:
+        """Return True if a header says that a message is a call."""
+        return "call" in self.form.kinds.values()
+
+    def begin(self, prompt: Sequence[int]) -> Place:
+        end = list(prompt[-HEADER_TOKENS:])
+        starts = [i for i, token in enumerate(end) if token in self._starts]
+        whole = [i for i in starts if end[i] == self._starts[0]] or starts
+        place = Place("answer")
+        for token in end[whole[-1] :] if whole else ():
+            place = self.after(place, token)
+        return replace(place, header=()) if place.kind is not None else place
+
+    def after(self, place: Place, token: int) -> Place:
+        if place.kind is not None:
+            if token in self._starts:
+                return Place(None, hidden=True, header=(token,))
+            return Place(None, hidden=True) if token == self._end else Place(place.kind)
+        header = (*place.header, token)
+        if token in self._bodies:
+            return Place(self._kind(header) if place.header else None, hidden=True)
+        if token in self._controls:
+            return Place(None, hidden=True, header=(token,) if token == self._starts[0] else header)
+        if self._may_be_header(header) or (not place.header and _is_blank(self._tokens, token)):
+            return Place(None, hidden=True, header=header if place.header else ())
+        return Place("answer", header=header)
+
+    def leaving(self, place: Place) -> int | None:
+        return self._end if place.kind == "thinking" else None
+
+    def allowed(self, place: Place) -> frozenset[int] | None:
+        """Return how a header may go on; None also if the prompt has begun an unknown one."""
+        if place.kind is not None:
+            return None
+        read = len(place.header)
+        fitting = (path for path in self._paths if path[:read] == place.header and len(path) > read)
+        return frozenset(path[read] for path in fitting if read or path[0] != self._end) or None
+
+    def forbidden(self, place: Place) -> frozenset[int]:
+        if place.kind != "thinking":
+            return frozenset()
+        return frozenset(i for i in self._controls if i is not None and i != self._end)
+
+    def _kind(self, header: tuple[int, ...]) -> TextKind | None:
+        written = self._tokens.decode_raw(header)
+        return next(kind for pattern, kind in self.form.kinds.items() if re.search(pattern, written))
+
+    def _may_be_header(self, header: tuple[int, ...]) -> bool:
+        """Return True unless text stands where a header has none."""
+        if len(header) < 2 or len(header) > HEADER_TOKENS:
+            return False
+        if header[0] != self._starts[0] or self._controls.intersection(header[1:]):
+            return True
+        written = self._tokens.decode_raw(header[1:])
+        return self.form.role.startswith(written) or written.startswith(self.form.role)
+
+
+def find_marks(source: str, tokens: Tokens) -> Marks | None:
+    """Return the marks of a model by its chat template and its vocabulary; None if it has none of them.
+
+    Tags that are not tokens count only where the template names them.
+    """
+    messages: list[tuple[bool, Marks]] = []
+    for form in MESSAGES:
+        names = (*form.starts, *form.bodies, form.end)
+        if all(tokens.token_id(name) is not None for name in names):
+            messages.append((all(name in source for name in names), MessageMarks(form, tokens)))
+    by_token: list[tuple[bool, Marks]] = []
+    by_text: list[tuple[bool, Marks]] = []
+    for tags in TAGS:
+        opening, closing = tokens.token_id(tags.open), tokens.token_id(tags.close)
+        if opening is not None and closing is not None:
+            by_token.append((tags.close in source, TagMarks(tags, tokens, opening, closing)))
+        elif tags.close in source:
+            by_text.append((True, TextTagMarks(tags, tokens)))
+    found = [*messages, *by_token, *by_text]
+    marks = next((each for named, each in found if named), found[0][1] if found else None)
+    if marks is not None:
+        named = (tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source)
+        marks.answer_tags = next(named, None)
+    return marks
+
+
+def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> Place:
+    end = tokens.decode_raw(prompt[-OPENING_TOKENS:]).rstrip()
+    if end.endswith((tags.open + tags.header).rstrip()):
+        return Place("thinking", fresh=True)
+    return Place("answer", fresh=not end.endswith(tags.close))
+
+
+def _is_blank(tokens: Tokens, token: int) -> bool:
+    return token in tokens.controls or not tokens.token_bytes(token).strip()
