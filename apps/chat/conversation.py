@@ -55,7 +55,8 @@ class Conversation:
     def stream(self, message: str) -> Generator[Piece, None, None]:
         """Answer a message as set. Raises InvalidValue and PromptTooLong as `Session.stream` does."""
         settings = self.settings
-        grammar = None if self.schema is None else self.schema.grammar.thinking(settings.think)
+        thinks = settings.think or not self.pair.text.thinks  # some cannot be asked not to
+        grammar = None if self.schema is None else self.schema.grammar.thinking(thinks)
         return self.session.stream(
             message,
             sampling=replace(settings, grammar=grammar),
@@ -94,7 +95,7 @@ class Conversation:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `read` returns, with the present model. Raises InvalidValue and changes nothing."""
         settings = from_values(saved["settings"])
-        if settings.think and not self.pair.text.thinks:
+        if settings.think and not self.pair.text.may_think:
             settings = replace(settings, think=False)
         session = self.pair.session(saved["system"])
         known, turns = ("role", "content", "reasoning_content"), saved["messages"]

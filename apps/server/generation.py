@@ -17,12 +17,10 @@ from itertools import product
 
 from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_failure, is_optional
 from mlx_spec.batch.scheduler import Batch, Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.grammar import Grammar
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
@@ -50,7 +48,8 @@ from .errors import LOG, Failure, invalid, unsupported
 from .metrics import JobCounter
 from .models import CompileGrammar, LoadedModel
 from .prefix_cache import Snapshot
-from .request import Chat, GenerationRequest, OutputFormat, Prompt, RawPrompts, ToolUse
+from .request import Chat, GenerationRequest, Prompt, RawPrompts
+from .request_grammar import request_grammar
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
@@ -93,7 +92,7 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
         request.sampling,
         logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
         late_tokens=text.eos | frozenset(ends),
-        grammar=_grammar(request, use, dialect, compile),
+        grammar=request_grammar(request, text, use, dialect, compile),
     )
     reads_calls = use is not None and use.choice != "none"
     return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
@@ -117,36 +116,6 @@ def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
             )
         return found
     return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
-
-
-def _grammar(
-    request: GenerationRequest, use: ToolUse | None, dialect: ToolFormat | None, compile: CompileGrammar
-) -> Grammar | None:
-    """Return the grammar of what the request asks for, combined with what its tools need.
-
-    None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
-    """
-    format = request.format
-    if use is not None and dialect is not None:
-        calls = answer_grammar(dialect, use, format)
-        if calls is not None:
-            format = OutputFormat("lark", calls, "tools" if format is None else format.param)
-    if format is None:
-        return None
-    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
-    try:
-        found = compile(format.kind, source)
-    except InvalidValue as error:
-        if use is not None and dialect is not None and is_optional(use, request.format):
-            LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")
-            return None
-        if format is not request.format:
-            raise compile_failure(error, format.param) from error
-        raise invalid(str(error), format.param) from error
-    found = found.thinking(isinstance(request.prompt, Chat) and request.prompt.thinking)
-    if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
-        found = found.with_calls(dialect.open, dialect.close)
-    return found
 
 
 # --- on the engine thread

@@ -51,7 +51,7 @@ class ModelCard:
     created: int  # seconds since 1970, when the server started
     loaded: bool = False
     context_length: int | None = None
-    thinks: bool | None = None  # the model can be asked to think
+    thinks: bool | None = None  # answers may hold thinking
     tools: bool | None = None  # its chat template takes tools
     template: str | None = None  # the chat template
 
@@ -153,7 +153,7 @@ class Models:
                     self._cards[name] = replace(
                         self._cards[name],
                         context_length=integer(text_config(config), "max_position_embeddings"),
-                        thinks=text.thinks,
+                        thinks=text.may_think,
                         tools=find_tool_format(text) is not None,
                         template=text.template,
                     )

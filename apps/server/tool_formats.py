@@ -24,7 +24,7 @@ from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.stream import TextPart
-from mlx_spec.text.tokenizer import Markers
+from mlx_spec.text.thinking import Markers
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: mistral, minicpm5 and kimi_k3 have other
 # markers, kimi_k2 needs call ids of its own, laguna is the same as glm47; json_tools, gemma4 and qwen3_coder

@@ -24,6 +24,7 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.hub.files import one_line
 from mlx_spec.text import Text, common_prefix
+from mlx_spec.text.thinking import AnswerPlace
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -44,8 +45,6 @@ class GrammarVocabulary:
     small: tuple[str, int]  # the sandbox's tokenizer, serialized, and its size
     size: int  # rows of the logits, padding included
     ends: frozenset[int]
-    opening: int | None  # begins thinking; None if the model has no markers for it
-    closing: int | None
 
     def __post_init__(self) -> None:
         self.all_tokens = token_bits(range(self.size), self.size)
@@ -64,6 +63,7 @@ class Grammar:
     vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
+    whole: bool = False  # the form is that of all that the model writes, thinking included
     calls: tuple[int, int] | None = None  # tokens that open and close a call; the text around calls is free
 
     def thinking(self, thinks: bool) -> Grammar:
@@ -74,10 +74,17 @@ class Grammar:
         """Return the same grammar, which lets any text stand outside of calls between these tokens."""
         return replace(self, calls=(open, close))
 
+    def with_thinking(self) -> Grammar:
+        """Return the same grammar as the form of all that the model writes, its thinking included."""
+        return replace(self, whole=True)
+
     def matcher(self, prompt: Sequence[int]) -> Matcher:
         """Return a matcher of the answer to `prompt`."""
-        opened = self.text.opens_thinking(prompt)
-        return Matcher(self, "thinking" if opened else "start" if self.thinks else "answer")
+        marks = self.text.marks
+        place = AnswerPlace("answer") if self.whole or marks is None else marks.begin(prompt)
+        if place.kind != "answer":
+            return Matcher(self, "thinking", place)
+        return Matcher(self, "start" if self.thinks and place.fresh else "answer", place)
 
 
 class Matcher:
@@ -86,11 +93,12 @@ class Matcher:
     Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
     that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
     its error state. If only draft tokens led there, another parser replaces it. Text around calls is "free":
-    the parser does not read it.
+    the parser does not read it. Nor does it read what is "thinking", headers of messages included.
     """
 
-    def __init__(self, grammar: Grammar, state: State) -> None:
+    def __init__(self, grammar: Grammar, state: State, place: AnswerPlace) -> None:
         self._vocabulary = vocabulary = grammar.vocabulary
+        self._marks = grammar.text.marks
         self._calls = grammar.calls
         self._answer: State = "answer" if self._calls is None else "free"  # where the thinking has ended
         self._free_tokens = vocabulary.all_tokens
@@ -101,6 +109,8 @@ class Matcher:
         self._parser = self._start.deep_copy()
         self._tokens: list[int] = []
         self._states: list[State] = [self._answer if state == "answer" else state]
+        self._places = [place]  # those of the thinking, parallel to the states
+        self._rows: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
     def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
@@ -131,7 +141,17 @@ class Matcher:
     def forced(self, generated: Sequence[int]) -> list[int]:
         """Return the tokens that must follow, as far as they are known."""
         self._follow(generated)
-        return self._parser.compute_ff_tokens() if self._states[-1] == "answer" else []
+        if self._states[-1] == "answer":
+            return self._parser.compute_ff_tokens()
+        found: list[int] = []
+        place = self._places[-1]
+        while self._marks is not None and self._states[-1] == "thinking":
+            allowed = self._marks.allowed(place)
+            if allowed is None or len(allowed) > 1:
+                break
+            found += allowed
+            place = self._marks.after(place, found[-1])
+        return found
 
     def after_unread(self, generated: Sequence[int]) -> tuple[int, mx.array, mx.array] | None:
         """Return what may stand after a token that only the device knows, if one token decides that.
@@ -140,8 +160,8 @@ class Matcher:
         """
         self._follow(generated)
         state, token = self._states[-1], None
-        if state == "thinking":
-            token = self._vocabulary.closing
+        if state == "thinking" and self._marks is not None:
+            token = self._marks.leaving(self._places[-1])
         elif state == "free" and self._calls is not None:
             token = self._calls[0]
         if token is None:
@@ -169,20 +189,25 @@ class Matcher:
             raise InvalidValue("the answer so far does not match the grammar: give both from the beginning")
 
     def _consume(self, token: int) -> None:
-        state = self._state_after(token)
+        before, place = self._states[-1], self._places[-1]
+        if self._marks is not None and before in ("start", "thinking"):
+            place = self._marks.after(place, token)
+        state = self._state_after(token, place)
         self._tokens.append(token)
         self._states.append(state)
+        self._places.append(place)
 
-    def _state_after(self, token: int) -> State:
-        """Return the state after `token`. The parser reads it if it may."""
+    def _state_after(self, token: int, place: AnswerPlace) -> State:
+        """Return the state after `token`, which leads to `place`. The parser reads it if it may."""
         state, vocabulary = self._states[-1], self._vocabulary
         self._parsed.append(self._parsed[-1])
         if state in ("end", "invalid"):
             return "invalid"
         if state == "thinking":
-            closes = token == vocabulary.closing
-            return "invalid" if token in vocabulary.ends else self._answer if closes else "thinking"
-        if state == "start" and token == vocabulary.opening:
+            if not self._next_tokens()[token // 32] >> (token % 32) & 1:
+                return "invalid"
+            return self._answer if place.kind == "answer" else "thinking"
+        if state == "start" and place.kind != "answer":
             return "thinking"
         if self._is_free(state) and self._calls is not None and token != self._calls[0]:
             return "end" if token in vocabulary.ends else "invalid" if token == self._calls[1] else "free"
@@ -207,6 +232,7 @@ class Matcher:
         elif surplus:
             self._parser.rollback(surplus)
         del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
+        del self._places[count + 1 :]
 
     def _masks(self, rows: Sequence[TokenBits]) -> mx.array:
         """Return rows of bits as bool [T, V]."""
@@ -216,7 +242,7 @@ class Matcher:
         """Return the tokens that may come next; all of them after an invalid one."""
         state, parser, vocabulary = self._states[-1], self._parser, self._vocabulary
         if state == "thinking":
-            return vocabulary.other_tokens
+            return self._thinking_tokens()
         if state == "end":
             return vocabulary.end_tokens
         if self._is_free(state):
@@ -231,9 +257,23 @@ class Matcher:
         row = row & vocabulary.other_tokens
         if parser.is_accepting():
             row = row | vocabulary.end_tokens
-        if state == "start" and vocabulary.opening is not None:
-            row = row | token_bits([vocabulary.opening], vocabulary.size)
+        if state == "start" and self._marks is not None and self._marks.opening is not None:
+            row = row | self._bits(frozenset({self._marks.opening}))
         return row
+
+    def _thinking_tokens(self) -> TokenBits:
+        """Return the tokens that the thinking, or the header of a message, may go on with."""
+        marks, place = self._marks, self._places[-1]
+        allowed = None if marks is None else marks.allowed(place)
+        if allowed is not None:
+            return self._bits(allowed)
+        forbidden = frozenset[int]() if marks is None else marks.forbidden(place)
+        return self._vocabulary.other_tokens & ~self._bits(forbidden)
+
+    def _bits(self, tokens: frozenset[int]) -> TokenBits:
+        if tokens not in self._rows:
+            self._rows[tokens] = token_bits(tokens, self._vocabulary.size)
+        return self._rows[tokens]
 
 
 def compile_grammar(
@@ -281,11 +321,8 @@ def _vocabulary(text: Text, size: int) -> GrammarVocabulary:
                 raise InvalidValue("this target has no end-of-text token: an answer could not end")
             serialized = text.serialized()
             tokenizer = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
-            markers = text.thinking_markers
-            names = (markers.open, markers.close) if markers else ()
-            opening, closing = [text.token_id(name) for name in names] or [None, None]
             small = _small_tokenizer(serialized, size)
-            known[size] = GrammarVocabulary(tokenizer, small, size, text.eos, opening, closing)
+            known[size] = GrammarVocabulary(tokenizer, small, size, text.eos)
         return known[size]
 
 

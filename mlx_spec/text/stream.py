@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.text.thinking import Markers, MessageMarks, Place, TagMarks, TextKind, TextTagMarks
+from mlx_spec.text.thinking import AnswerPlace, Markers, MessageMarks, TagMarks, TextKind, TextTagMarks
 from mlx_spec.text.tokenizer import Text
 from mlx_spec.types import Round, TokenLogprob
 
@@ -122,7 +122,9 @@ class AnswerStream:
         self._marks = None if prompt is None else text.marks
         self._reads_calls = prompt is not None and calls is not None
         tags = self._marks.tags if isinstance(self._marks, TagMarks) else None
-        self._literal = text.controls.intersection(map(text.token_id, (tags.open, tags.close) if tags else ()))
+        self._literal = text.controls.intersection(
+            map(text.token_id, (tags.open, tags.close) if tags else ())
+        )
         self._opening, self._closing = self._call_tokens(calls if self._reads_calls else None)
         # Tokens whose text is not known yet, and those of a header that the answer has begun.
         self._without_text: list[_Read] = []
@@ -133,12 +135,12 @@ class AnswerStream:
         self._call = -1  # index of the last call opened
         self._unsorted = 0  # tokens of what may be the opening of thinking
         self._detokenizer: Detokenizer
-        self._place: Place
+        self._place: AnswerPlace
         self.kind: TextKind  # of the text that comes next
         self.finished: str | None = None  # the stop string that was completed
         self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
         self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
-        place = Place("answer") if self._marks is None or prompt is None else self._marks.begin(prompt)
+        place = AnswerPlace("answer") if self._marks is None or prompt is None else self._marks.begin(prompt)
         self._begin(place, trim=place.kind == "thinking", header="")
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
@@ -164,19 +166,19 @@ class AnswerStream:
         self.completion_tokens += 1
         if before == "call" and self._opening is not None:
             if token == self._closing:
-                self._go_to(Place("answer", fresh=True), trim=True)
+                self._go_to(AnswerPlace("answer", fresh=True), trim=True)
             elif token == self._opening and self._closing is None:
-                self._go_to(Place("call"))
+                self._go_to(AnswerPlace("call"))
             elif token not in self._ends:
                 self._read_text(read)
             elif self._closing is None:
-                self._go_to(Place("answer"))
+                self._go_to(AnswerPlace("answer"))
         elif before == "answer" and token == self._opening:
-            self._go_to(Place("call"))
+            self._go_to(AnswerPlace("call"))
         elif token not in self._ends:
             self._follow(read)
         elif before == "call":
-            self._go_to(Place("answer"))
+            self._go_to(AnswerPlace("answer"))
         self._count_reasoning(before)
 
     def _call_tokens(self, calls: Markers | None) -> tuple[int | None, int | None]:
@@ -199,7 +201,7 @@ class AnswerStream:
         elif before.kind is None:
             header, self._header_read = [*self._header_read, read], []
             is_call = place.kind == "call" and self._reads_calls
-            self._go_to(place if is_call or place.kind != "call" else Place("answer"))
+            self._go_to(place if is_call or place.kind != "call" else AnswerPlace("answer"))
             if is_call:
                 self._add_header(self._text.decode_raw((*before.header, read.token)), header)
             elif not place.hidden:  # it is no header
@@ -234,7 +236,7 @@ class AnswerStream:
 
     # --- kinds of text
 
-    def _go_to(self, place: Place, *, trim: bool = False, header: str = "") -> None:
+    def _go_to(self, place: AnswerPlace, *, trim: bool = False, header: str = "") -> None:
         """Turn to another kind of text, or to the header of a message."""
         before = self.kind
         if self._holds_space and place.kind == "thinking":
@@ -250,7 +252,7 @@ class AnswerStream:
             self._call += 1
             self._add_part(TextPart("call", "", call=self._call))
 
-    def _begin(self, place: Place, *, trim: bool, header: str) -> None:
+    def _begin(self, place: AnswerPlace, *, trim: bool, header: str) -> None:
         self._place, self.kind = place, place.kind or "answer"
         self._trim, self._expected_header, self._may_be_header = trim, header, ""
         self._detokenizer = Detokenizer(self._text.decode_raw if self.kind == "call" else self._text.decode)
@@ -346,7 +348,7 @@ class AnswerStream:
         self._trim = not self._undecided
         self._turns, self._holds_space = self._turns[1:], False
         self.kind = turn.kind or self.kind
-        self._place = Place(self.kind)
+        self._place = AnswerPlace(self.kind)
 
     def _pass(self, count: int) -> None:
         """Add the first `count` characters that were not decided, as text of this kind."""

@@ -109,7 +109,7 @@ ANSWER_TAGS = (
 
 
 class Tokens(Protocol):
-    """What marks need of a tokenizer."""
+    """The part of a tokenizer that marks need."""
 
     controls: frozenset[int]  # tokens that are not text
 
@@ -122,7 +122,7 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class AnswerPlace:
     """Where in an answer the next token stands."""
 
     kind: TextKind | None  # of its text; None in a header, and between two messages
@@ -135,25 +135,27 @@ class Place:
 class Marks(ABC):
     """The marks of one model. Places are values: drafts are followed, and forgotten."""
 
+    opening: int | None = None  # the token that begins thinking in an answer without headers
     answer_tags: Markers | None = None  # tags of text around an answer that follows thinking
+    named: bool = False  # the chat template has them
 
     @abstractmethod
-    def begin(self, prompt: Sequence[int]) -> Place:
+    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
         """Return the place of the first token after a prompt."""
 
     @abstractmethod
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
         """Return the place after a token."""
 
-    def leaving(self, place: Place) -> int | None:
+    def leaving(self, place: AnswerPlace) -> int | None:
         """Return the token that ends the thinking; None if several can."""
         return None
 
-    def allowed(self, place: Place) -> frozenset[int] | None:
+    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
         """Return the tokens that lead to thinking or to an answer; None if the place does not limit them."""
         return None
 
-    def forbidden(self, place: Place) -> frozenset[int]:
+    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
         """Return tokens that would begin the answer within thinking, or another message."""
         return frozenset()
 
@@ -165,18 +167,18 @@ class TagMarks(Marks):
         self.tags, self.opening, self.closing = tags, opening, closing
         self._tokens = tokens
 
-    def begin(self, prompt: Sequence[int]) -> Place:
+    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
         return _after_prompt(self.tags, self._tokens, prompt)
 
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
         may_turn = place.fresh or self.tags.anywhere
         if token == self.closing and (place.kind == "thinking" or may_turn):
-            return Place("answer", hidden=True)
+            return AnswerPlace("answer", hidden=True)
         if token == self.opening and may_turn:
-            return Place("thinking", fresh=True, hidden=True)
-        return Place(place.kind, place.fresh and _is_blank(self._tokens, token))
+            return AnswerPlace("thinking", fresh=True, hidden=True)
+        return AnswerPlace(place.kind, place.fresh and _is_blank(self._tokens, token))
 
-    def leaving(self, place: Place) -> int | None:
+    def leaving(self, place: AnswerPlace) -> int | None:
         return self.closing if place.kind == "thinking" else None
 
 
@@ -191,27 +193,32 @@ class TextTagMarks(Marks):
         self._tokens = tokens
         self._close = tags.close.encode()
         self._path = tokens.encode(tags.open)
+        self.opening = self._path[0]
         self._forbidden: dict[bytes, frozenset[int]] = {}
 
-    def begin(self, prompt: Sequence[int]) -> Place:
+    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
         return _after_prompt(self.tags, self._tokens, prompt)
 
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
         if place.kind == "thinking":
             tail = place.tail + self._tokens.token_bytes(token)
             if self._close in tail:
-                return Place("answer", hidden=True)
-            return Place("thinking", tail=self._kept(tail))
+                return AnswerPlace("answer", hidden=True)
+            return AnswerPlace("thinking", tail=self._kept(tail))
         expected = self._path[len(place.header)] if len(place.header) < len(self._path) else None
         if token == expected and (place.header or place.fresh):
             header = (*place.header, token)
-            return Place("thinking") if len(header) == len(self._path) else Place(None, header=header)
-        return Place("answer", place.fresh and _is_blank(self._tokens, token))
+            return (
+                AnswerPlace("thinking")
+                if len(header) == len(self._path)
+                else AnswerPlace(None, header=header)
+            )
+        return AnswerPlace("answer", place.fresh and _is_blank(self._tokens, token))
 
-    def allowed(self, place: Place) -> frozenset[int] | None:
+    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
         return None if place.kind is not None else frozenset({self._path[len(place.header)]})
 
-    def forbidden(self, place: Place) -> frozenset[int]:
+    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
         """Return the tokens with text of the answer after the closing tag."""
         if place.kind != "thinking":
             return frozenset()
@@ -248,33 +255,33 @@ class MessageMarks(Marks):
         """Return True if a header says that a message is a call."""
         return "call" in self.form.kinds.values()
 
-    def begin(self, prompt: Sequence[int]) -> Place:
+    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
         end = list(prompt[-HEADER_TOKENS:])
         starts = [i for i, token in enumerate(end) if token in self._starts]
         whole = [i for i in starts if end[i] == self._starts[0]] or starts
-        place = Place("answer")
+        place = AnswerPlace("answer")
         for token in end[whole[-1] :] if whole else ():
             place = self.after(place, token)
         return replace(place, header=()) if place.kind is not None else place
 
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
         if place.kind is not None:
             if token in self._starts:
-                return Place(None, hidden=True, header=(token,))
-            return Place(None, hidden=True) if token == self._end else Place(place.kind)
+                return AnswerPlace(None, hidden=True, header=(token,))
+            return AnswerPlace(None, hidden=True) if token == self._end else AnswerPlace(place.kind)
         header = (*place.header, token)
         if token in self._bodies:
-            return Place(self._kind(header) if place.header else None, hidden=True)
+            return AnswerPlace(self._kind(header) if place.header else None, hidden=True)
         if token in self._controls:
-            return Place(None, hidden=True, header=(token,) if token == self._starts[0] else header)
+            return AnswerPlace(None, hidden=True, header=(token,) if token == self._starts[0] else header)
         if self._may_be_header(header) or (not place.header and _is_blank(self._tokens, token)):
-            return Place(None, hidden=True, header=header if place.header else ())
-        return Place("answer", header=header)
+            return AnswerPlace(None, hidden=True, header=header if place.header else ())
+        return AnswerPlace("answer", header=header)
 
-    def leaving(self, place: Place) -> int | None:
+    def leaving(self, place: AnswerPlace) -> int | None:
         return self._end if place.kind == "thinking" else None
 
-    def allowed(self, place: Place) -> frozenset[int] | None:
+    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
         """Return how a header may go on; None also if the prompt has begun an unknown one."""
         if place.kind is not None:
             return None
@@ -282,7 +289,7 @@ class MessageMarks(Marks):
         fitting = (path for path in self._paths if path[:read] == place.header and len(path) > read)
         return frozenset(path[read] for path in fitting if read or path[0] != self._end) or None
 
-    def forbidden(self, place: Place) -> frozenset[int]:
+    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
         if place.kind != "thinking":
             return frozenset()
         return frozenset(i for i in self._controls if i is not None and i != self._end)
@@ -306,32 +313,33 @@ def find_marks(source: str, tokens: Tokens) -> Marks | None:
 
     Tags that are not tokens count only where the template names them.
     """
-    messages: list[tuple[bool, Marks]] = []
+    found: list[Marks] = []
+    by_text: list[Marks] = []
     for form in MESSAGES:
         names = (*form.starts, *form.bodies, form.end)
         if all(tokens.token_id(name) is not None for name in names):
-            messages.append((all(name in source for name in names), MessageMarks(form, tokens)))
-    by_token: list[tuple[bool, Marks]] = []
-    by_text: list[tuple[bool, Marks]] = []
+            found.append(MessageMarks(form, tokens))
+            found[-1].named = all(name in source for name in names)
     for tags in TAGS:
         opening, closing = tokens.token_id(tags.open), tokens.token_id(tags.close)
         if opening is not None and closing is not None:
-            by_token.append((tags.close in source, TagMarks(tags, tokens, opening, closing)))
+            found.append(TagMarks(tags, tokens, opening, closing))
+            found[-1].named = tags.close in source
         elif tags.close in source:
-            by_text.append((True, TextTagMarks(tags, tokens)))
-    found = [*messages, *by_token, *by_text]
-    marks = next((each for named, each in found if named), found[0][1] if found else None)
+            by_text.append(TextTagMarks(tags, tokens))
+            by_text[-1].named = True
+    marks = next((each for each in [*found, *by_text] if each.named), found[0] if found else None)
     if marks is not None:
         named = (tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source)
         marks.answer_tags = next(named, None)
     return marks
 
 
-def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> Place:
+def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> AnswerPlace:
     end = tokens.decode_raw(prompt[-OPENING_TOKENS:]).rstrip()
     if end.endswith((tags.open + tags.header).rstrip()):
-        return Place("thinking", fresh=True)
-    return Place("answer", fresh=not end.endswith(tags.close))
+        return AnswerPlace("thinking", fresh=True)
+    return AnswerPlace("answer", fresh=not end.endswith(tags.close))
 
 
 def _is_blank(tokens: Tokens, token: int) -> bool:

@@ -64,6 +64,11 @@ class Text:
         source = self._template.source if self._template else ""
         return self.marks is not None and "enable_thinking" in source
 
+    @property
+    def may_think(self) -> bool:
+        """Return True if answers may hold thinking, which a request may be able to turn on or off."""
+        return self.thinks or (self.marks is not None and self.marks.named)
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it; None if there is no such token."""
         return self._tokenizer.token_to_id(token)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 from schemas import Draws
+from vocabularies import MARKED, marked
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
@@ -21,6 +22,8 @@ from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
 from mlx_spec.grammar.sandbox import SANDBOX
 from mlx_spec.sampling import Sampling, sampling
 from mlx_spec.sampling.sampling import GrammarMask
+from mlx_spec.text.stream import AnswerStream
+from mlx_spec.types import Round
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"
 LANGUAGE = grammars.language(PATTERN, "abcdx", longest=5)
@@ -156,6 +159,58 @@ def test_thinking_is_free_and_the_answer_is_not() -> None:
     assert row(matcher, [OPEN, CLOSE]) == {ord("a")}
     assert row(matcher, [*b"ab"]) == ENDS
     assert row(matcher, [OPEN, *b"ab", CLOSE, *b"ab"]) == ENDS
+
+
+BEGUN = {  # how prompts end, by vocabulary
+    "harmony": ["<|start|>assistant", "<|start|>assistant<|channel|>analysis<|message|>a"],
+    "muse": ["<|start|>assistant"],
+    "solar": ["<|begin|>assistant"],
+    "kimi-k3": ['<|open|>message role="assistant"<|sep|>', "<|open|>think<|sep|>", "<|open|>response<|sep|>"],
+    "brackets": ["q", "[THINK]", "[THINK][/THINK]"],
+    "text-answer": ["q", "<think>", "<think></think>"],
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_the_answer_matches_whatever_the_marks_of_thinking(name: str) -> None:
+    """At random, masks lead through headers and tags to an answer that the stream shows, and that matches."""
+    text, draw, thought = MARKED[name], random.Random(name), set()
+    size, schema = max(text.vocabulary().values()) + 1, '{"const": {"n": [1]}}'
+    found = compile_grammar("json_schema", schema, text, size, seconds=5.0).thinking(True)
+    for prompt in map(text.encode, BEGUN[name] * 8):
+        matcher, tokens = found.matcher(prompt), list[int]()
+        while not text.eos.intersection(tokens):
+            allowed = row(matcher, tokens)
+            unread = matcher.after_unread(tokens)
+            if unread is not None:
+                token = draw.choice(sorted(allowed))
+                after = unread[1] if token == unread[0] else unread[2]
+                assert tokens_of(after) == row(matcher, tokens, [token])
+            forced = matcher.forced(tokens)
+            assert not forced or allowed == {forced[0]}
+            marks = allowed & text.controls or allowed
+            tokens.append(draw.choice(sorted(marks if draw.random() < 0.3 else allowed)))
+            closing = text.encode("</think>")  # chance does not write a tag of ordinary text
+            is_whole = len(tokens) > 20 and matcher.legal(tokens, closing) == len(closing)
+            tokens += closing if is_whole and not text.controls.intersection(closing) else []
+            assert len(tokens) < 400
+        answer = AnswerStream(text, prompt)
+        parts = [*answer.read(Round(tokens, 0, 0, "plain")), *answer.end()]
+        assert json.loads("".join(part.text for part in parts if part.kind == "answer")) == {"n": [1]}
+        thought |= {bool(answer.reasoning_tokens)}
+    assert thought == {False, True}
+
+
+def test_no_token_may_close_the_thinking_and_begin_the_answer() -> None:
+    """The parser reads whole tokens."""
+    text = marked(template="<think></think>", merges=[("k", ">"), ("k>", "{"), ("k>", "Ċ")])
+    matcher = compile_grammar("json_object", "", text, 300, seconds=5.0).matcher(text.encode("<think>"))
+    begun = text.encode("a</thin")
+    crossing, spaced = text.encode("k>{")[0], text.encode("k>\n")[0]
+    assert {crossing, spaced} <= row(matcher, begun[:-1])
+    assert crossing not in row(matcher, begun) and spaced in row(matcher, begun)
+    assert matcher.legal(begun, [crossing]) == 0
+    assert row(matcher, [*begun, spaced]) == set(text.encode("{"))
 
 
 def test_a_draft_may_close_the_thinking() -> None:

@@ -6,10 +6,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mlx_spec.text import Text, read_tokenizer
-from mlx_spec.text.tokenizer import Markers
+from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.text.thinking import Markers
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "12b" / "target"  # the others have the same tokenizer
@@ -74,4 +75,36 @@ TEXTS = {
     "byte_level": Text(byte_level(), None, ()),
     "golden": Text(read_tokenizer(GOLDEN), None, ()),
     "demo": Text(read_tokenizer(DEMO), None, ()),
+}
+
+
+def marked(
+    special: Sequence[str] = (),
+    added: Sequence[str] = (),
+    template: str = "",
+    merges: Sequence[tuple[str, str]] = (),
+) -> Text:
+    """Return a vocabulary of bytes and `merges`, with marks that are tokens or that the template names."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|ends|>", *special])
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
+    return Text(
+        tokenizer, ChatTemplate(template, {}) if template else None, [tokenizer.token_to_id("<|ends|>")]
+    )
+
+
+HARMONY = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return")]
+TURN = [("<", "/"), ("</", "t"), ("k", ">"), ("k>", "Ċ"), ("<", "a")]  # tokens that begin or end within a tag
+MARKED = {
+    "harmony": marked(HARMONY),
+    "muse": marked(["<|start|>", "<|message|>", "<|eom|>"]),
+    "solar": marked(["<|begin|>", "<|think|>", "<|content|>", "<|end|>"]),
+    "kimi-k3": marked(["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]),
+    "brackets": marked(["[THINK]", "[/THINK]", "[CALLS]"]),
+    "seed": marked(added=["<seed:think>", "</seed:think>"]),
+    "text": marked(template="{{ '<think>' }} and </think>", merges=TURN),
+    "text-answer": marked(template="<think> and </think>, <answer> and </answer>", merges=TURN),
 }

@@ -12,7 +12,7 @@ from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, 
 
 from mlx_spec.text import Text, read_text, read_tokenizer
 from mlx_spec.text.stream import AnswerStream, Detokenizer, Span, TextPart
-from mlx_spec.text.tokenizer import Markers
+from mlx_spec.text.thinking import Markers
 from mlx_spec.types import Round, TokenLogprob
 
 WORDS = "request requests quest rest stop stopped the end ending of it all café 👍 日本 "
