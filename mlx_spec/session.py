@@ -17,7 +17,8 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
 from mlx_spec.text import Text
-from mlx_spec.text.stream import AnswerStream, Span, TextKind, TextPart
+from mlx_spec.text.stream import AnswerStream, Span, TextPart
+from mlx_spec.text.thinking import TextKind
 from mlx_spec.types import DraftLengthPolicy, Reason, Round
 
 GREEDY = Sampling()
