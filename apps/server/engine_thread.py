@@ -20,9 +20,10 @@ import mlx.core as mx
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from .errors import LOG, queue_full, shutting_down, to_failure, unavailable
-from .generation import BatchRow, Job, Send, prompt_tokens
+from .generation import BatchRow, Job, Send
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
+from .preparation import prompt_tokens
 from .request import GenerationRequest
 from .settings import Settings
 

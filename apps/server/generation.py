@@ -1,6 +1,6 @@
 """One request, from its prompts to its events: a row in the batch of its model for each of its choices.
 
-`prepare` runs on a thread of its own and does not use MLX. A `Job` runs on the engine thread. Its rows go by
+A `Job` runs on the engine thread. Its rows go by
 steps: a step is a chunk of the prompt, or a round that the batch has brought.
 """
 
@@ -16,17 +16,15 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mlx_spec import engine
-from mlx_spec.apps.server.tool_formats import ToolCallReader, ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.tool_formats import ToolCallReader
 from mlx_spec.batch.scheduler import Batch, Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.sequence import CachedSequence
-from mlx_spec.sampling import LogitsProcessor, Sampling
+from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
-from mlx_spec.text import Text
-from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
@@ -44,81 +42,17 @@ from .answers import (
     Timings,
     Usage,
 )
-from .errors import LOG, Failure, invalid, unsupported
+from .errors import LOG, Failure, invalid
 from .metrics import JobCounter
-from .models import CompileGrammar, LoadedModel
+from .models import LoadedModel
 from .prefix_cache import Snapshot
-from .request import Chat, GenerationRequest, Prompt, RawPrompts
-from .request_grammar import request_grammar
+from .preparation import PreparedRequest, prepare
+from .request import Chat, GenerationRequest, RawPrompts
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
 Send = Callable[[Event], None]
 Steps = Generator[None, None, None]
-
-
-# --- before the engine begins
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request in the form that the engine needs."""
-
-    prompts: tuple[list[int], ...]
-    sampling: Sampling
-    dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
-    prediction: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
-
-
-def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> PreparedRequest:
-    """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
-
-    Raises Failure (400), or InvalidValue if the chat template refuses the messages.
-    """
-    prompts = prompt_tokens(request, text)
-    prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
-    use = request.prompt.tools if isinstance(request.prompt, Chat) else None
-    dialect = None if use is None else find_tool_format(text)
-    raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
-    fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
-    controls = text.controls.intersection(map(text.token_id, request.stop))  # no text has their names
-    ends = (*request.stop_tokens, *controls, *(fill_in_ends(text) if fills_in else ()))
-    banned = text.eos if request.ignore_eos else frozenset[int]()
-    if use is not None and dialect is not None and use.choice == "none":
-        banned |= {dialect.open}
-    ban = dict.fromkeys(banned, float("-inf"))
-    sampling = replace(
-        request.sampling,
-        logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
-        late_tokens=text.eos | frozenset(ends),
-        grammar=request_grammar(request, text, use, dialect, compile),
-    )
-    reads_calls = use is not None and use.choice != "none"
-    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
-
-
-def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
-    """Return the tokens of each prompt; raise what `prepare` raises."""
-    if isinstance(request.prompt, Chat):
-        return (chat_prompt(request.prompt, text, request.model),)
-    return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
-
-
-def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
-    if isinstance(prompt, FillIn):
-        found = fill_in_prompt(prompt, text)
-        if found is None:
-            raise unsupported(
-                f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
-                "code model that has, or send a prompt alone",
-                prompt.param,
-            )
-        return found
-    return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
-
-
-# --- on the engine thread
 
 
 @dataclass(eq=False)

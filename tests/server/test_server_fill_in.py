@@ -16,7 +16,7 @@ from vocabularies import ROOT, byte_level, sentencepiece_like
 
 from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error
-from mlx_spec.apps.server.generation import _raw_tokens
+from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling

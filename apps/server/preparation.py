@@ -1,0 +1,113 @@
+"""Prepare a request: its prompts as tokens, and the grammar of what its answer must be.
+
+This runs on a thread of its own and does not use MLX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_failure, is_optional
+from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import Grammar
+from mlx_spec.sampling import Sampling
+from mlx_spec.text import Text
+from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
+
+from .errors import LOG, invalid, unsupported
+from .models import CompileGrammar
+from .request import Chat, GenerationRequest, OutputFormat, Prompt, RawPrompts, ToolUse
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request in the form that the engine needs."""
+
+    prompts: tuple[list[int], ...]
+    sampling: Sampling
+    dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
+    prediction: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
+
+
+def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> PreparedRequest:
+    """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
+
+    Raises Failure (400), or InvalidValue if the chat template refuses the messages.
+    """
+    prompts = prompt_tokens(request, text)
+    prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
+    use = request.prompt.tools if isinstance(request.prompt, Chat) else None
+    dialect = None if use is None else find_tool_format(text)
+    raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
+    fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
+    controls = text.controls.intersection(map(text.token_id, request.stop))  # no text has their names
+    ends = (*request.stop_tokens, *controls, *(fill_in_ends(text) if fills_in else ()))
+    banned = text.eos if request.ignore_eos else frozenset[int]()
+    if use is not None and dialect is not None and use.choice == "none":
+        banned |= {dialect.open}
+    ban = dict.fromkeys(banned, float("-inf"))
+    sampling = replace(
+        request.sampling,
+        logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
+        late_tokens=text.eos | frozenset(ends),
+        grammar=_grammar(request, text, use, dialect, compile),
+    )
+    reads_calls = use is not None and use.choice != "none"
+    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
+
+
+def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
+    """Return the tokens of each prompt; raise what `prepare` raises."""
+    if isinstance(request.prompt, Chat):
+        return (chat_prompt(request.prompt, text, request.model),)
+    return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
+
+
+def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
+    if isinstance(prompt, FillIn):
+        found = fill_in_prompt(prompt, text)
+        if found is None:
+            raise unsupported(
+                f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
+                "code model that has, or send a prompt alone",
+                prompt.param,
+            )
+        return found
+    return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _grammar(
+    request: GenerationRequest,
+    text: Text,
+    use: ToolUse | None,
+    dialect: ToolFormat | None,
+    compile: CompileGrammar,
+) -> Grammar | None:
+    """Return the grammar of what the request asks for, combined with what its tools need.
+
+    None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
+    """
+    format = request.format
+    if use is not None and dialect is not None:
+        calls = answer_grammar(dialect, use, format)
+        if calls is not None:
+            format = OutputFormat("lark", calls, "tools" if format is None else format.param)
+    if format is None:
+        return None
+    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
+    try:
+        found = compile(format.kind, source)
+    except InvalidValue as error:
+        if use is not None and dialect is not None and is_optional(use, request.format):
+            LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")
+            return None
+        if format is not request.format:
+            raise compile_failure(error, format.param) from error
+        raise invalid(str(error), format.param) from error
+    thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not text.thinks)
+    found = found.thinking(thinks)  # some models cannot be asked not to
+    if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
+        found = found.with_calls(dialect.open, dialect.close)
+    return found
