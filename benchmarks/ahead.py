@@ -100,7 +100,7 @@ def decode(
             done = device.submit(1.0) if queued is None else queued
             queued = device.submit(1.0) if choice is None and most else None
             device.read(done)
-            round, stored = Round([0], 0, 0, "plain" if queued is not None else "landed"), None
+            round, stored = Round([0], 0, 0, "plain" if queued is not None else "drained"), None
         place += len(round.tokens)
         round = replace(
             round,

@@ -170,7 +170,7 @@ def arms_of(
             yield [(i, next(each).tokens) for i, each in enumerate(rounds)]
 
     def together(prompts: Sequence[list[int]], tokens: int, length: int | None) -> Iterator[list[Emitted]]:
-        batch = Batch(pair.batch(1).share, len(prompts), policies.group if length is None else None)
+        batch = Batch(pair.batch(1).target_batch, len(prompts), policies.group if length is None else None)
         for each in sequences(prompts, tokens, length):
             batch.add(each)
         early: list[Emitted] = []

@@ -1,8 +1,8 @@
 """The decode loop: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
 
-Most groups have one sequence. Invariants after every round: the target's cache holds all of a history but its
-last, pending token; no cache holds a token that was not emitted; every sequence emitted at least one token;
-what a sequence emits does not depend on the others.
+`Group.step` is one round; most groups have one sequence. Invariants after every round: the target's cache
+holds all of a history but its last, pending token; no cache holds a token that was not emitted; every
+sequence emitted at least one token; what a sequence emits does not depend on the others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import (
     Choice,
@@ -37,10 +38,11 @@ from mlx_spec.types import (
 )
 
 PREFILL_STEP = 1024  # prompt tokens in one forward pass: bounds the memory of its activations
-CLEAR_INTERVAL = 256  # rounds; block lengths vary, so freed buffers of many sizes pile up
+CLEAR_INTERVAL = 256  # rounds between two `clear_cache`: freed buffers of many block lengths pile up
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
 Result = TypeVar("Result")
+Accepted = tuple[Sequence[int], list[int]]  # rows of a block, that of the pending token first; new tokens
 
 
 def generate(
@@ -70,10 +72,11 @@ def generate(
 
 def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
     """Yield the rounds of one sequence, as `generate` does."""
-    group = Group([sequence], Alone(sequence.target))
+    group = Group([sequence], SingleTarget(sequence.target))
     try:
         for _ in sequence.prefill():
             pass
+        sequence.begin()
         while sequence.remaining > 0:
             (result,) = group.step()
             if isinstance(result, Exception):
@@ -91,9 +94,9 @@ def prefill(
     prompt: list[int],
     step: Callable[[], int] = lambda: PREFILL_STEP,
 ) -> Iterator[int]:
-    """Write what the target lacks of a prompt, all but its last token, in steps of so many tokens.
+    """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields the number of tokens written after each step. If it is closed early, `generate` writes the rest.
+    Yields the number of tokens that the target holds after each chunk. May be closed early and called again.
     """
     end = len(prompt) - 1
     while (low := target.size) < end:
@@ -106,7 +109,10 @@ def prefill(
 
 
 class RunningSequence:
-    """One sequence: its history and everything that decides how it goes on."""
+    """One sequence: its history and everything that decides how it goes on.
+
+    `read_prompt` replaces `prefill` where reading the prompt does more, such as scoring its tokens.
+    """
 
     def __init__(
         self,
@@ -118,6 +124,7 @@ class RunningSequence:
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
+        read_prompt: Callable[[], Iterator[object]] | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -128,15 +135,26 @@ class RunningSequence:
         self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
         self._request_drafters = request_drafters
         self._stop = stop
+        self._read_prompt = read_prompt
 
     @property
     def unread(self) -> int:
         """Return the tokens of the prompt that the target lacks."""
         return len(self.history) - 1 - self.target.size
 
-    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[int]:
-        """Write the prompt in steps of so many tokens, then begin the answer."""
-        yield from prefill(self.target, self._drafters, self.history, step)
+    @property
+    def can_share_prefill(self) -> bool:
+        """Return True if one pass may read its prompt and others."""
+        return self._read_prompt is None and not self.target.is_recurrent
+
+    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[object]:
+        """Read the prompt in chunks of at most `step()` tokens; yield after each."""
+        if self._read_prompt is not None:
+            return self._read_prompt()
+        return prefill(self.target, self._drafters, self.history, step)
+
+    def begin(self) -> None:
+        """Begin the answer: the prompt has been read."""
         self.policy.begin(self._request_drafters)
 
     def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
@@ -153,24 +171,33 @@ class RunningSequence:
         """Return the last token of the history, [1] int32."""
         return mx.array(self.history[-1:], dtype=mx.int32)
 
-    def draft(self, choices: Sequence[Choice]) -> tuple[int, Draft] | None:
-        """Return the index and the draft of the first drafter that has one."""
-        for choice in choices:
-            request = self.request(choice)
-            draft = request.drafter.draft(request.history, request.limit, request.sampler)
-            if draft.tokens.size:
-                return choice.drafter, draft
-        return None
-
-    def prepare(self, drafter: int, draft: Draft, choices: Sequence[Choice]) -> None:
-        """Let a drafter work ahead while its draft is verified, if its choice says so."""
-        if any(choice.ahead for choice in choices if choice.drafter == drafter):
-            self._drafters[drafter].prepare(self.history, draft, self.sampler.drafting)
+    def limited(self, decision: Decision) -> Decision:
+        """Return the decision, with limits that leave room for the token that ends the round."""
+        most = self.remaining - 1
+        if all(choice.limit <= most for choice in decision.choices):
+            return decision
+        choices = [replace(each, limit=min(each.limit, most)) for each in decision.choices if most]
+        return replace(decision, choices=tuple(choices))
 
     def request(self, choice: Choice) -> DraftRequest:
         """Return the request for the draft of a choice."""
         drafter = self._drafters[choice.drafter]
         return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
+
+    def draft(self, choices: Sequence[Choice]) -> Draft:
+        """Return the draft of the first drafter that has one."""
+        for choice in choices:
+            request = self.request(choice)
+            draft = request.drafter.draft(request.history, request.limit, request.sampler)
+            if draft.tokens.size:
+                return replace(draft, drafter=choice.drafter)
+        return no_draft()
+
+    def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
+        """Let the drafter work ahead while its draft is verified, if its choice says so."""
+        for choice in choices:
+            if choice.ahead and choice.drafter == draft.drafter:
+                self._drafters[choice.drafter].prepare(self.history, draft, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
         """Draw the token after the history and `drafted`, [1] int32."""
@@ -179,11 +206,6 @@ class RunningSequence:
     def until_stop(self, tokens: list[int]) -> list[int]:
         """Return the tokens up to the first stop token."""
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
-
-    def observe(self, features: Features) -> None:
-        """Show the drafters the features of new tokens."""
-        for drafter in self._drafters:
-            drafter.observe(self.history, features)
 
     def emit(self, round: Round, features: Features) -> Round:
         """Append the tokens of a round. Return it with what only the sequence knows."""
@@ -198,83 +220,45 @@ class RunningSequence:
             logprobs=self.sampler.logprobs(position, round.tokens),
         )
 
-
-class Passes(Protocol):
-    """The targets of a group: one pass writes and verifies blocks of all its sequences."""
-
-    @property
-    def takes_drafts(self) -> bool:
-        """Return False if a pass takes one token of each sequence only."""
-
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
-        """Write uncommitted tokens [R], so many of each sequence in turn. Return their logits [R, V]."""
-
-    def commit(self, keep: Sequence[int]) -> Sequence[Features]:
-        """Keep the first uncommitted rows of each and drop the others. Return the features of those kept."""
-
-
-class Alone:
-    """The target of one sequence: its passes need no padding, and it can verify trees."""
-
-    takes_drafts = True
-
-    def __init__(self, target: LMTarget) -> None:
-        self.target = target
-
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
-        """Write the tokens of the only sequence."""
-        return self.target.verify(tokens)
-
-    def commit(self, keep: Sequence[int]) -> Sequence[Features]:
-        """Keep the first rows of the only block."""
-        return [self.target.commit(keep[0])]
+    def observe(self, features: Features) -> None:
+        """Show the drafters the features of new tokens."""
+        for drafter in self._drafters:
+            drafter.observe(self.history, features)
 
 
 class Group:
     """Sequences that are decoded round by round, in one pass a round."""
 
     def __init__(
-        self, sequences: list[RunningSequence], passes: Passes, policy: GroupPolicy | None = None
+        self,
+        sequences: list[RunningSequence],
+        targets: SingleTarget | TargetBatch,
+        policy: GroupPolicy | None = None,
     ) -> None:
         self.sequences = sequences
-        self.passes = passes
+        self.targets = targets
         self._policy = policy  # of several sequences; if it is None, each decides for itself
         self.queued: mx.array | None = None  # [B] int32: the tokens after the pending ones, not yet read
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
     def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
-        """Decode one round of every sequence. Returns it, or the error that ended the sequence.
+        """Decode one round of every sequence: draft, verify, accept, commit.
 
-        Without `may_probe`, several sequences draft only what pays.
+        Returns the round of each, or the error that ended it. Without a draft a round is one plain token, and
+        the device begins the next one if `may_queue`. Without `may_probe`, several sequences draft only what
+        pays.
         """
-        shared, decisions = self._shared_policy, self._decide()
-        if shared is not None and not may_probe:
-            plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
-            decisions = [plain if d.reason is Reason.PROBE else d for d in decisions]
+        decisions = self._decide(may_probe)
         start = time.perf_counter()
-        rounds = self._round(
-            [_limited(d, each) for d, each in zip(decisions, self.sequences, strict=True)], may_queue
-        )
-        seconds = time.perf_counter() - start
-        self._rounds += 1
-        if self._rounds % CLEAR_INTERVAL == 0:
-            mx.clear_cache()
-        done: list[Round | Exception] = []
-        for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
-            round = replace(
-                round,
-                seconds=seconds,
-                reason=decision.reason,
-                plain_seconds=decision.plain_seconds,
-                company=len(self.sequences),
-            )
-            if shared is None:
-                sequence.attempt(partial(sequence.policy.observe, round), None)
-            done.append(sequence.error or round)
-        if shared is not None:
-            shared.observe([None if isinstance(each, Exception) else each for each in done])
-        return done
+        drafts = self._draft(decisions)
+        if any(draft.tokens.size for draft in drafts):
+            logits = self._verify(drafts, decisions)
+            rounds = self._commit(drafts, self._accept(drafts, logits))
+        else:
+            waits_for_draft = any(each.choices for each in decisions) and self._misses < MAX_MISSES
+            rounds = self._plain(queue_next=may_queue and not waits_for_draft)
+        return self._observe(rounds, decisions, time.perf_counter() - start)
 
     def remove(self, index: int) -> None:
         """Remove a sequence; the last one takes its index."""
@@ -286,117 +270,101 @@ class Group:
     def close(self) -> None:
         """Drop uncommitted rows."""
         self.queued = None
-        self.passes.commit([0] * len(self.sequences))
+        self.targets.commit([0] * len(self.sequences))
 
-    @property
-    def _shared_policy(self) -> GroupPolicy | None:
-        """Return the policy that decides for all sequences; None if each decides for itself."""
-        return self._policy if len(self.sequences) > 1 and self.passes.takes_drafts else None
+    # --- one round
 
-    def _decide(self) -> list[Decision]:
-        if not self.passes.takes_drafts:
+    def _decide(self, may_probe: bool) -> list[Decision]:
+        """Return what to draft of each sequence."""
+        shared, plain = self._shared_policy, Decision((), Reason.NO_DRAFTER)
+        if not self.targets.takes_drafts:
             return [Decision((), Reason.RECURRENT)] * len(self.sequences)
-        if self._shared_policy is not None:
+        if shared is None:
+            decisions = [s.attempt(partial(s.policy.decide, s.history), plain) for s in self.sequences]
+        else:
             policies = [sequence.policy for sequence in self.sequences]
-            return self._shared_policy.decide(policies, [sequence.history for sequence in self.sequences])
-        plain = Decision((), Reason.NO_DRAFTER)
-        return [
-            sequence.attempt(partial(sequence.policy.decide, sequence.history), plain)
-            for sequence in self.sequences
-        ]
+            decisions = shared.decide(policies, [sequence.history for sequence in self.sequences])
+            if not may_probe:
+                plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
+                decisions = [plain if each.reason is Reason.PROBE else each for each in decisions]
+        return [each.limited(decision) for each, decision in zip(self.sequences, decisions, strict=True)]
 
-    def _round(self, wanted: list[list[Choice]], may_queue: bool) -> list[Round]:
-        """Verify drafts, or decode plainly. Queued tokens are emitted before anything is verified."""
-        drafting, patient = any(wanted), self._misses < MAX_MISSES
-        if not drafting or (self.queued is not None and patient):
-            return self._plain(queue_next=may_queue and not drafting)
-        found = self._drafts(wanted)
-        if not any(found):
-            self._misses += 1
-            return self._plain(queue_next=may_queue and self._misses >= MAX_MISSES)
-        self._misses = 0
-        if self.queued is not None:
-            return self._plain(queue_next=False)
-        if len(found) == 1 and found[0] is not None and found[0][1].parents is not None:
-            return [self._verify_tree(*found[0], found[0][1].parents)]
-        chains = [None if each is None else (each[0], _chain(each[1])) for each in found]
-        # Before the pass: handing it over may hold this thread nearly until it is done.
-        for sequence, chain, choices in zip(self.sequences, chains, wanted, strict=True):
-            if chain is not None:
-                sequence.attempt(partial(sequence.prepare, *chain, choices), None)
-        return self._verify(chains)
+    def _draft(self, decisions: Sequence[Decision]) -> list[Draft]:
+        """Return the draft of each sequence. All are empty while a queued token is to be emitted first."""
+        none = [no_draft()] * len(decisions)
+        if not any(decision.choices for decision in decisions):
+            return none
+        if self.queued is not None and self._misses < MAX_MISSES:
+            return none
+        drafts = self._drafts_of([list(decision.choices) for decision in decisions])
+        self._misses = 0 if any(draft.tokens.size for draft in drafts) else self._misses + 1
+        return drafts if self.queued is None else none
 
-    def _drafts(self, wanted: Sequence[list[Choice]]) -> list[tuple[int, Draft] | None]:
-        """Return the draft of each sequence, and its drafter. One pass may draft the first choices of all."""
-        found: list[tuple[int, Draft] | None] = [None] * len(wanted)
-        choices = [list(each) for each in wanted]
-        eager = [i for i, each in enumerate(wanted) if each]
-        requests = [self.sequences[i].request(wanted[i][0]) for i in eager]
-        kinds = {(wanted[i][0].drafter, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
+    def _drafts_of(self, choices: list[list[Choice]]) -> list[Draft]:
+        """Return the first draft of each. One pass may draft the first choices of all."""
+        drafts = [no_draft()] * len(choices)
+        eager = [i for i, each in enumerate(choices) if each]
+        requests = [self.sequences[i].request(choices[i][0]) for i in eager]
+        kinds = {(choices[i][0].drafter, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
         if len(kinds) == 1 < len(eager):
             try:
-                drafts = requests[0].drafter.draft_batch(requests)
-            except Exception:  # each by itself finds out whose it is
-                drafts = []
-            for i, draft in zip(eager, drafts, strict=False):
+                found = requests[0].drafter.draft_batch(requests)
+            except Exception:  # retry one by one to find the sequence that fails
+                found = []
+            for i, draft in zip(eager, found, strict=False):
                 first = choices[i].pop(0)
-                found[i] = (first.drafter, draft) if draft.tokens.size else None
+                drafts[i] = replace(draft, drafter=first.drafter) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
-            if found[i] is None and choices[i]:
-                found[i] = sequence.attempt(partial(sequence.draft, choices[i]), None)
-        return found
+            if not drafts[i].tokens.size and choices[i]:
+                drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
+        return drafts if len(drafts) == 1 else [_chain(draft) for draft in drafts]
 
-    def _verify(self, found: Sequence[tuple[int, Draft] | None]) -> list[Round]:
-        """Verify chains of draft tokens in one pass. Sequences without a draft decode one token."""
-        drafts = [no_draft() if each is None else each[1] for each in found]
-        blocks = [p for s, d in zip(self.sequences, drafts, strict=True) for p in (s.pending, d.tokens)]
-        written = mx.concatenate(blocks)
-        logits = self.passes.verify(written, [1 + draft.tokens.size for draft in drafts])
-        rounds = []
-        for sequence, each, (accepted, last, *drafted) in zip(
-            self.sequences, found, self._verdicts(written, logits, drafts), strict=True
-        ):
-            tokens = sequence.until_stop([*drafted[:accepted], last])
-            if each is None:
-                rounds.append(Round(tokens, 0, 0, "landed"))
-            else:
-                counts = len(drafted), min(accepted, len(tokens))
-                rounds.append(Round(tokens, *counts, "draft", each[0], ahead=each[1].ahead))
-        return self._emit(rounds, self.passes.commit([len(round.tokens) for round in rounds]))
+    def _verify(self, drafts: Sequence[Draft], decisions: Sequence[Decision]) -> mx.array:
+        """Write the pending token and the draft of each in one pass. Return logits [R, V]."""
+        # Before the pass: handing it over may hold this thread nearly until it is done.
+        for sequence, draft, decision in zip(self.sequences, drafts, decisions, strict=True):
+            sequence.attempt(partial(sequence.prepare, draft, decision.choices), None)
+        pairs = zip(self.sequences, drafts, strict=True)
+        written = mx.concatenate([block for s, draft in pairs for block in (s.pending, draft.tokens)])
+        if drafts[0].parents is not None:  # a tree, of the only sequence
+            return self.sequences[0].target.verify_tree(written, drafts[0].parents)
+        return self.targets.verify(written, [1 + draft.tokens.size for draft in drafts])
 
-    def _verdicts(self, written: mx.array, logits: mx.array, drafts: Sequence[Draft]) -> list[list[int]]:
-        """Return of each sequence the number of accepted tokens, the token after them, and its draft.
+    def _accept(self, drafts: Sequence[Draft], logits: mx.array) -> list[Accepted]:
+        """Return the accepted rows of each sequence and its new tokens: the one copy to the host."""
+        takes_argmax = self._takes_argmax and drafts[0].parents is None
+        if takes_argmax:
+            verdicts = [logits.argmax(axis=-1).astype(mx.int32)]
+        else:
+            verdicts = self._verdicts(drafts, logits)
+        numbers = iter(_read(mx.concatenate([*verdicts, *(draft.tokens for draft in drafts)])))
+        lengths = [1 + draft.tokens.size if takes_argmax else 2 for draft in drafts]
+        accepted = list[Accepted]()
+        read = [list(itertools.islice(numbers, length)) for length in lengths]
+        for sequence, draft, verdict in zip(self.sequences, drafts, read, strict=True):
+            drafted = list(itertools.islice(numbers, draft.tokens.size))
+            row, last = _matched(verdict, drafted) if takes_argmax else verdict
+            rows = range(row + 1) if draft.parents is None else tree_of(draft.parents).paths[row]
+            accepted.append((rows, sequence.until_stop([*(drafted[i - 1] for i in rows[1:]), last])))
+        return accepted
 
-        `written` [R] has the pending token and the draft of each in turn, `logits` [R, V] their rows.
-        """
-        ends = list(itertools.accumulate(1 + draft.tokens.size for draft in drafts))
-        starts = [0, *ends[:-1]]
-        if self._takes_argmax:
-            read = _read(mx.concatenate([logits.argmax(axis=-1).astype(mx.int32), written]))
-            chosen, drafted = read[: ends[-1]], read[ends[-1] :]
-            return [
-                _matched(chosen[low:high], drafted[low + 1 : high])
-                for low, high in zip(starts, ends, strict=True)
-            ]
-        parts = []
-        for sequence, draft, low, high in zip(self.sequences, drafts, starts, ends, strict=True):
-            verify = partial(sequence.sampler.verify, logits[low:high], sequence.history, draft)
-            parts += [sequence.attempt(verify, mx.zeros((2,), mx.int32)), draft.tokens]
-        numbers = iter(_read(mx.concatenate(parts)))
-        return [list(itertools.islice(numbers, 2 + draft.tokens.size)) for draft in drafts]
+    def _verdicts(self, drafts: Sequence[Draft], logits: mx.array) -> list[mx.array]:
+        """Return the row of the last accepted token and the token after it, [2] for each sequence."""
+        verdicts, start = list[mx.array](), 0
+        for sequence, draft in zip(self.sequences, drafts, strict=True):
+            end = start + 1 + draft.tokens.size
+            verify = partial(sequence.sampler.verify, logits[start:end], sequence.history, draft)
+            verdicts.append(sequence.attempt(verify, mx.zeros((2,), mx.int32)))
+            start = end
+        return verdicts
 
-    def _verify_tree(self, drafter: int, draft: Draft, parents: tuple[int, ...]) -> Round:
-        """Verify a tree of draft tokens of the only sequence in one pass."""
-        (sequence,), tree = self.sequences, tree_of(parents)
-        logits = sequence.target.verify_tree(mx.concatenate([sequence.pending, draft.tokens]), parents)
-        verdict = sequence.sampler.verify(logits, sequence.history, draft)
-        end, last, *drafted = _read(mx.concatenate([verdict, draft.tokens]))
-        path = tree.paths[end]
-        tokens = sequence.until_stop([*(drafted[node - 1] for node in path[1:]), last])
-        accepted = path[1 : len(tokens) + 1]
-        ranks = tuple(tree.ranks[node] for node in accepted)
-        round = Round(tokens, tree.height, len(accepted), "draft", drafter, nodes=len(drafted), ranks=ranks)
-        return self._emit([round], [sequence.target.commit_path(path[: len(tokens)])])[0]
+    def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Round]:
+        """Keep the rows of the new tokens, drop the others, and emit the tokens."""
+        rounds = [_round(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
+        kept = [rows[: len(tokens)] for rows, tokens in accepted]
+        if drafts[0].parents is not None:
+            return self._emit(rounds, [self.sequences[0].target.commit_path(kept[0])])
+        return self._emit(rounds, self.targets.commit(list(map(len, kept))))
 
     def _plain(self, *, queue_next: bool) -> list[Round]:
         """Decode one token of each without drafts. With `queue_next` the device begins the next ones."""
@@ -405,12 +373,12 @@ class Group:
         if tokens is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
             tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
-        features = self.passes.commit([1] * len(self.sequences))
+        features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
             self.queued = self._draw(tokens, unread=1)
             mx.async_eval(tokens, self.queued)
-        kind: Literal["plain", "landed"] = "plain" if queue_next else "landed"
+        kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
         return self._emit([Round([token], 0, 0, kind) for token in _read(tokens)], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
@@ -418,7 +386,7 @@ class Group:
 
         The last `unread` of the written ones, 0 or 1, are not in the histories yet.
         """
-        logits = self.passes.verify(tokens, [1] * len(self.sequences))
+        logits = self.targets.verify(tokens, [1] * len(self.sequences))
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)
         drawn = []
@@ -427,36 +395,71 @@ class Group:
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
         return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
 
-    @property
-    def _takes_argmax(self) -> bool:
-        """Return True if one argmax chooses the tokens of all sequences."""
-        return all(sequence.sampler.is_argmax for sequence in self.sequences)
-
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
         triples = zip(self.sequences, rounds, features, strict=True)
         return [
             sequence.attempt(partial(sequence.emit, round, each), round) for sequence, round, each in triples
         ]
 
+    def _observe(
+        self, rounds: Sequence[Round], decisions: Sequence[Decision], seconds: float
+    ) -> list[Round | Exception]:
+        """Show the policies what the round took and accepted. Return it, or the error of a sequence."""
+        self._rounds += 1
+        if self._rounds % CLEAR_INTERVAL == 0:
+            mx.clear_cache()
+        done, shared = list[Round | Exception](), self._shared_policy
+        for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
+            round = replace(
+                round,
+                seconds=seconds,
+                reason=decision.reason,
+                plain_seconds=decision.plain_seconds,
+                batch_size=len(self.sequences),
+            )
+            if shared is None:
+                sequence.attempt(partial(sequence.policy.observe, round), None)
+            done.append(sequence.error or round)
+        if shared is not None:
+            shared.observe([None if isinstance(each, Exception) else each for each in done])
+        return done
 
-def _limited(decision: Decision, sequence: RunningSequence) -> list[Choice]:
-    """Return the choices of a decision, with room left for the token that ends the round."""
-    most = sequence.remaining - 1
-    return [c if c.limit <= most else replace(c, limit=most) for c in decision.choices if most]
+    @property
+    def _shared_policy(self) -> GroupPolicy | None:
+        """Return the policy that decides for all sequences; None if each decides for itself."""
+        return self._policy if len(self.sequences) > 1 and self.targets.takes_drafts else None
+
+    @property
+    def _takes_argmax(self) -> bool:
+        """Return True if one argmax chooses the tokens of all sequences."""
+        return all(sequence.sampler.is_argmax for sequence in self.sequences)
 
 
-def _matched(chosen: Sequence[int], drafted: Sequence[int]) -> list[int]:
-    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return a verdict and the draft."""
+def _matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
+    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return their number, and the next."""
     pairs = enumerate(zip(chosen, drafted, strict=False))
     accepted = next((i for i, (wanted, token) in pairs if wanted != token), len(drafted))
-    return [accepted, chosen[accepted], *drafted]
+    return accepted, chosen[accepted]
+
+
+def _round(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
+    """Return the round of a draft: its accepted rows, that of the pending token first, and its tokens."""
+    if draft.drafter is None:
+        return Round(tokens, 0, 0, "drained")
+    size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
+    if draft.parents is None:
+        return Round(tokens, size, len(accepted), "draft", draft.drafter, ahead=draft.ahead)
+    tree = tree_of(draft.parents)
+    ranks = tuple(tree.ranks[row] for row in accepted)
+    return Round(tokens, tree.height, len(accepted), "draft", draft.drafter, nodes=size, ranks=ranks)
 
 
 def _chain(draft: Draft) -> Draft:
     """Return a chain as it is, and the likeliest path of a tree. That is exact without probabilities."""
     if draft.parents is None:
         return draft
-    return Draft(draft.tokens[: len(tree_of(draft.parents).segments[0]) - 1])
+    length = len(tree_of(draft.parents).segments[0]) - 1
+    return Draft(draft.tokens[:length], drafter=draft.drafter)
 
 
 def _read(array: mx.array) -> list[int]:

@@ -13,14 +13,14 @@ import numpy as np
 from mlx_spec import engine
 from mlx_spec.batch.policy import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.batch.scheduler import Batch
-from mlx_spec.batch.target import SharedTarget, Sharing, sharing
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.hooks import parts_of
-from mlx_spec.model.ranks import Ranks, RankSharedTarget, RankTarget
+from mlx_spec.model.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.calibrate import TIME_LIMIT, measure
 from mlx_spec.sampling import Sampling
@@ -203,26 +203,26 @@ class Pair:
         policies = self.policies if isinstance(self.policies, BatchPolicies) else None
         if max_running is None:
             max_running = FEWEST_RUNNING if policies is None else policies.most_running()
-        share = None if self.sharing.obstacle else self._share
+        targets = None if self.batch_support.obstacle else self._target_batch
         group = None if policies is None else policies.group
         # A second pass would read the weights once more; padding is read, too, and takes memory.
-        return Batch(share, max_running, group, self.info.target_bytes // MAX_PADDING_SHARE)
+        return Batch(targets, max_running, group, self.info.target_bytes // MAX_PADDING_SHARE)
 
     @cached_property
-    def sharing(self) -> Sharing:
-        """Return how sequences of this target can share passes."""
-        return sharing(self._model) if self._ranks is None else self._ranks.sharing()
+    def batch_support(self) -> BatchSupport:
+        """Return whether sequences of this target can share passes."""
+        return probe_batch(self._model) if self._ranks is None else self._ranks.batch_support()
 
     def _target(self) -> LMTarget:
         if self._ranks is None:
             return LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
         return RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
 
-    def _share(self) -> SharedTarget:
-        takes_drafts = self.sharing.takes_drafts
+    def _target_batch(self) -> TargetBatch:
+        takes_drafts = self.batch_support.takes_drafts
         if self._ranks is None:
-            return SharedTarget(self._model, self._needs, takes_drafts=takes_drafts)
-        return RankSharedTarget(self._ranks, self._needs, takes_drafts=takes_drafts)
+            return TargetBatch(self._model, self._needs, takes_drafts=takes_drafts)
+        return RankTargetBatch(self._ranks, self._needs, takes_drafts=takes_drafts)
 
     def generate_batch(
         self,

@@ -46,7 +46,7 @@ class Statistics:
     drafter_cold: int = 0  # of those reused, not processed by the drafter: it is accepted less often
     generated_tokens: int = 0
     rounds: int = 0
-    company: int = 0  # sequences in the passes of these rounds, added up
+    batch_size_sum: int = 0  # sequences in the passes of these rounds, added up
     speculative_rounds: int = 0  # those that drafted
     speculative_tokens: int = 0  # generated in those rounds
     drafted: int = 0
@@ -70,7 +70,7 @@ class Statistics:
     @property
     def batch_size(self) -> float:
         """Return the sequences that shared a pass, on average; 0 before there were any."""
-        return self.company / self.rounds if self.rounds else 0.0
+        return self.batch_size_sum / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -118,7 +118,7 @@ class Statistics:
             self,
             generated_tokens=self.generated_tokens + len(round.tokens),
             rounds=self.rounds + 1,
-            company=self.company + round.company,
+            batch_size_sum=self.batch_size_sum + round.batch_size,
             speculative_rounds=self.speculative_rounds + speculative,
             speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
             drafted=self.drafted + round.drafted,

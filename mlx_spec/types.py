@@ -116,6 +116,7 @@ class Draft:
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
     ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
+    drafter: int | None = None  # index of the drafter, which the engine adds
 
 
 @cache
@@ -156,15 +157,14 @@ class TokenLogprob:
 class Round:
     """The result of one pass of the target: at least one token.
 
-    Its kind says what the pass was. "plain": one token, and the token after it is queued already. "landed":
-    one token with none queued after it, because a draft is wanted or the answer ends. "draft": a draft was
-    verified.
+    Its kind says what the pass was. "plain": one token, and the one after it is queued. "drained": one token,
+    and none is queued, because a draft is wanted or the answer ends. "draft": a draft was verified.
     """
 
     tokens: list[int]
     drafted: int  # draft tokens that were verified; of a tree, those of its longest path
     accepted: int  # draft tokens among `tokens`
-    kind: Literal["plain", "landed", "draft"]
+    kind: Literal["plain", "drained", "draft"]
     drafter: int | None = None  # index of the drafter of a "draft" round
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
     ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
@@ -174,7 +174,7 @@ class Round:
     finish_reason: Literal["stop", "length"] | None = None
     plain_seconds: float | None = None  # time of one plain token here; None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
-    company: int = 1  # sequences that shared the pass, this one included
+    batch_size: int = 1  # sequences that shared the pass, this one included
 
 
 class Sampler(Protocol):

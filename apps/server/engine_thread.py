@@ -357,7 +357,7 @@ class EngineThread:
                 one.weights,
                 one.caches,
                 tuple(one.batch.group_sizes),
-                one.pair.sharing.obstacle,
+                one.pair.batch_support.obstacle,
                 one.expires_at,
             )
             for one in self._models.loaded()

@@ -52,7 +52,7 @@ BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length
 
 
 class SharedPasses:
-    """Learns what passes in company take, from the rounds of a pair.
+    """Learns what passes of several sequences take, from the rounds of a pair.
 
     It is kept in plain tokens of one sequence. A round of one sequence may change the expected cost of
     lengths that it did not have; that must not outweigh what was measured here.
@@ -83,7 +83,7 @@ class SharedPasses:
         return found
 
     def observe(self, costs: CostModel, count: int, longest: int, seconds: float) -> None:
-        """Learn from a pass of `count` sequences, whose longest draft had so many tokens."""
+        """Learn from a pass of `count` sequences, whose longest draft had `longest` tokens."""
         if longest not in self._known.get(count, {}):
             before, rounds = math.log(float(self.seconds(costs, count)[longest]) / costs.plain), 0
         else:
@@ -94,15 +94,15 @@ class SharedPasses:
 
 
 class MemberPolicy(AdaptivePolicy):
-    """The adaptive policy of one sequence. In company a `BatchPolicy` decides, and tells it of the rounds."""
+    """The adaptive policy of one sequence. In a batch a `BatchPolicy` decides, and tells it of the rounds."""
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        """Begin an answer, with an account of its own for the rounds in company."""
+        """Begin an answer, with its own account for rounds in a batch."""
         super().begin(request_drafters)
-        self._lead = 0.0  # plain rounds of its company won by drafts, at most BUFFER
-        self._hit_rates = [1.0] * len(self._proposals)  # share of the drafts in company that were available
+        self._lead = 0.0  # plain rounds of its batch won by drafts, at most BUFFER
+        self._hit_rates = [1.0] * len(self._proposals)  # share of the drafts in a batch that were available
 
-    def affordable_steps(self, wait: float) -> float:
+    def affordable_rounds(self, wait: float) -> float:
         """Return the plain rounds of the longest round that may be lost, and a wait after it."""
         return self._lead + BUFFER + 1 + BATCH_EPSILON - wait
 
@@ -124,8 +124,8 @@ class MemberPolicy(AdaptivePolicy):
         """Return the plain tokens of all sequences since the last draft of this drafter."""
         return self._proposals[drafter].belief.shared.since
 
-    def observe_shared(self, round: Round, wanted: Sequence[Choice], steps: float) -> None:
-        """Learn from a round that took so many plain rounds of the same sequences; `wanted` was decided."""
+    def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
+        """Learn from a round that took `plain_rounds` of the same sequences; `wanted` was decided."""
         for choice in wanted:
             hit = choice.drafter == round.drafter
             self._hit_rates[choice.drafter] += (hit - self._hit_rates[choice.drafter]) / HIT_MEMORY
@@ -135,8 +135,8 @@ class MemberPolicy(AdaptivePolicy):
             self._learn(self._proposals[round.drafter], round)
         self._queued, self._waiting, self._idle = False, False, round.drafter is None
         self._tokens += len(round.tokens)
-        self._steps += steps
-        self._lead = min(self._lead + (1 + BATCH_EPSILON) * len(round.tokens) - steps, BUFFER)
+        self._steps += plain_rounds
+        self._lead = min(self._lead + (1 + BATCH_EPSILON) * len(round.tokens) - plain_rounds, BUFFER)
         for proposal in self._proposals:
             proposal.belief.shared.since += round.drafter is None
             proposal.belief.advance(len(round.tokens))
@@ -235,7 +235,7 @@ class BatchPolicy:
         firsts = [first for _, first in pairs]
         if not firsts:
             return [0] * count, Reason.WAITING
-        affordable = min(policy.affordable_steps(wait) for policy in policies)
+        affordable = min(policy.affordable_rounds(wait) for policy in policies)
         limit = 0
         while limit < min(MAX_DRAFT_TOKENS, costs.longest) and seconds[limit + 1] <= affordable * plain:
             limit += 1
@@ -262,13 +262,13 @@ class BatchPolicy:
         queued = any(round is not None and round.kind == "plain" for round in rounds)
         if plan is not None:
             longest = max((round.drafted for round in rounds if round is not None), default=0)
-            steps = self._steps(plan, longest, queued, now, count)
+            plain_rounds = self._plain_rounds(plan, longest, queued, now, count)
             for policy, round, wanted in zip(plan.policies, rounds, plan.choices, strict=True):
                 if round is not None:
-                    policy.observe_shared(round, wanted if longest else (), steps)
+                    policy.observe_shared(round, wanted if longest else (), plain_rounds)
         self._queued, self._done = count if queued else 0, now
 
-    def _steps(self, plan: Plan, longest: int, queued: bool, now: float, count: int) -> float:
+    def _plain_rounds(self, plan: Plan, longest: int, queued: bool, now: float, count: int) -> float:
         """Return the plain rounds that a round took. Learn what its pass took."""
         if longest:
             seconds = max(now - plan.began, TICK)
@@ -321,7 +321,7 @@ def _extended(tokens: Floats) -> Floats:
 
 
 def _pass_seconds(costs: CostModel, count: int) -> Floats:
-    """Return the seconds of a pass of so many sequences by the longest draft, from passes of one."""
+    """Return the seconds of a pass of `count` sequences by the longest draft, from passes of one."""
     seconds = _row_seconds(costs, count * (LENGTHS + 1))
     seconds[0] = max(seconds[0] - costs.host, costs.plain)  # a plain pass is queued
     return seconds

@@ -14,10 +14,10 @@ from heapq import nlargest
 import mlx.core as mx
 
 from mlx_spec import engine
-from mlx_spec.batch.target import SharedTarget
-from mlx_spec.engine import Alone, Group, RunningSequence
+from mlx_spec.engine import Group, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
@@ -143,8 +143,8 @@ class _Member:
 class Batch:
     """Decodes many sequences: one round of each in every step.
 
-    `share` makes the shared caches of a group, or is None if sequences of this target cannot share a pass.
-    Then each decodes by itself, in turns. `policies` makes the policy of a group; if it is None, each
+    `target_batch` makes the targets of a group, or is None if sequences of this target cannot share a pass.
+    Then they decode in turns. `policies` makes the policy of a group; if it is None, each
     sequence decides for itself how much to draft. Sequences wait in the order of `add`. Every sequence gets
     the text that it would get alone. One that fails leaves, and the others go on. Sequences of unequal
     length share a pass if at most `max_padding` bytes, or half of the buffers, are unused.
@@ -152,7 +152,7 @@ class Batch:
 
     def __init__(
         self,
-        share: Callable[[], SharedTarget] | None,
+        target_batch: Callable[[], TargetBatch] | None,
         max_running: int,
         policies: Callable[[], GroupPolicy] | None = None,
         max_padding: int = MAX_PADDING,
@@ -160,7 +160,7 @@ class Batch:
     ) -> None:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
-        self.share = share
+        self.target_batch = target_batch
         self.max_running = max_running  # sequences that decode at a time; the others wait
         self._policies = policies
         self._max_padding = max_padding
@@ -185,8 +185,8 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Return the bytes of shared caches."""
-        passes = [group.passes for group in self._groups]
-        return sum(each.nbytes for each in passes if isinstance(each, SharedTarget))
+        targets = [group.targets for group in self._groups]
+        return sum(each.nbytes for each in targets if isinstance(each, TargetBatch))
 
     def chunk(self) -> int:
         """Return how many tokens of a prompt to write next, so that nobody who decodes waits too long."""
@@ -222,9 +222,9 @@ class Batch:
         # What they hold moves to shared caches and back, with lanes as long as the longest.
         moved = len(chosen) * max((each.target.nbytes for each in chosen), default=0)
         fits = len(chosen) > 1 and sequences[0] in chosen and moved <= self._max_padding
-        if self.share is None or not fits:
+        if self.target_batch is None or not fits:
             return []
-        start, shared = self._clock(), self.share()
+        start, shared = self._clock(), self.target_batch()
         unread = [each.history[each.target.size : -1] for each in chosen]
         for each in chosen:
             shared.join(each.target)
@@ -300,11 +300,11 @@ class Batch:
     def _decode(self) -> list[tuple[_Member, Result]]:
         """Decode one round of every running sequence."""
         results = list[tuple[_Member, Result]]()
-        landing = self._regroup()
+        draining = self._regroup()
         for group in list(self._groups):
             members = [self._member(sequence) for sequence in group.sequences]
             try:
-                rounds = group.step(may_queue=group not in landing, may_probe=not self._pace.reading)
+                rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
             except Exception as error:  # of the pass: it ends all sequences of the group
                 rounds = [error] * len(members)
             for member, round in zip(members, rounds, strict=True):
@@ -338,8 +338,9 @@ class Batch:
                 del self._members[member.id]
                 return [(member, error)]
             self._reading = None
+            member.sequence.begin()
             policy = None if self._policies is None else self._policies()
-            self._groups.append(Group([member.sequence], Alone(member.sequence.target), policy))
+            self._groups.append(Group([member.sequence], SingleTarget(member.sequence.target), policy))
         return []
 
     def _regroup(self) -> list[Group]:
@@ -347,25 +348,25 @@ class Batch:
 
         Returns the groups that must not queue a token, because a merge waits for them.
         """
-        landing: list[Group] = []
-        for single in [group for group in self._groups if isinstance(group.passes, Alone)]:
-            if not isinstance(single.passes, Alone):  # another one has joined it
+        draining: list[Group] = []
+        for single in [group for group in self._groups if isinstance(group.targets, SingleTarget)]:
+            if not isinstance(single.targets, SingleTarget):  # another one has joined it
                 continue
             others = (group for group in self._groups if group is not single and self._fits(group, single))
             other = next(others, None)
             if other is None:
                 continue
             if single.queued is not None or other.queued is not None:
-                landing += [single, other]
+                draining += [single, other]
             else:
                 self._merge(other, single)
-        return landing
+        return draining
 
     def _fits(self, group: Group, single: Group) -> bool:
         """Return True if a sequence and a group may share buffers: they waste little memory."""
         sizes = [s.target.size for each in (group, single) for s in each.sequences]
         # A target without a row has no buffers yet: a prompt of one token.
-        if self.share is None or not min(sizes):
+        if self.target_batch is None or not min(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
         row_bytes = single.sequences[0].target.row_bytes
@@ -373,25 +374,25 @@ class Batch:
 
     def _merge(self, group: Group, single: Group) -> None:
         """Move the only sequence of `single` to `group`."""
-        assert self.share is not None
+        assert self.target_batch is not None
         self._groups.remove(single)
-        passes = group.passes
-        if not isinstance(passes, SharedTarget):
-            passes = group.passes = self.share()
-            passes.join(group.sequences[0].target)
-        passes.join(single.sequences[0].target)
+        targets = group.targets
+        if not isinstance(targets, TargetBatch):
+            targets = group.targets = self.target_batch()
+            targets.join(group.sequences[0].target)
+        targets.join(single.sequences[0].target)
         group.sequences += single.sequences
 
     def _leave(self, group: Group, member: _Member) -> None:
         index = group.sequences.index(member.sequence)
-        if not isinstance(group.passes, SharedTarget):
+        if not isinstance(group.targets, TargetBatch):
             group.close()
             self._groups.remove(group)
             return
         group.remove(index)
-        group.passes.leave(index, keep=member.park)
-        if len(group.sequences) == 1:  # a sequence without company needs no padding, mask or copy
+        group.targets.leave(index, keep=member.park)
+        if len(group.sequences) == 1:  # a single sequence needs no padding, mask or copy
             group.queued = None
             last = self._member(group.sequences[0])
-            group.passes.leave(0, keep=True)
-            group.passes = Alone(last.sequence.target)
+            group.targets.leave(0, keep=True)
+            group.targets = SingleTarget(last.sequence.target)

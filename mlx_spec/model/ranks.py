@@ -30,12 +30,12 @@ from typing import Any, NoReturn, TypeVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.batch.target import SharedTarget, Sharing, sharing
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.files import one_line
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.shard import shard
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.types import CacheState, FeatureSpec
 
 BACKENDS = ("ring", "jaccl")  # of mx.distributed: TCP everywhere, and RDMA between Macs
@@ -171,10 +171,10 @@ class Ranks:
             weakref.finalize(owner, self._dropped.append, self._count).atexit = False
         return self._count
 
-    def sharing(self) -> Sharing:
-        """Return how sequences of the target can share passes."""
-        with self.announce("sharing"):
-            return sharing(self.model)
+    def batch_support(self) -> BatchSupport:
+        """Return whether sequences of the target can share passes."""
+        with self.announce("batch_support"):
+            return probe_batch(self.model)
 
     def follow(self) -> int:
         """Do what rank 0 announces until it ends. Return its exit status."""
@@ -193,8 +193,8 @@ class Ranks:
                 match self.receive():
                     case ["end", int(status)]:
                         return status
-                    case ["sharing"]:
-                        self.sharing()
+                    case ["batch_support"]:
+                        self.batch_support()
                     case ["drop", number]:
                         targets.pop(number, None)
                     case ["new", number, kind, needs, options]:
@@ -268,7 +268,7 @@ def _announced(method: Method) -> Method:
     """Return a method that all ranks call, with the tokens of rank 0. The others give as many zeros."""
 
     @wraps(method)
-    def call(self: RankTarget | RankSharedTarget, *given: Any, **options: Any) -> Any:
+    def call(self: RankTarget | RankTargetBatch, *given: Any, **options: Any) -> Any:
         with self.ranks.announce(self.number, method.__name__, given, options):
             first, *others = given
             if isinstance(first, mx.array):  # tokens
@@ -302,7 +302,7 @@ class RankTarget(LMTarget):
         raise InvalidValue("each rank has a part of the caches: they cannot be saved")
 
 
-class RankSharedTarget(SharedTarget):
+class RankTargetBatch(TargetBatch):
     """Targets that decode in one pass, of which each rank has a part."""
 
     def __init__(self, ranks: Ranks, needs: FeatureSpec, *, takes_drafts: bool = True) -> None:
@@ -311,15 +311,15 @@ class RankSharedTarget(SharedTarget):
         with ranks.announce("new", self.number, "group", astuple(needs), {"takes_drafts": takes_drafts}):
             pass
 
-    join = _announced(SharedTarget.join)
-    leave = _announced(SharedTarget.leave)
-    prefill = _announced(SharedTarget.prefill)
-    verify = _announced(SharedTarget.verify)
-    commit = _announced(SharedTarget.commit)
+    join = _announced(TargetBatch.join)
+    leave = _announced(TargetBatch.leave)
+    prefill = _announced(TargetBatch.prefill)
+    verify = _announced(TargetBatch.verify)
+    commit = _announced(TargetBatch.commit)
 
 
-KINDS: dict[str, Callable[..., RankTarget | RankSharedTarget]]
-KINDS = {"target": RankTarget, "group": RankSharedTarget}
+KINDS: dict[str, Callable[..., RankTarget | RankTargetBatch]]
+KINDS = {"target": RankTarget, "group": RankTargetBatch}
 
 
 def _described(argument: mx.array | RankTarget) -> dict[str, int]:

@@ -239,7 +239,7 @@ class AdaptivePolicy:
 
     def _observe_plain(self, round: Round, now: float, costs: CostModel) -> None:
         steps = 1.0 if self._queued else 1 + costs.host / costs.plain
-        if self._choices and round.kind == "landed":
+        if self._choices and round.kind == "drained":
             steps += max(self._wasted(c.drafter, c.limit, costs) for c in self._choices) / costs.plain
         self._shared.account.enter(1, steps)
         self._steps += steps

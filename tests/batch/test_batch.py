@@ -15,11 +15,11 @@ import tiny
 from lossless import Scripted, plain
 
 from mlx_spec.batch.scheduler import Batch
-from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.engine import RunningSequence
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
@@ -123,7 +123,7 @@ def assert_texts_alone(
     times = accumulate(ticks.uniform(0, 0.01) for _ in count())  # seconds
     read = list[int]()  # how many prompts were read together
 
-    class Counted(SharedTarget):
+    class Counted(TargetBatch):
         def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
             read.append(len(sizes))
             return super().prefill(tokens, sizes)
@@ -180,7 +180,7 @@ def test_every_text_is_that_alone_with_drafters(name: str) -> None:
     assert_texts_alone(kind, SOURCES[name](), seed=3, most=3, steps=20)
 
 
-class Failing(SharedTarget):
+class Failing(TargetBatch):
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         super().prefill(tokens, sizes)
         raise RuntimeError("this pass fails")

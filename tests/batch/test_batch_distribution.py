@@ -1,4 +1,4 @@
-"""Unseeded samples of sequences in company keep the target's distribution.
+"""Unseeded samples of sequences in a batch keep the target's distribution.
 
 Short generations, eight at a time in one batch, are counted and compared with the exact distribution.
 A right engine is rejected once in a million a test; the keys are fixed, so a pass stays a pass.
@@ -28,11 +28,11 @@ from exact_distribution import (
 )
 
 from mlx_spec.batch import Batch
-from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.engine import RunningSequence
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Round
@@ -51,8 +51,8 @@ def excess(
     wrap: Callable[[Drafter], Drafter] = lambda d: d,
 ) -> float:
     """Return the chi-square of the tokens over its quantile: above 1 is a rejection."""
-    counts, texts, drafted, company = np.zeros((V,) * COUNT), dict[int, list[int]](), 0, 0
-    batch = Batch(lambda: SharedTarget(law_target(), source.needs), TOGETHER)
+    counts, texts, drafted, together = np.zeros((V,) * COUNT), dict[int, list[int]](), 0, 0
+    batch = Batch(lambda: TargetBatch(law_target(), source.needs), TOGETHER)
     for i in range(generations):
         target = LMTarget(law_target(), source.needs)
         drafter = wrap(source.make(target.parts))
@@ -63,8 +63,8 @@ def excess(
     for id, round in batch.run():
         assert isinstance(round, Round)
         texts[id] += round.tokens
-        drafted, company = drafted + round.drafted, max(company, round.company)
-    assert drafted > generations / 2 and company == TOGETHER
+        drafted, together = drafted + round.drafted, max(together, round.batch_size)
+    assert drafted > generations / 2 and together == TOGETHER
     for text in texts.values():
         counts[tuple(text)] += 1
     return chi_square.excess(counts, exact(law_target(), sampling))

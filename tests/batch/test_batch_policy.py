@@ -82,7 +82,7 @@ class Simulation:
             for i, (hits, most) in enumerate(zip(accepted, wanted, strict=True)):
                 self.tokens[i] += hits + 1
                 drafted = most if drafting else 0
-                kind = "draft" if drafted else "landed" if landing or drafting else "plain"
+                kind = "draft" if drafted else "drained" if landing or drafting else "plain"
                 done.append(Round([0] * (hits + 1), drafted, hits, kind, 0 if drafted else None))
             if fixed is None:
                 self.group.observe(done)
@@ -172,7 +172,7 @@ def test_a_slow_round_says_nothing_of_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "M3 Max"])
-def test_delayed_rounds_alone_do_not_outweigh_what_company_took(name: str) -> None:
+def test_delayed_rounds_alone_do_not_outweigh_what_a_batch_took(name: str) -> None:
     simulation = Simulation([0.8] * 2, passes_of(name), table_of(passes_of(name)))
     simulation.run(100)
     for _ in range(2):

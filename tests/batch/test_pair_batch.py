@@ -37,7 +37,7 @@ def pair() -> Pair:
     made._model.set_dtype(mx.float32)
     made._drafters[0].network.set_dtype(mx.float32)
     made.open()  # prepares the model for trees, as an answer alone does
-    assert made.sharing.obstacle is None
+    assert made.batch_support.obstacle is None
     return made
 
 
@@ -148,22 +148,22 @@ def test_generate_batch(pair: Pair) -> None:
 
 
 def recurrent_rounds() -> list[Round]:
-    """The rounds in company of two prompts to a recurrent target, whose texts are those alone."""
+    """The shared rounds of two prompts to a recurrent target, whose texts are those alone."""
     target = GOLDEN / "trained" / "qwen"
     pair = mlx_spec.load(target, target, num_draft_tokens=3)
     prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 7, 5, 6, 7, 5, 6]]
     results = list(pair.generate_batch(prompts, max_tokens=40))
     assert texts_of(results, 2) == texts_alone(pair, prompts, 40)
-    return [round for _, round in results if round.company > 1]
+    return [round for _, round in results if round.batch_size > 1]
 
 
-def test_recurrent_targets_draft_in_company() -> None:
+def test_recurrent_targets_draft_in_a_batch() -> None:
     rounds = recurrent_rounds()
     assert Reason.RECURRENT not in {round.reason for round in rounds}
     assert sum(round.accepted for round in rounds) > 20
 
 
-def test_a_recurrent_target_that_takes_no_padding_is_plain_in_company(
+def test_a_recurrent_target_that_takes_no_padding_is_plain_in_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RecurrentCache, "begin", lambda self, rows, T: None)

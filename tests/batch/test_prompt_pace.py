@@ -16,9 +16,9 @@ import tiny
 from lossless import Scripted
 
 from mlx_spec.batch.scheduler import MAX_HOLD_S, MAX_PAUSE_S, MIN_CHUNK, Batch, PromptPace
-from mlx_spec.batch.target import SharedTarget
 from mlx_spec.engine import PREFILL_STEP, RunningSequence
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
@@ -65,7 +65,7 @@ class CountedTarget(LMTarget):
         return super().verify(tokens)
 
 
-class CountedShared(SharedTarget):
+class CountedShared(TargetBatch):
     def __init__(self, clock: Clock) -> None:
         super().__init__(MODEL, FeatureSpec())
         self.clock = clock

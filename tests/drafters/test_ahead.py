@@ -35,7 +35,6 @@ from mlx.utils import tree_map
 from waiting import wait_until
 
 from mlx_spec.batch import Batch
-from mlx_spec.batch.target import SharedTarget
 from mlx_spec.drafters import DrafterSource, ahead
 from mlx_spec.drafters.ahead import Ahead, CPUThread, DrafterCopy
 from mlx_spec.drafters.ahead_rank import RemoteDrafter, draft_for_rank_0
@@ -46,6 +45,7 @@ from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, Round
@@ -227,7 +227,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 def test_texts_in_a_batch() -> None:
     model = tiny.full()
     source = ahead_in(Waiting(), SOURCES["draft model"]())
-    batch = Batch(lambda: SharedTarget(model, source.needs), 4)
+    batch = Batch(lambda: TargetBatch(model, source.needs), 4)
     prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 35, 30)]
     texts: dict[int, list[int]] = {}
     rounds = list[Round]()
@@ -241,7 +241,7 @@ def test_texts_in_a_batch() -> None:
         rounds.append(round)
     expected = [plain(model, s, p, 30) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
     assert list(texts.values()) == expected
-    assert max(round.company for round in rounds) == 4
+    assert max(round.batch_size for round in rounds) == 4
     assert sum(round.ahead is True for round in rounds) > 5
 
 

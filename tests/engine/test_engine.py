@@ -153,7 +153,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
     early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 13]
     assert [queued[i] for i in early] == [False, *[True] * (len(early) - 1)]
     first = next(i for i, r in enumerate(done) if r.kind == "draft")
-    assert [r.kind for r in done[first - 2 : first]] == ["plain", "landed"]  # the queued token comes first
+    assert [r.kind for r in done[first - 2 : first]] == ["plain", "drained"]  # the queued token comes first
     assert done[first].drafted == 4 and sum(r.drafted for r in done) >= 20
 
 
@@ -165,7 +165,7 @@ def test_a_round_says_what_it_was(kind: str) -> None:
     policy = Listed(plain_, plain_, draft, draft)
     done = rounds(LMTarget(MODELS[kind]), Scripted(prompt + truth, 2), policy, prompt, COUNT)
     assert emitted(done) == truth
-    assert [r.kind for r in done[:8]] == ["plain", "plain", "landed", "draft"] * 2
+    assert [r.kind for r in done[:8]] == ["plain", "plain", "drained", "draft"] * 2
     assert all((r.kind == "draft") == (r.drafter == 0) == bool(r.drafted) for r in done)
     assert {r.plain_seconds for r in done} == {0.5, None}
     assert done[-1].kind != "plain" and done[-1].finish_reason == "length"

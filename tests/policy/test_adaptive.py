@@ -173,7 +173,7 @@ def test_a_queued_token_uses_up_what_a_request_drafter_has():
     assert policy.decide(range(5)).choices == (Choice(0, 1),)
     policy.observe(Round([0], 0, 0, "plain", seconds=PLAIN_SECONDS))
     assert policy.decide(range(6)).choices == ()
-    policy.observe(Round([0], 0, 0, "landed", seconds=PLAIN_SECONDS))
+    policy.observe(Round([0], 0, 0, "drained", seconds=PLAIN_SECONDS))
     assert policy.decide(range(7)).choices == (Choice(0, 1),)
 
 

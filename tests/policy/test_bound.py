@@ -86,7 +86,7 @@ class Watched:
         estimate = self.estimates[round.drafter, round.drafted] if round.kind == "draft" else plain
         self.policy.observe(round)
         self.excess += max(took - estimate - self.late, 0.0) / self.plain
-        beside = round.kind == "landed" and self.queued  # a draft that was thrown away delays the next round
+        beside = round.kind == "drained" and self.queued  # a draft that was thrown away delays the next round
         self.late = max((self.costs.drafting(*draft) for draft in self.estimates), default=0.0) * beside
         self.loss += took / self.plain - (1 + EPSILON) * len(round.tokens)
         self.lowest = min(self.lowest, self.loss)

@@ -47,8 +47,8 @@ from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
-from mlx_spec.batch.target import SharedTarget
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
@@ -157,7 +157,7 @@ def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, pla
     assert body(events) == body(answer(plain, again))
 
 
-# --- company
+# --- batches
 
 
 def test_a_prompt_is_read_once_for_all_its_choices(
@@ -190,13 +190,13 @@ def test_choices_and_requests_that_come_at_once_begin_together(
 def test_short_prompts_are_read_in_one_pass(
     engine: EngineThread, plain: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, prefill = list[int](), SharedTarget.prefill
+    passes, prefill = list[int](), TargetBatch.prefill
 
-    def counted(target: SharedTarget, tokens: mx.array, sizes: Sequence[int]) -> Any:
+    def counted(target: TargetBatch, tokens: mx.array, sizes: Sequence[int]) -> Any:
         passes.append(len(sizes))
         return prefill(target, tokens, sizes)
 
-    monkeypatch.setattr(SharedTarget, "prefill", counted)
+    monkeypatch.setattr(TargetBatch, "prefill", counted)
     request = raw("tell me now of zip", "say to me what map does", "ask me how sum adds", top_logprobs=1)
     events = answer(engine, request)
     assert body(events) == body(answer(plain, request))

@@ -182,7 +182,7 @@ def decode(
             done = device.submit(device.passes[1]) if queued is None else queued
             queued = device.submit(device.passes[1]) if queue_next and remaining > 1 else None
             device.read(done)
-            round = Round([0], 0, 0, "plain" if queued is not None else "landed")
+            round = Round([0], 0, 0, "plain" if queued is not None else "drained")
         place += len(round.tokens)
         remaining -= len(round.tokens)
         round = replace(

@@ -13,11 +13,11 @@ import mlx.nn as nn
 import pytest
 import tiny
 
-from mlx_spec.batch.target import SharedTarget, sharing
 from mlx_spec.model import layer_caches
 from mlx_spec.model.caches import FIRST_LANES, Caches
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.types import Features, FeatureSpec
 
 KINDS = ["full", "sliding", "shared", "recurrent", "recurrent_moe", "quantized"]  # the window is 16
@@ -27,7 +27,7 @@ MAX_ERROR = 2e-4  # of the largest value: float32 sums in another order; a wrong
 
 @dataclass
 class Sequence:
-    """A target in company and the same one alone."""
+    """A target in a batch and the same one alone."""
 
     shared: LMTarget
     alone: LMTarget
@@ -44,7 +44,7 @@ def assert_close(got: mx.array, expected: mx.array) -> None:
         assert mx.abs(got - expected).max().item() <= MAX_ERROR * mx.abs(expected).max().item()
 
 
-def verified(target: SharedTarget, blocks: list[mx.array]) -> list[mx.array]:
+def verified(target: TargetBatch, blocks: list[mx.array]) -> list[mx.array]:
     """Return the logits of a block of each sequence."""
     sizes = [block.size for block in blocks]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
@@ -67,7 +67,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
     model, bits = tiny.model_of(kind), tiny.bits_of(kind)
     draw = random.Random(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
-    target, inside, outside = SharedTarget(model, spec), list[Sequence](), list[Sequence]()
+    target, inside, outside = TargetBatch(model, spec), list[Sequence](), list[Sequence]()
     for step in range(35):
         if (not inside or draw.random() < 0.2) and len(inside) < 8:
             if outside and draw.random() < 0.5:
@@ -119,7 +119,7 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     for held in ([0, 0, 0], [0, 40, 7], [40, 0, 20]):
         both = [Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2))) for _ in held]
-        target = SharedTarget(model, spec)
+        target = TargetBatch(model, spec)
         for each, size in zip(both, held, strict=True):
             if size:
                 each.extend(tiny.prompt(size, seed=size))
@@ -140,7 +140,7 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
 def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None:
     """The first text went on otherwise after 50 tokens. After a long answer the window has left them."""
     model, old, new = tiny.model_of("sliding"), tiny.prompt(60, seed=1), tiny.prompt(30, seed=2)
-    homes, target = [LMTarget(model), LMTarget(model)], SharedTarget(model, FeatureSpec())
+    homes, target = [LMTarget(model), LMTarget(model)], TargetBatch(model, FeatureSpec())
     homes[0].prefill(old)
     assert homes[0].rewind(50) == 50
     for home in homes:
@@ -165,11 +165,11 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
 
 
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain rounds of the same company move the window to the front of buffers of the same size."""
+    """Plain rounds of the same batch move the window to the front of buffers of the same size."""
     monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)
     model = tiny.model_of("sliding")
     target, pairs = (
-        SharedTarget(model, FeatureSpec()),
+        TargetBatch(model, FeatureSpec()),
         [Sequence(LMTarget(model), LMTarget(model)) for _ in "ab"],
     )
     for i, each in enumerate(pairs):
@@ -189,7 +189,7 @@ def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_uncommitted_pass_survives_a_leave() -> None:
     for kind in ("full", "sliding", "recurrent"):
         model = tiny.model_of(kind)
-        target = SharedTarget(model, SPEC)
+        target = TargetBatch(model, SPEC)
         pairs = [Sequence(LMTarget(model, SPEC), LMTarget(model, SPEC)) for _ in range(3)]
         for i, each in enumerate(pairs):
             each.extend(tiny.prompt(20 + 9 * i))
@@ -269,8 +269,8 @@ class HostRope(nn.Module):
 
 
 def test_logits_that_are_no_numbers_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.batch.target._probe", lambda *given: math.nan)
-    assert sharing(tiny.full()).obstacle is not None
+    monkeypatch.setattr("mlx_spec.model.target_batch._probe", lambda *given: math.nan)
+    assert probe_batch(tiny.full()).obstacle is not None
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_model_that_calculates_with_positions_is_found(
     position: Callable[[Any], Any], message: str
 ) -> None:
     model = tiny.full()
-    assert sharing(model).obstacle is None
+    assert probe_batch(model).obstacle is None
     for layer in model.layers:
         layer.self_attn.rope = HostRope(layer.self_attn.rope, position)
-    assert message in (sharing(model).obstacle or "")
+    assert message in (probe_batch(model).obstacle or "")

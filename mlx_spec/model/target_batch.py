@@ -1,4 +1,4 @@
-"""Several targets of one model that decode in one pass: each has its own text, draft and rollback."""
+"""Targets whose blocks are written and verified in one pass: each has its own text, draft and rollback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,24 @@ PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so
 MAX_PROBE_ERROR = 0.05  # of the largest logit: above the rounding of 16 bits, below that of a wrong position
 
 
-class SharedTarget:
+class SingleTarget:
+    """The target of one sequence: its passes need no padding, and it can verify trees."""
+
+    takes_drafts = True
+
+    def __init__(self, target: LMTarget) -> None:
+        self.target = target
+
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        """Write the tokens of the only sequence."""
+        return self.target.verify(tokens)
+
+    def commit(self, keep: Sequence[int]) -> list[Features]:
+        """Keep the first rows of the only block."""
+        return [self.target.commit(keep[0])]
+
+
+class TargetBatch:
     """Targets of one model whose rows are written and verified in one pass.
 
     A target joins with what it has committed, and is not used by itself until it leaves. Recurrent states
@@ -71,7 +88,7 @@ class SharedTarget:
             home.remember()
 
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
-        """Write and commit tokens of prompts [R], so many of each target in turn, without logits.
+        """Write and commit tokens of prompts [R], without logits; `sizes` are the rows of each target.
 
         Returns their features, evaluated. No state may be recurrent: checkpoints would be missing.
         """
@@ -86,7 +103,7 @@ class SharedTarget:
         return features
 
     def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
-        """Write uncommitted tokens [R], so many of each target in turn. Return their logits [R, V]."""
+        """Write uncommitted tokens [R]; `sizes` are the rows of each target. Return their logits [R, V]."""
         if self._caches.uncommitted:  # the last pass was interrupted
             self._caches.commit([0] * len(sizes))
         if max(replay.size for replay in self._replays) > MAX_REPLAY_TOKENS:
@@ -108,9 +125,9 @@ class SharedTarget:
     def _write(
         self, tokens: mx.array, sizes: Sequence[int], starts: Sequence[int], *, reads_prompt: bool = False
     ) -> mx.array:
-        """Write tokens, so many of each target in turn, in one pass, which is padded.
+        """Write tokens in one padded pass; `sizes` are the rows of each target.
 
-        Returns the logits [R, V] of those from `starts` on, which is by target.
+        Returns the logits [R, V] of the rows of each target from its `starts` on.
         """
         T = max(sizes)
         self._caches.begin(T, sizes, reads_prompt=reads_prompt)
@@ -153,15 +170,15 @@ class SharedTarget:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How sequences of one model can share passes."""
+class BatchSupport:
+    """Says if sequences of one model can share passes exactly."""
 
-    obstacle: str | None  # why they cannot exactly; None if they can
+    obstacle: str | None  # None if they can
     takes_drafts: bool  # False if padding spoils a recurrent state
 
 
-def sharing(model: nn.Module) -> Sharing:
-    """Find out how sequences of a model can share passes: two unequal ones decode together and alone.
+def probe_batch(model: nn.Module) -> BatchSupport:
+    """Find out whether sequences of a model can share passes: two unequal ones decode together and alone.
 
     A model that calculates with positions by itself raises, or its logits differ. One that does not mask
     padding in its recurrent state gets wrong logits after an unequal pass.
@@ -170,20 +187,20 @@ def sharing(model: nn.Module) -> Sharing:
     try:
         error = _probe(model, [[1, 1] if is_recurrent else [PROBE_ROWS, PROBE_ROWS]])
     except (TypeError, ValueError) as reason:
-        return Sharing(f"its model calculates with positions ({reason})", False)
+        return BatchSupport(f"its model calculates with positions ({reason})", False)
     if not error <= MAX_PROBE_ERROR:  # NaN, too
-        return Sharing("its logits for two sequences together are not those of each alone", False)
+        return BatchSupport("its logits for two sequences together are not those of each alone", False)
     if not is_recurrent:
-        return Sharing(None, True)
+        return BatchSupport(None, True)
     try:
-        return Sharing(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= MAX_PROBE_ERROR)
+        return BatchSupport(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= MAX_PROBE_ERROR)
     except (TypeError, ValueError):
-        return Sharing(None, False)
+        return BatchSupport(None, False)
 
 
 def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
-    """Return the largest error of two sequences together, over passes with so many rows of each."""
-    shared, alone = SharedTarget(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
+    """Return the largest error of two sequences together, over passes with the given rows of each."""
+    shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
     for target, length in zip(alone, PROBE_LENGTHS, strict=True):
         home = LMTarget(model)
         for each in (target, home):
