@@ -151,6 +151,7 @@ class TokenLogprob:
     written: bytes  # its text; half a character is those bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()  # the most likely first
+    offset: int = field(default=0, compare=False)  # characters of the text before it
 
 
 @dataclass(frozen=True)

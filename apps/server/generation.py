@@ -25,6 +25,7 @@ from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
+from mlx_spec.text.detokenizer import placed
 from mlx_spec.text.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
@@ -331,6 +332,7 @@ class Job:
             stop=request.stop,
             ends=prepared.ends,
             calls=markers,
+            before=row.prompt if chat is None else (),
         )
         row.generation = Generation(sequence, row.prompt, row, row.answer)
         return running
@@ -350,11 +352,10 @@ class Job:
 
     def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
         """Process a prompt and keep the logprobs of its tokens; the first token has none."""
-        pair, top, prompt = self.model.pair, self.request.top_logprobs or 0, row.prompt
+        pair, top, prompt, parts = self.model.pair, self.request.top_logprobs or 0, row.prompt, sequence.parts
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan)]
         self._scores[row.place[0]] = scores
-        parts = sequence.parts
         for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.text, top):
             scores.extend(more)
             yield
@@ -362,11 +363,11 @@ class Job:
     def _echo(self, row: BatchRow) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
         assert isinstance(self.request.prompt, RawPrompts)
-        number = row.place[0]
-        given = self.request.prompt.prompts[number]
-        text = given if isinstance(given, str) else self.model.pair.text.decode(row.prompt)
-        scores = tuple(self._scores.get(number, ()))
-        return TextDelta(row.index, "answer", text, scores, (SourceSpan(text, None, 0),))
+        number, text = row.place[0], self.model.pair.text
+        given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), text)
+        echoed = given if isinstance(given, str) else text.decode(row.prompt)
+        row.answer.count_in_front(echoed)
+        return TextDelta(row.index, "answer", echoed, scores, (SourceSpan(echoed, None, 0),))
 
     def _decode(self, row: BatchRow, running: RunningSequence) -> Steps:
         """Decode in the batch: a step for each of its rounds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -76,43 +75,24 @@ class TextWriter(ChunkWriter):
     def __init__(self, body: TextBody, request: GenerationRequest) -> None:
         super().__init__("cmpl", "text_completion", request, body.stream_options)
         self._with_logprobs = request.top_logprobs is not None
-        assert isinstance(request.prompt, RawPrompts)
-        self._offsets = [Offsets() for _ in range(len(request.prompt.prompts) * request.n)]
 
     def _piece(self, part: answers.AnswerPart) -> Json:
         return self._whole(part) | ({} if part.deltas else {"logprobs": None})
 
     def _whole(self, part: answers.AnswerPart) -> Json:
-        found, offsets = part.logprobs(), self._offsets[part.index]
-        logprobs = logprobs_json(found, offsets) if self._with_logprobs else None
+        logprobs = logprobs_json(part.logprobs()) if self._with_logprobs else None
         reason = part.end and part.end.reason
         return {"index": part.index, "text": part.text(), "logprobs": logprobs, "finish_reason": reason}
 
 
-class Offsets:
-    """Finds where the tokens of a choice begin, in characters. A piece of text may end inside a token."""
-
-    def __init__(self) -> None:
-        self._decoder, self._end = codecs.getincrementaldecoder("utf-8")("ignore"), 0
-
-    def next(self, token: TokenLogprob) -> int:
-        """Return the characters before a token that follows those of earlier calls."""
-        start = self._end
-        self._end += len(self._decoder.decode(token.written))
-        return start
-
-
-def logprobs_json(tokens: Sequence[TokenLogprob], offsets: Offsets) -> Json:
-    """Return the logprobs of tokens that follow those which `offsets` has seen.
-
-    The first token of a prompt has none: its logprob is nan.
-    """
+def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
+    """Return the logprobs of tokens. The first token of a prompt has none: its logprob is nan."""
     scored = [None if math.isnan(token.logprob) else token for token in tokens]
     return {
         "tokens": [_token_text(token.written) for token in tokens],
         "token_logprobs": [token and answers.finite(token.logprob) for token in scored],
         "top_logprobs": [token and _top_json(token) for token in scored],
-        "text_offset": [offsets.next(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 

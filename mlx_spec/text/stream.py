@@ -6,49 +6,14 @@ mlx-lm's detokenizers need transformers' tokenizer objects and do not tell wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.text.detokenizer import Detokenizer, half_character
 from mlx_spec.text.thinking import AnswerPlace, Markers, MessageMarks, TagMarks, TextKind, TextTagMarks
 from mlx_spec.text.tokenizer import Text
 from mlx_spec.types import Round, TokenLogprob
-
-REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, or not yet
-
-
-class Detokenizer:
-    """The text of a stream of tokens. It never gives half a character.
-
-    A window of tokens is decoded twice, with the new token and without: the difference is the new text. So
-    the spaces of a token are those of its place.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []  # the window: tokens given last, then tokens not given yet
-        self._given = 0
-        self.waiting = False  # True if the last tokens are half a character
-
-    def add(self, token: int) -> str:
-        """Return the text that `token` completes."""
-        self._tokens.append(token)
-        return self._new_text(final=False)
-
-    def end(self) -> str:
-        """Return the rest, such as bytes that never became a character."""
-        return self._new_text(final=True)
-
-    def _new_text(self, *, final: bool) -> str:
-        before = self._decode(self._tokens[: self._given])
-        after = self._decode(self._tokens)
-        self.waiting = len(after) > len(before) and after.endswith(REPLACEMENT) and not final
-        if len(after) <= len(before) or self.waiting:
-            return ""
-        self._tokens = self._tokens[self._given :]
-        self._given = len(self._tokens)
-        # A broken character makes some decoders write the ones before it anew, byte by byte.
-        return after[len(before) :] if after.startswith(before) else self._decode(self._tokens)
 
 
 @dataclass(frozen=True)
@@ -98,7 +63,8 @@ class AnswerStream:
     special tokens as text. An answer has calls, thinking has none, and both markers must be tokens of the
     vocabulary. Without a closing marker a call ends with the answer, or where the next one opens. Where
     headers mark calls, the text of a call begins with its header. Without a prompt (None) all text is answer
-    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens.
+    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens. A text that goes on
+    after the tokens `before` keeps the space between them.
 
     Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
     before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
@@ -113,6 +79,7 @@ class AnswerStream:
         stop: Sequence[str] = (),
         ends: Collection[int] = (),
         calls: Markers | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         if "" in stop:
             raise InvalidValue("a stop string is empty: leave it out")
@@ -140,8 +107,13 @@ class AnswerStream:
         self.finished: str | None = None  # the stop string that was completed
         self.completion_tokens = 0  # tokens emitted, up to and with the one that completed a stop string
         self.reasoning_tokens = 0  # tokens of thinking among them, with their markers
+        self._offset = 0  # characters of the answer so far
         place = AnswerPlace("answer") if self._marks is None or prompt is None else self._marks.begin(prompt)
-        self._begin(place, trim=place.kind == "thinking", header="")
+        self._begin(place, trim=place.kind == "thinking", header="", before=before)
+
+    def count_in_front(self, text: str) -> None:
+        """Let the offsets of tokens count a text in front of the answer, such as its prompt."""
+        self._offset += len(text)
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
         """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
@@ -229,7 +201,6 @@ class AnswerStream:
             self._without_text.pop()
             self._add_text(self._detokenizer.end())
             self._without_text.append(read)
-            self._detokenizer = Detokenizer(self._text.decode)
             self._add_text(self._text.decode_raw([read.token]))
         else:
             self._add_text(self._detokenizer.add(read.token))
@@ -252,10 +223,11 @@ class AnswerStream:
             self._call += 1
             self._add_part(TextPart("call", "", call=self._call))
 
-    def _begin(self, place: AnswerPlace, *, trim: bool, header: str) -> None:
+    def _begin(self, place: AnswerPlace, *, trim: bool, header: str, before: Sequence[int] = ()) -> None:
         self._place, self.kind = place, place.kind or "answer"
         self._trim, self._expected_header, self._may_be_header = trim, header, ""
-        self._detokenizer = Detokenizer(self._text.decode_raw if self.kind == "call" else self._text.decode)
+        decode = self._text.decode_raw if self.kind == "call" else self._text.decode
+        self._detokenizer = Detokenizer(decode, before, half_character(self._text, before))
         self._turns: list[_Turn] = []
         self._holds_space = place.kind == "answer" and place.fresh
         if self._marks is None or place.kind in (None, "call"):
@@ -288,8 +260,10 @@ class AnswerStream:
         if text:
             last = self._without_text[-1].span if self._without_text else Span("", None, 0)
             span = replace(last, text=text)
-            logprobs = tuple(each for read in self._without_text for each in read.logprobs)
+            found = (each for read in self._without_text for each in read.logprobs)
+            logprobs = tuple(replace(each, offset=self._offset) for each in found)
             part = TextPart(self.kind, text, logprobs, (span,), self._call if self.kind == "call" else None)
+            self._offset += len(text) if self.kind == "answer" else 0
             self._undecided.append(part)
             self._decide()
         if text or not (self._may_be_header or self._detokenizer.waiting):

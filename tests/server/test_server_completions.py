@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, READ, ROUND, TEXT, TOKENS, fresh, parsed, refused
+from endpoint import CLOSED, TEXT, TOKENS, fresh, parsed, refused
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptRead, TextDelta
-from mlx_spec.apps.server.openai_completions import Offsets, logprobs_json
+from mlx_spec.apps.server.openai_completions import logprobs_json
 from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import TokenLogprob
@@ -55,24 +55,15 @@ def test_refusals(body, param, code):
 def test_logprobs_name_bytes_and_offsets():
     tokens = (
         TokenLogprob(0, b"a", math.nan),
-        TokenLogprob(1, b"\xc3", -1.0),
-        TokenLogprob(2, b"\xa9", -math.inf),
+        TokenLogprob(1, b"\xc3", -1.0, offset=1),
+        TokenLogprob(2, b"\xa9", -math.inf, offset=1),
         TOKENS[0],
     )
-    found = logprobs_json(tokens, Offsets())
+    found = logprobs_json(tokens)
     assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel"]
     assert found["token_logprobs"] == [None, -1.0, -9999.0, -0.5]
     assert found["top_logprobs"] == [None, {}, {}, {"Hel": -0.5, "bytes:\\xff": -9999.0}]
-    assert found["text_offset"] == [0, 1, 1, 2]
-
-
-def test_offsets_of_a_stream_are_those_of_the_whole():
-    """The first piece ends inside its token, as before what may begin a stop string."""
-    pieces = (TextDelta(0, "answer", "He", TOKENS[:1]), ROUND, TextDelta(0, "answer", "llo", TOKENS[1:]))
-    endpoint = fresh((READ, *pieces, ROUND, ChoiceEnded(0, "stop"), CLOSED))[1]
-    whole = endpoint.post(TEXT, prompt="a", logprobs=0).json()["choices"][0]["logprobs"]["text_offset"]
-    streamed = [chunk["choices"][0]["logprobs"] for chunk in endpoint.chunks(TEXT, prompt="a", logprobs=0)]
-    assert whole == [0, 3] == [offset for found in streamed if found for offset in found["text_offset"]]
+    assert found["text_offset"] == [0, 1, 1, 0]
 
 
 def test_chunks():

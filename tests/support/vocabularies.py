@@ -6,7 +6,16 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from mlx_spec.text import Text, read_tokenizer
 from mlx_spec.text.chat_template import ChatTemplate
@@ -46,6 +55,23 @@ def sentencepiece_like() -> Tokenizer:
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def metaspace(size: int = 512) -> Tokenizer:
+    """As in Mistral and Llama 2: words with U+2581 in front, bytes, <s> before a prompt, CodeLlama's marks.
+
+    Tokens are many, so that most that a random model draws begin with a space.
+    """
+    tokenizer = sentencepiece_like()
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    letters = sorted(token for token in vocab if len(token) == 1 and token.isalpha())
+    pairs = [("▁", a) for a in letters] + [(f"▁{a}", b) for a in letters for b in letters]
+    merges = pairs[: size - len(vocab) - 4]
+    vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}
+    tokenizer.model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
 
 

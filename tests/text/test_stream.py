@@ -11,7 +11,8 @@ import pytest
 from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
 from mlx_spec.text import Text, read_text, read_tokenizer
-from mlx_spec.text.stream import AnswerStream, Detokenizer, Span, TextPart
+from mlx_spec.text.detokenizer import Detokenizer
+from mlx_spec.text.stream import AnswerStream, Span, TextPart
 from mlx_spec.text.thinking import Markers
 from mlx_spec.types import Round, TokenLogprob
 
