@@ -109,12 +109,12 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
     given = body.output_config.format if body.output_config else None
-    form = parameters.parse_format(given, "output_config.format")
+    form = parameters.parse_format(given, "output_config.format", binds=True)
     return parameters.start_request(
         body,
         model,
         _parse_chat(body),
-        form or parameters.parse_format(body.output_format, "output_format"),
+        form or parameters.parse_format(body.output_format, "output_format", binds=True),
         max_tokens=body.max_tokens,
         stop=parsing.stop_strings(body.stop_sequences),
         notes=_notes(body),

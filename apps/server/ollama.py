@@ -177,7 +177,7 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
         options,
         model,
         _prompt(body, _thinks(body, model, engine)),
-        None if body.format in (None, "") else as_format("json", body.format, "format"),
+        None if body.format in (None, "") else as_format("json", body.format, "format", strict=False),
         max_tokens=parse_limit(options, place="options."),
         stop=parsing.stop_strings(options.stop),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),

@@ -169,7 +169,7 @@ class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # the answer matches any schema
+    strict: bool | None = None  # refuses a schema with what no grammar enforces; else that is left out
 
 
 class FormatField(JsonSchema):
@@ -198,17 +198,24 @@ class AnswerConfig(Fields):
     summary: Literal["auto", "concise", "detailed"] | None = None  # thinking is returned as it is
 
 
-def parse_format(given: FormatField | None, field: str, place: str = "schema") -> OutputFormat | None:
-    """Return the form of the answer. Raises Failure (400). `place` is where the protocol has the schema."""
+def parse_format(
+    given: FormatField | None, field: str, place: str = "schema", *, binds: bool = False
+) -> OutputFormat | None:
+    """Return the form of the answer. Raises Failure (400). `place` is where the protocol has the schema.
+
+    A schema without `strict` is strict if the protocol `binds` the answer to it.
+    """
+    strict = binds if given is None or given.strict is None else given.strict
     match given:
         case None | FormatField(type="text"):
             return None
         case FormatField(type="json_object", schema_=None):
             return OutputFormat("json_object", param=field)
         case FormatField(type="json_object" | "json_schema", schema_=dict(schema)):
-            return OutputFormat("json_schema", json.dumps(schema), f"{field}.schema")
-        case FormatField(type="json_schema", json_schema=JsonSchema(schema_=dict(schema))):
-            return OutputFormat("json_schema", json.dumps(schema), f"{field}.json_schema.schema")
+            return OutputFormat("json_schema", json.dumps(schema), f"{field}.schema", strict)
+        case FormatField(type="json_schema", json_schema=JsonSchema(schema_=dict(schema), strict=inner)):
+            strict = strict if inner is None else inner
+            return OutputFormat("json_schema", json.dumps(schema), f"{field}.json_schema.schema", strict)
         case FormatField(type="regex", pattern=str(pattern)):
             return OutputFormat("regex", pattern, f"{field}.pattern")
         case FormatField(type="lark", grammar=str(grammar)):
@@ -316,7 +323,7 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
     return found[0] if found else None
 
 
-def as_format(kind: str, value: Any, field: str) -> OutputFormat:
+def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> OutputFormat:
     """Return the form of an answer that one of FORMS gives. Raises Failure (400)."""
     match kind, value:
         case "json", True | "json":
@@ -324,7 +331,7 @@ def as_format(kind: str, value: Any, field: str) -> OutputFormat:
         case "json", dict() | str():
             schema = parse_object(value) if isinstance(value, str) else value
             if schema is not None:
-                return OutputFormat("json_schema", json.dumps(schema), field)
+                return OutputFormat("json_schema", json.dumps(schema), field, strict)
         case "regex", str():
             return OutputFormat("regex", value, field)
         case "choice", [_, *_] if all(isinstance(each, str) for each in value):
@@ -359,7 +366,7 @@ def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
             way = hint or "`serve --allow-extra-parameters` accepts such"
             raise invalid(f"{shown}: unknown; {way}", name, "unknown_parameter")
         notes.append("; ".join(filter(None, [f"{shown}: is not known here and has no effect", hint])))
-        _warn_once(f"a parameter of a request: {notes[-1]}")
+        warn_once(f"a parameter of a request: {notes[-1]}")
     return notes
 
 
@@ -368,11 +375,12 @@ def leave_out_tools(kinds: Iterable[str]) -> list[str]:
     why = "needs a service that does not run here and is left out"
     notes = [f"tools: {kind!r} {why}" for kind in sorted(kinds)]
     for note in notes:
-        _warn_once(note)
+        warn_once(note)
     return notes
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log a warning, unless it was logged before."""
     if message not in _logged and len(_logged) < MAX_LOGGED:
         _logged.add(message)
         LOG.warning("%s", message)

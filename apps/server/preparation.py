@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_failure, is_optional
+from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, compile_format, is_optional
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import Sampling
@@ -96,9 +96,8 @@ def _grammar(
             format = OutputFormat("lark", calls, "tools" if format is None else format.param)
     if format is None:
         return None
-    source = answer_schema(format.text) if format.kind == "json_schema" else format.text
     try:
-        found = compile(format.kind, source)
+        found = compile_format(format, compile)
     except InvalidValue as error:
         if use is not None and dialect is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")

@@ -65,6 +65,7 @@ class OutputFormat:
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     text: str = ""  # the JSON schema as JSON, the regular expression or the Lark grammar
     param: str = "response_format"  # the field of the body, for error messages
+    strict: bool = True  # a schema with what no grammar enforces is refused; else that is left out
 
 
 @dataclass(frozen=True)

@@ -425,53 +425,8 @@ def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = N
     return frozenset(found | ({"null"} if schema.get("nullable") is True else set()))
 
 
-ANNOTATIONS = ("title", "description", "examples", "default", "$comment")  # most of the size of a schema
-
-
-def close_objects(schema: Any) -> Any:
-    """Return a JSON schema whose objects have the properties that it lists, and others only if it says so.
-
-    Annotations are left out: grammars have a limit of their size.
-    A grammar does not know which keys were written: in an open object a model may repeat them without end.
-    A schema that combines several for one object stays as it is: each would exclude what the others list.
-    """
-    try:
-        return schema if _is_combined(schema) else _closed(schema)
-    except RecursionError:  # the compiler names its limit
-        return schema
-
-
-def _is_combined(schema: Any) -> bool:
-    if isinstance(schema, list):
-        return any(map(_is_combined, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    every, *options = [_as_list(schema.get(keyword)) for keyword in ("allOf", "anyOf", "oneOf")]
-    extends = '"properties"' in (written := json.dumps([every, *options])) or '"$ref"' in written
-    is_here = len(every) > 1 or ("properties" in schema and (extends or "$ref" in schema))
-    return is_here or any(map(_is_combined, schema.values()))
-
-
 def _as_list(given: Any) -> list[Any]:
     return given if isinstance(given, list) else []
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: each for key, each in schema.items() if key not in ANNOTATIONS}
-    for key in found.keys() & {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}:
-        found[key] = _closed(found[key])
-    for key in found.keys() & {"properties", "$defs", "definitions"}:
-        if isinstance(found[key], Mapping):
-            found[key] = {name: _closed(each) for name, each in found[key].items()}
-    properties, required = found.get("properties"), _as_list(found.get("required"))
-    is_open = found.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}
-    if isinstance(properties, Mapping) and not is_open and set(map(str, required)) <= properties.keys():
-        found["additionalProperties"] = False
-    return found
 
 
 def type_of(value: Any) -> str:

@@ -1,9 +1,8 @@
 """Write the demands of a request's tools on the answer as a Lark grammar for llguidance.
 
 Calls match their schemas in the syntaxes of CALLS; in others what demands that is refused. Values that are
-not JSON (Gemma, Qwen3-Coder) are limited by the common keywords of JSON Schema; a strict tool with another
-one is refused by its name, and for any other tool what cannot be enforced is left out. `oneOf` counts as
-`anyOf`.
+not JSON (Gemma, Qwen3-Coder) are limited by the common keywords of JSON Schema. A strict tool or format with
+a keyword that cannot be enforced is refused by its name. For any other one it is left out, which is logged.
 """
 
 from __future__ import annotations
@@ -12,18 +11,20 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mlx_spec.apps.server.errors import Failure, invalid, unsupported
-from mlx_spec.apps.server.parsing import check_schema
+from mlx_spec.apps.server.errors import LOG, Failure, invalid, unsupported
+from mlx_spec.apps.server.models import CompileGrammar
+from mlx_spec.apps.server.parameters import warn_once
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import ToolFormat, close_objects, resolve, schema_types, type_of
+from mlx_spec.apps.server.tool_formats import ToolFormat, resolve, schema_types, type_of
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.json_schema import enforceable, enforced
 from mlx_spec.grammar.sandbox import JSON_FORM
 
-# One way to write white space: what follows from it is drafted for nothing.
-JSON_OPTIONS = {**JSON_FORM, "coerce_one_of": True}
-UNIONS = ("anyOf", "oneOf", "allOf")
+UNIONS = ("anyOf", "allOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
@@ -34,10 +35,9 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-SUPPORTED = {"type", "enum", "const", "$ref", "nullable", *UNIONS}.union(*OF_TYPE.values())
-UNSUPPORTED = """pattern format not if then else patternProperties propertyNames minProperties maxProperties
-dependencies dependentRequired dependentSchemas contains minContains maxContains uniqueItems prefixItems
-additionalItems unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef""".split()
+SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
+UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties", "prefixItems")
+STRICT_FIELDS = ("response_format", "text.format")  # of a body, with `strict` beside the schema
 MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 FREE_TEXT = "/(?s:.*)/"
@@ -83,10 +83,9 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
             "strict, parallel_tool_calls and the response format, or ask another model",
             "tools",
         )
-    for tool in tools:
-        check_schema(tool.name, tool.parameters)
-    rules = Rules()
-    bodies = [CALLS[format.syntax.name](tool, rules) for tool in tools]
+    rules, write = Rules(), CALLS[format.syntax.name]
+    optional, combine = is_optional(use, answer), write is _hermes_call
+    bodies = [write(_enforceable(tool, optional=optional, combine=combine), rules) for tool in tools]
     calls = [rules.add("call", f"<[{format.open}]> {body} <[{format.close}]>") for body in bodies]
     call = rules.define("any_call", either(calls))
     separator = quoted(format.syntax.separator) + " " if format.syntax.separator else ""
@@ -100,17 +99,74 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
     return f"start: {start}\n{rules.source()}"
 
 
-def answer_schema(schema: str) -> str:
-    """Return a JSON schema, as JSON, as it is enforced: closed objects, "oneOf" as "anyOf"."""
-    options = {"x-guidance": {"coerce_one_of": True}} if '"oneOf"' in schema else {}
-    return json.dumps({**options, **close_objects(json.loads(schema))})
+def answer_schema(schema: str, *, strict: bool = True, param: str = "response_format") -> str:
+    """Return a JSON schema, as JSON, as it is enforced: with closed objects.
+
+    What no grammar enforces is left out and logged with `param`, the field of the body. Raises InvalidValue
+    for it if the schema is `strict`, and for what is not a schema.
+    """
+    found, unenforced = enforced(schema, closed=True)
+    if unenforced and strict:
+        way = ", or give strict false" if param.startswith(STRICT_FIELDS) else ""
+        raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out{way}")
+    for each in unenforced:
+        warn_once(f"{param}: not enforced: {each}")
+    return found
+
+
+def compile_format(format: OutputFormat, compile: CompileGrammar) -> Grammar:
+    """Return the grammar of a format. A schema that is too much, and not strict, is enforced by its type.
+
+    Raises InvalidValue.
+    """
+    if format.kind != "json_schema":
+        return compile(format.kind, format.text)
+    source = answer_schema(format.text, strict=format.strict, param=format.param)
+    try:
+        return compile(format.kind, source)
+    except InvalidValue as error:
+        if format.strict or "Unsatisfiable" in str(error):
+            raise
+        LOG.warning("%s: only the type of the answer is enforced: %s", format.param, error)
+        types = {key: each for key, each in json.loads(source).items() if key == "type"}
+        return compile(format.kind, json.dumps(types))
+
+
+def _enforceable(tool: Tool, *, optional: bool, combine: bool) -> Tool:
+    """Return a tool with parameters as they are enforced: any, if they are not a schema and `optional`.
+
+    Raises Failure 400.
+    """
+    nothing = {} if tool.parameters else {"properties": {}, "additionalProperties": False}
+    root = {"type": "object", **nothing, **tool.parameters, "nullable": False}
+    try:
+        found, unenforced = enforceable(root, closed=True, combine=combine)
+    except InvalidValue as error:
+        message = f"tools: the parameters of {tool.name!r} cannot be enforced: {error}"
+        if not optional:
+            raise invalid(message, "tools") from error
+        warn_once(message)
+        return replace(tool, parameters={"type": "object"})
+    for each in unenforced:
+        if tool.strict:
+            raise unsupported(
+                f"tool {tool.name!r} is strict, and {each.keyword} cannot be enforced: {each}: leave it out "
+                "of the parameters, or strict out of the tool",
+                "tools",
+            )
+        warn_once(f"tool {tool.name!r}: not enforced: {each}")
+    return replace(tool, parameters=found if isinstance(found, dict) else {})
 
 
 def _answer(format: OutputFormat) -> str:
     if format.kind == "json_object":
         return json_value({"type": "object"})
     if format.kind == "json_schema":
-        return json_value(json.loads(format.text))
+        try:
+            source = answer_schema(format.text, strict=format.strict, param=format.param)
+        except InvalidValue as error:
+            raise invalid(str(error), format.param) from error
+        return json_value(json.loads(source))
     if format.kind == "regex":
         return "/" + format.text.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n") + "/"
     raise unsupported("a Lark grammar of the answer goes with no tools: leave one of them out", format.param)
@@ -153,11 +209,11 @@ def either(expressions: Iterable[str]) -> str:
     return different[0] if len(different) == 1 else "(" + " | ".join(different) + ")"
 
 
-def json_value(schema: Any, *, lenient: bool = False) -> str:
-    """Return a JSON value that `schema` allows; `lenient` leaves out what llguidance cannot enforce."""
-    given = close_objects(schema) if isinstance(schema, Mapping) else {"anyOf": [schema]}
-    options = {**JSON_OPTIONS, **({"lenient": True} if lenient else {})}
-    return "%json " + json.dumps({"x-guidance": options, **given})
+def json_value(schema: Mapping[str, Any]) -> str:
+    """Return a JSON value that `schema` allows, which is as llguidance enforces it."""
+    given = dict(schema)
+    options = {**JSON_FORM, **given.pop("x-guidance", {})}
+    return "%json " + json.dumps({**given, "x-guidance": options})  # as the last key: order matters
 
 
 # --- calls of one tool, between the markers
@@ -165,16 +221,13 @@ def json_value(schema: Any, *, lenient: bool = False) -> str:
 
 def _hermes_call(tool: Tool, rules: Rules) -> str:
     """Return JSON with the spaces that the template writes. llguidance enforces the schema itself."""
-    nothing = {} if tool.parameters else {"properties": {}, "additionalProperties": False}
-    schema = {"type": "object", **nothing, **tool.parameters}
-    arguments = rules.add("arguments", json_value(schema, lenient=not tool.strict))
+    arguments = rules.add("arguments", json_value(tool.parameters))
     head = '\n{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": '
     return f'{quoted(head)} {arguments} "}}\\n"'
 
 
 def _gemma_call(tool: Tool, rules: Rules) -> str:
-    root = {"type": "object", **({} if tool.parameters else {"properties": {}}), **tool.parameters}
-    return f"{quoted('call:' + tool.name)} {_GemmaValues(tool, rules).value(root)}"
+    return f"{quoted('call:' + tool.name)} {_GemmaValues(tool, rules).value(tool.parameters)}"
 
 
 def _coder_call(tool: Tool, rules: Rules) -> str:
@@ -183,8 +236,7 @@ def _coder_call(tool: Tool, rules: Rules) -> str:
     for keyword in schema.keys() & {*UNIONS, "$ref", "patternProperties"}:
         values.refuse(keyword)
     required = schema.get("required") or ()
-    properties = dict(schema.get("properties") or {})
-    properties |= {key: True for key in required if key not in properties}
+    properties = _allowed(schema, required)
     found = quoted(f"\n<function={tool.name}>\n")
     for key, each in properties.items():
         if not key.strip() or any(character in "<>" for character in key):
@@ -196,6 +248,13 @@ def _coder_call(tool: Tool, rules: Rules) -> str:
         rules.define("ANY_KEY", FREE_KEY)
         found += f' ("<parameter=" ANY_KEY ">\\n" {values.any_value()})*'
     return found + ' "</function>\\n"'
+
+
+def _allowed(schema: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    """Return the properties that may be there, and those that must be."""
+    listed = schema.get("properties") or {}
+    allowed = {key: each for key, each in listed.items() if each is not False or key in required}
+    return allowed | {key: True for key in required if key not in listed}
 
 
 CALLS: Mapping[str, Callable[[Tool, Rules], str]] = {
@@ -228,7 +287,7 @@ class _SchemaValues(ABC):
 
     def scalar(self, schema: Mapping[str, Any]) -> str:
         """Return a number, true, false or null."""
-        return json_value(schema, lenient=not self.tool.strict)
+        return json_value(schema)
 
     def refuse(self, keyword: str) -> None:
         """Raise Failure 400 if the tool is strict."""
@@ -258,8 +317,6 @@ class _SchemaValues(ABC):
         return self.any_value()
 
     def _limited(self, schema: dict[str, Any]) -> str:
-        if schema.pop("nullable", False) is True:
-            return either([self.value(schema), self.literal(None)])
         if "$ref" in schema:
             reference = schema.pop("$ref")
             try:
@@ -267,8 +324,6 @@ class _SchemaValues(ABC):
             except KeyError as error:
                 message = f"tool {self.tool.name!r}: $ref {reference!r} is not within this schema"
                 raise invalid(message, "tools") from error
-            if isinstance(found, Mapping):
-                check_schema(self.tool.name, found)  # it may stand where no schema is expected
             return self.value(self._merge(schema, found))
         for keyword in UNIONS:
             options = schema.pop(keyword, [])
@@ -383,11 +438,7 @@ class _GemmaValues(_SchemaValues):
         return self._array(schema) if kind == "array" else self._object(schema)
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        items = schema.get("items", True)
-        if isinstance(items, list):
-            self.refuse("a list of items")
-            items = True
-        item = self.value(items)
+        item = self.value(schema.get("items", True))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[]"'
@@ -397,9 +448,8 @@ class _GemmaValues(_SchemaValues):
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Keys are sorted as the template sorts them: that is what the model has learnt."""
-        properties = dict(schema.get("properties") or {})
         required = schema.get("required") or ()
-        properties |= {key: True for key in required if key not in properties}
+        properties = _allowed(schema, required)
         if not properties:
             return self._map(schema)
         members = []

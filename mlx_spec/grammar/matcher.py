@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.errors import InvalidValue, SpecError
+from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.hub.files import one_line
 from mlx_spec.text import Text, common_prefix
@@ -281,10 +282,10 @@ def compile_grammar(
 ) -> Grammar:
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
-    For "json_object" the source does not matter. JSON is written on one line, with ", " and ": " between its
-    parts. `vocab_size` is that of the logits. The grammar is compiled in the sandbox first, then here. Raises
-    InvalidValue with llguidance's reason if it does not support the source or takes more than `seconds`, and
-    SpecError if llguidance is not installed.
+    For "json_object" the source does not matter. A JSON schema is rewritten first (`json_schema.py`). JSON is
+    written on one line, with ", " and ": " between its parts. `vocab_size` is that of the logits. The grammar
+    is compiled in the sandbox first, then here. Raises InvalidValue with the reason if the source is not
+    supported or takes more than `seconds`, and SpecError if llguidance is not installed.
     """
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
@@ -294,6 +295,10 @@ def compile_grammar(
         )
     vocabulary = _vocabulary(text, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
+    if kind == "json_schema":
+        source, unenforced = enforced(source)
+        if unenforced:
+            raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out")
     source = JSON_OBJECT if kind == "json_object" else source
     SANDBOX.compile(name, {"kind": kind, "source": source, "tokenizer": vocabulary.small}, seconds)
     try:

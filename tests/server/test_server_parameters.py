@@ -31,8 +31,8 @@ ROUTES = (CHAT, TEXT, RESPONSES, MESSAGES)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def schema(param: str) -> OutputFormat:
-    return OutputFormat("json_schema", json.dumps(SCHEMA), param)
+def schema(param: str, strict: bool = True) -> OutputFormat:
+    return OutputFormat("json_schema", json.dumps(SCHEMA), param, strict)
 
 
 def any_json(param: str) -> OutputFormat:
@@ -80,17 +80,22 @@ FORMATS: dict[str, tuple[str, Any]] = {  # where a protocol has the format, and 
 def test_forms_of_response_format(place: str):
     path, body = FORMATS[place]
     named = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    binds = path == MESSAGES  # without `strict`
     for given, expected in (
         ({"type": "text"}, None),
         ({"type": "json_object"}, any_json(place)),
-        ({"type": "json_object", "schema": SCHEMA}, schema(f"{place}.schema")),
-        (named, schema(f"{place}.schema")),
+        ({"type": "json_object", "schema": SCHEMA}, schema(f"{place}.schema", binds)),
+        (named, schema(f"{place}.schema", binds)),
+        ({**named, "strict": True}, schema(f"{place}.schema")),
+        ({**named, "strict": False}, schema(f"{place}.schema", False)),
         ({"type": "regex", "pattern": "a+"}, OutputFormat("regex", "a+", f"{place}.pattern")),
         ({"type": "lark", "grammar": "start: A"}, OutputFormat("lark", "start: A", f"{place}.grammar")),
     ):
         assert parsed(path, **body(given)).format == expected
-    given = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-    assert parsed(CHAT, response_format=given).format == schema("response_format.json_schema.schema")
+    for strict in (None, False, True):
+        given = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}}
+        expected = schema("response_format.json_schema.schema", bool(strict))
+        assert parsed(CHAT, response_format=given).format == expected
     assert not parsed(MESSAGES, output_config={"effort": "low"}).prompt.thinking
 
 

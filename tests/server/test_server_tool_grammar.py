@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
 import re
+from dataclasses import replace
 
 import call_texts
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_spec import demo
+from mlx_spec.apps.server import parameters
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema
+from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_format
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.text import Text
@@ -153,7 +156,6 @@ def test_choices(text):
 
     marks = found.open, found.close
     assert let(of(PING), marks) == [1, 0, 0, 0, 0, 1, 1] and of(PING, SIMPLE, choice="none") is None
-    assert of(Tool("f", None, {"type": 5})) is None  # nothing demands that it can be enforced
     assert let(of(SIMPLE, PING, choice="required")) == [False, True, True, False, False, True, False]
     assert let(of(SIMPLE, PING, choice="required", parallel=False)) == [0, 1, 0, 0, 0, 1, 0]
     assert let(of(SIMPLE, PING, choice="required", named="f")) == [0, 1, 1, 0, 0, 0, 0]
@@ -182,7 +184,7 @@ def test_an_answer_format_or_calls(text):
     ("keyword", "schema"),
     [
         ("uniqueItems", {"type": "array", "uniqueItems": True}),
-        ("not", {"not": {"type": "string"}}),
+        ("not", {"not": {"pattern": "a"}}),
         ("pattern", {"type": "string", "pattern": "^a$"}),
     ],
 )
@@ -201,13 +203,13 @@ def test_what_cannot_be_enforced_is_refused_by_name(text, keyword, schema):
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": 5}, "type: Input should be a valid list"),
-        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "properties.a.items.minLength: Input"),
-        ({"properties": {"a": {"minItems": 5, "maxItems": 2}}}, "properties.a: minItems must not be more"),
+        ({"type": 5}, "type at #: give the name of a type"),
+        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "minLength at #/properties/a/items: give"),
+        ({"properties": {"a": {"enum": []}}, "required": ["a"]}, "nothing matches it, .* #/properties/a"),
     ],
 )
 def test_what_is_no_schema_is_refused(text, syntax, schema, message):
-    with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {message}"):
+    with pytest.raises(Failure, match=f"the parameters of 'f' cannot be enforced: .*{message}"):
         answer_grammar(format_of(text, syntax), ToolUse((Tool("f", None, schema),), "required"))
 
 
@@ -256,15 +258,55 @@ def test_objects_of_a_response_format(text, schema, allowed, others):
     assert all(map(allows, allowed)) and not any(map(allows, others))
 
 
+UNIQUE = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
+WITH_UNIQUE = {"type": "object", "properties": {"x": UNIQUE}, "required": ["x"]}
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES[:2], ids=lambda one: one.name)
+def test_what_is_not_strict_is_enforced_without_it_and_logged(text, syntax, caplog, monkeypatch):
+    monkeypatch.setattr(parameters, "_logged", set())
+    tool = Tool("f", None, WITH_UNIQUE)
+    source = answer_grammar(format_of(text, syntax), ToolUse((tool,), "required"))
+    for value, allowed in (["a", "a"], True), (["c"], False):
+        body = call_texts.WRITERS[syntax.name]("f", {"x": value})
+        assert accepts(source, text, syntax.marks.open + body + syntax.marks.close) is allowed
+    compile = functools.partial(compile_grammar, text=text, vocab_size=len(text.vocabulary()), seconds=10)
+    format = OutputFormat("json_schema", json.dumps(WITH_UNIQUE), strict=False)
+    assert compile_format(format, compile).matcher(()).legal((), text.encode('{"x": ["a", "a"]}')) > 5
+    place = "not enforced: uniqueItems at #/properties/x"
+    assert [f"tool 'f': {place}" in caplog.text, f"response_format: {place}" in caplog.text] == [True, True]
+    with pytest.raises(
+        InvalidValue, match=r"uniqueItems at #/properties/x: .*: leave it out, or give strict false"
+    ):
+        compile_format(replace(format, strict=True), compile)
+
+
+def test_a_schema_that_is_too_much_leaves_the_type(text, caplog):
+    compile = functools.partial(compile_grammar, text=text, vocab_size=len(text.vocabulary()), seconds=10)
+    clash = {"patternProperties": {"^a": {"type": "integer"}}}
+    source = {"type": "object", "allOf": [clash, {"patternProperties": {"b": {"type": "string"}}}]}
+    format = OutputFormat("json_schema", json.dumps(source), strict=False)
+    matcher = compile_format(format, compile).matcher(())
+    assert matcher.legal((), text.encode('{"ab": 1}')) and not matcher.legal((), text.encode("[1]"))
+    assert "only the type of the answer is enforced" in caplog.text
+    with pytest.raises(InvalidValue):
+        compile_format(replace(format, strict=True), compile)
+
+
+def test_a_broken_schema_frees_its_own_tool_only(text):
+    use = ToolUse((Tool("f", None, {"type": 5}), Tool("g", None, SIMPLE.parameters)))
+    source, marks = answer_grammar(format_of(text), use), (format_of(text).open, format_of(text).close)
+    for call, allowed in ("call:f{b:1}", True), ("call:g{a:1}", True), ("call:g{a:true}", False):
+        assert accepts(source, text, f"<|tool_call>{call}<tool_call|>", marks) is allowed
+
+
 def test_a_schema_that_is_too_deep_is_refused(text):
     deep = '{"items": ' * 800 + "true" + "}" * 800
     with pytest.raises(InvalidValue, match="recursion limit"):
         compile_grammar("json_schema", answer_schema(deep), text, len(text.vocabulary()), seconds=10)
     answer = OutputFormat("json_schema", deep)
-    grammar = answer_grammar(format_of(text), ToolUse((PING,)), answer)
-    assert grammar is not None
-    with pytest.raises(InvalidValue, match="recursion limit"):
-        compile_grammar("lark", grammar, text, len(text.vocabulary()), seconds=10)
+    with pytest.raises(Failure, match="recursion limit"):
+        answer_grammar(format_of(text), ToolUse((PING,)), answer)
 
 
 def test_descriptions_do_not_count_for_the_size_of_a_grammar(text):

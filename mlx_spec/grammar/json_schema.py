@@ -1,0 +1,452 @@
+"""Rewrite a JSON schema into what llguidance enforces exactly.
+
+Keywords that llguidance does not know become ones that it does, or are reported as `Unenforced`: the caller
+refuses the schema or does without them. What llguidance takes and gets wrong is mended: alternatives that
+both match, objects whose keys run out, schemas that demand themselves without end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import patterns
+from mlx_spec.grammar.references import escaped
+from mlx_spec.grammar.schema_logic import CLOSED, UNIONS, Logic, both, either, name_of, type_list, values_of
+from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
+from mlx_spec.hub.files import one_line
+
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")
+SCHEMAS = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else")
+OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+# Without \u escapes: with them a key could be written in another way, and be there twice.
+LITERAL_KEYS = {"json_allowed_escapes": 'nrbtf\\"'}
+
+
+def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tuple[Schema, list[Unenforced]]:
+    """Return a schema that llguidance enforces exactly, and what of `root` it leaves out.
+
+    With `closed`, objects have the properties that they list, and others only if they say so: a grammar does
+    not know which keys were written, and a model may repeat them without end. An object put together of
+    several schemas stays open, because each would exclude what the others list. Without `combine`, keywords
+    are left out which need several schemas for one value. Raises InvalidValue if `root` is not a schema, or
+    if nothing can match it.
+    """
+    found, unenforced = read_schema(root)
+    try:
+        rewriter = _Rewriter(found, combine)
+        rewritten = rewriter.rewritten(closed)
+    except RecursionError:
+        raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
+    return rewritten, [*unenforced, *rewriter.unenforced]
+
+
+def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced]]:
+    """Return what `enforceable` does of a schema as JSON, as JSON."""
+    try:
+        root = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"the JSON schema cannot be used: {one_line(error)}") from error
+    found, unenforced = enforceable(root, closed=closed)
+    # llguidance reads an object.
+    return json.dumps(found if isinstance(found, dict) else {"anyOf": [found]}), unenforced
+
+
+class _Rewriter:
+    def __init__(self, root: Schema, combine: bool) -> None:
+        self.unenforced: list[Unenforced] = []
+        self._combine = combine
+        self._definitions: dict[str, Schema] = {}
+        if isinstance(root, dict):
+            self._definitions = root.pop("$defs", {})
+        self._root = root
+        self._logic = Logic(self._definitions)
+        self._has_open_keys = False
+
+    def rewritten(self, closed: bool) -> Schema:
+        if closed:
+            self._close()
+        root = self._schema(self._root, "#")
+        definitions = {
+            name: self._schema(each, f"#/$defs/{name}") for name, each in self._definitions.items()
+        }
+        finite = _Finite(definitions)
+        if (cause := finite.cause(root, "#")) is not None:
+            raise InvalidValue(f"the JSON schema cannot be used: nothing matches it, because of {cause}")
+        root = finite.without_endless(root)
+        definitions = {
+            name: finite.without_endless(each) for name, each in definitions.items() if name in finite.names
+        }
+        if isinstance(root, bool) or not (definitions or self._has_open_keys):
+            return root
+        # The last key: taking it out, llguidance puts the last one in its place, and order matters.
+        options = {"x-guidance": LITERAL_KEYS} if self._has_open_keys else {}
+        return {**root, **({"$defs": definitions} if definitions else {}), **options}
+
+    def _leave_out(self, place: str, keyword: str, reason: str = Unenforced.reason) -> None:
+        self.unenforced.append(Unenforced(place, keyword, reason))
+
+    # --- objects without further properties
+
+    def _close(self) -> None:
+        nodes = [node for root in (self._root, *self._definitions.values()) for node in _nodes(root)]
+        open_: set[int] = set()
+        for node in nodes:
+            parts = [*node.get("allOf", ()), *(each for union in UNIONS for each in node.get(union, ()))]
+            parts += [*node.get("dependentSchemas", {}).values(), *_given(node, "then", "else")]
+            extends = any(map(self._lists_properties, parts)) or "$ref" in node
+            if len(node.get("allOf", ())) > 1 or ("properties" in node and extends):
+                open_ |= self._in_place(node, set())
+        for node in nodes:
+            if id(node) not in open_ and "properties" in node and not any(key in node for key in OPEN):
+                demanded = self._logic.required(node) | set(_required_names(node))
+                if demanded <= node["properties"].keys():
+                    node[CLOSED] = True
+
+    def _lists_properties(self, schema: Schema) -> bool:
+        return isinstance(schema, dict) and any(
+            "properties" in each or "$ref" in each for each in _nodes(schema)
+        )
+
+    def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
+        """Return the ids of all schemas that speak of the same value as `schema`."""
+        if not isinstance(schema, dict) or id(schema) in seen:
+            return seen
+        seen.add(id(schema))
+        parts = [each for key in ("allOf", *UNIONS) for each in schema.get(key, ())]
+        parts += [*schema.get("dependentSchemas", {}).values(), *_given(schema, "if", "then", "else", "not")]
+        if "$ref" in schema:
+            parts.append(self._definitions[name_of(schema["$ref"])])
+        for each in parts:
+            self._in_place(each, seen)
+        return seen
+
+    # --- keywords that llguidance does not know
+
+    def _schema(self, schema: Schema, place: str) -> Schema:
+        if isinstance(schema, bool):
+            return schema
+        node, members = dict(schema), list[Schema]()
+        self._unevaluated(node, place)
+        self._names(node, place)
+        for name, each in node.pop("dependentSchemas", {}).items():
+            self._add(members, either([{"properties": {name: False}}, each]), "dependentSchemas", place)
+        if "not" in node:
+            context = {key: each for key, each in node.items() if key != "not"}
+            self._add(members, self._logic.opposite(node.pop("not"), context), "not", place)
+        self._condition(node, members, place)
+        if "oneOf" in node:
+            options = self._one_of(node, place)
+            if "anyOf" in node:
+                members.append({"anyOf": options})
+            node = {("anyOf" if key == "oneOf" else key): each for key, each in node.items()}
+            if members and members[-1] == {"anyOf": options}:
+                node["anyOf"] = schema["anyOf"]
+            else:
+                node["anyOf"] = options
+        self._patterns(node, place)
+        self._property_counts(node, place)
+        if node.pop(CLOSED, False):
+            node["additionalProperties"] = False
+        opens = node.get("additionalProperties", True) is not False or "patternProperties" in node
+        self._has_open_keys |= bool(opens and node.get("properties"))
+        if members:
+            node["allOf"] = [*node.get("allOf", []), *members]
+        return self._inner(node, place)
+
+    def _inner(self, node: dict[str, Any], place: str) -> dict[str, Any]:
+        for key, each in node.items():
+            inner = f"{place}/{escaped(key)}"
+            if key in SCHEMA_LISTS:
+                node[key] = [self._schema(one, f"{inner}/{i}") for i, one in enumerate(each)]
+            elif key in SCHEMA_MAPS:
+                node[key] = {
+                    name: self._schema(one, f"{inner}/{escaped(name)}") for name, one in each.items()
+                }
+            elif key in SCHEMAS:
+                node[key] = self._schema(each, inner)
+        return node
+
+    def _add(self, members: list[Schema], member: Schema | None, keyword: str, place: str) -> None:
+        """Add a schema that has to match, too; None if it is not known."""
+        if member is None or (member is not True and not self._combine):
+            self._leave_out(place, keyword)
+        elif member is not True:
+            members.append(member)
+
+    def _condition(self, node: dict[str, Any], members: list[Schema], place: str) -> None:
+        condition, then, other = (node.pop(key, True) for key in ("if", "then", "else"))
+        if then is True and other is True:
+            return
+        opposite = self._logic.opposite(condition, node)
+        if opposite is None:
+            self._leave_out(place, "if")
+        else:
+            found = either([both([condition, then]), both([opposite, other])])
+            self._add(members, found, "if", place)
+
+    def _one_of(self, node: dict[str, Any], place: str) -> list[Schema]:
+        """Return options of which a value never matches two."""
+        options, logic = node["oneOf"], self._logic
+        rest: Schema = {key: each for key, each in node.items() if key != "oneOf"}
+        found, overlaps = [], False
+        for option in options:
+            whole, members = both([rest, option]), [option]
+            for other in options:
+                second = both([rest, other])
+                if other is option or logic.excludes(whole, second) or logic.lacks(option, other):
+                    continue
+                opposite = logic.opposite(other, whole) if self._combine else None
+                overlaps |= opposite is None
+                members.append(True if opposite is None else opposite)
+            found.append(both(members))
+        if overlaps:
+            self._leave_out(place, "oneOf", "a value may match two of its schemas; anyOf allows that")
+        return options if overlaps else found
+
+    def _unevaluated(self, node: dict[str, Any], place: str) -> None:
+        more = node.pop("unevaluatedProperties", True)
+        if more is not True and "additionalProperties" not in node:
+            names = self._evaluated(node)
+            if names is None:
+                self._leave_out(place, "unevaluatedProperties")
+            else:
+                node["properties"] = {
+                    **node.get("properties", {}),
+                    **{name: True for name in names if name not in node.get("properties", {})},
+                }
+                node["additionalProperties"] = more
+        more = node.pop("unevaluatedItems", True)
+        if more is not True and "items" not in node:
+            if any(key in node for key in ("$ref", "allOf", "if", *UNIONS)):
+                self._leave_out(place, "unevaluatedItems")
+            else:
+                node["items"] = more
+
+    def _evaluated(self, node: Schema) -> list[str] | None:
+        """Return the properties that a schema and its members list; None if that depends on the value."""
+        found: list[str] = []
+        for each in self._logic.members(node):
+            if any(key in each for key in ("if", "dependentSchemas", "patternProperties", *UNIONS)):
+                return None
+            if each is not node and "additionalProperties" in each:
+                return None
+            found += each.get("properties", ())
+        return list(dict.fromkeys(found))
+
+    # --- keys of objects
+
+    def _names(self, node: dict[str, Any], place: str) -> None:
+        """Write `propertyNames` with `properties` and `patternProperties`."""
+        if "propertyNames" not in node:
+            return
+        names = node.pop("propertyNames")
+        values, logic = self._logic.values(names), self._logic
+        properties = dict(node.get("properties", {}))
+        more: Schema = False if node.get(CLOSED) else node.get("additionalProperties", True)
+        patterned = node.get("patternProperties", {})
+        if values is not None or "string" not in logic.types(names):
+            allowed = [each for each in values or () if isinstance(each, str)]
+            own = {name: (each if name in allowed else False) for name, each in properties.items()}
+            for name in allowed:
+                fitting = [each for pattern, each in patterned.items() if patterns.matches(pattern, name)]
+                own.setdefault(name, both(fitting) if fitting else more)
+            node.pop("patternProperties", None)
+            node |= {"properties": own, "additionalProperties": False}
+            return
+        said = [each for each in logic.members(names)]
+        keys = {key for each in said for key in each} - {"type", "$ref", "allOf", "format"}
+        if not keys:
+            return
+        limits = {key: each[key] for each in said for key in keys if key in each}
+        count = sum(key in each for each in said for key in keys)
+        if keys <= {"minLength", "maxLength"} and count == len(keys):
+            pattern = rf"^[\s\S]{{{limits.get('minLength', 0)},{limits.get('maxLength', '')}}}$"
+        elif keys == {"pattern"} and count == 1:
+            pattern = limits["pattern"]
+        else:
+            self._leave_out(place, "propertyNames")
+            return
+        if patterned:
+            self._leave_out(place, "propertyNames", "no grammar enforces it beside patternProperties")
+            return
+        own = {name: each if patterns.matches(pattern, name) else False for name, each in properties.items()}
+        node |= {"properties": own} if own else {}
+        node |= {"additionalProperties": False} | (
+            {} if more is False else {"patternProperties": {pattern: more}}
+        )
+
+    def _patterns(self, node: dict[str, Any], place: str) -> None:
+        """Make patterns of keys exclude each other, and leave some key to each."""
+        if "patternProperties" not in node:
+            return
+        found: dict[str, Schema] = {}
+        for given, schema in node.pop("patternProperties").items():
+            pattern, *others = patterns.translated(given)
+            reason = "look-ahead is not supported" if others else patterns.problem({"pattern": pattern})
+            if reason is not None:
+                self._leave_out(place, "patternProperties", f"{given!r}: {reason}")
+                continue
+            for other in list(found):
+                if patterns.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
+                    continue  # no text matches both
+                if found[other] == schema:
+                    pattern = f"(?:{pattern})|(?:{other})"
+                    del found[other]
+                else:
+                    self._leave_out(
+                        place, "patternProperties", f"{given!r} and {other!r} match the same keys"
+                    )
+                    break
+            else:
+                found[pattern] = schema
+        properties, required = dict(node.get("properties", {})), node.get("required", ())
+        is_closed = node.get("additionalProperties", True) is False
+        names = [*properties, *(name for name in required if name not in properties)]
+        if is_closed and not any(
+            schema is not False and patterns.has_other(pattern, names) for pattern, schema in found.items()
+        ):
+            for name in names:
+                fitting = [each for pattern, each in found.items() if patterns.matches(pattern, name)]
+                if fitting:
+                    properties[name] = both([properties.get(name, True), *fitting])
+            node |= {"properties": properties} if properties else {}
+        elif found:
+            node["patternProperties"] = found
+
+    def _property_counts(self, node: dict[str, Any], place: str) -> None:
+        """Keep `minProperties` and `maxProperties` where llguidance counts right."""
+        properties = {name for name, each in node.get("properties", {}).items() if each is not False}
+        required = set(node.get("required", ()))
+        optional = properties - required
+        closed = node.get(CLOSED) or (
+            node.get("additionalProperties") is False and "patternProperties" not in node
+        )
+        if node.get("minProperties", 0) <= len(required):
+            node.pop("minProperties", None)
+        if closed and node.get("maxProperties", 0) >= len(properties | required):
+            node.pop("maxProperties", None)
+        least = node.get("minProperties", len(required)) - len(required)
+        most = node["maxProperties"] - len(required) if "maxProperties" in node else None
+        if most is not None and most <= 0 and (optional or not closed):
+            node["properties"] = {
+                name: (each if name in required else False)
+                for name, each in node.get("properties", {}).items()
+            }
+            node["additionalProperties"] = False
+            for key in ("patternProperties", "maxProperties", CLOSED):
+                node.pop(key, None)
+        elif optional and (least > 0 or most is not None):
+            if not (closed and least <= 1 and most in (None, 1)):
+                for key in ("minProperties", "maxProperties"):
+                    if node.pop(key, None) is not None:
+                        self._leave_out(place, key, "it needs an object whose properties are all required")
+        elif least > 1:
+            self._leave_out(place, "minProperties", "a grammar does not know which keys were written")
+            node["minProperties"] = len(required) + 1
+
+
+class _Finite:
+    """Which schemas a value can match that has an end."""
+
+    def __init__(self, definitions: Mapping[str, Schema]) -> None:
+        self.names: set[str] = set()
+        self._definitions = definitions
+        while more := {n for n, each in definitions.items() if n not in self.names and self.has_value(each)}:
+            self.names |= more
+
+    def has_value(self, schema: Schema) -> bool:
+        return self.cause(schema, "") is None
+
+    def cause(self, schema: Schema, place: str) -> str | None:
+        """Return what of `schema` no value matches, with its place; None if some value may match."""
+        if isinstance(schema, bool):
+            return None if schema else f"{place}, which allows no value"
+        if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
+            return f"{place}, which demands itself without end, or what allows no value"
+        for i, each in enumerate(schema.get("allOf", ())):
+            if (found := self.cause(each, f"{place}/allOf/{i}")) is not None:
+                return found
+        if "anyOf" in schema:
+            causes = [self.cause(each, f"{place}/anyOf/{i}") for i, each in enumerate(schema["anyOf"])]
+            if None not in causes:
+                return causes[0] if causes else place
+        values = values_of(schema)
+        if values is not None:
+            return None if values else f"{place}, whose list of values is empty"
+        types = set(type_list(schema))
+        causes = [self._of_object(schema, place)] if "object" in types else []
+        causes += [self._of_array(schema, place)] if "array" in types else []
+        return None if types - {"object", "array"} or None in causes else causes[0]
+
+    def _of_object(self, schema: dict[str, Any], place: str) -> str | None:
+        for name in schema.get("required", ()):
+            listed, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+            if name in listed:
+                found = self.cause(listed[name], f"{place}/properties/{escaped(name)}")
+            elif "patternProperties" in schema:
+                found = None
+            else:
+                found = (
+                    None if more is not False else f"{place}/required: {name!r} is not among its properties"
+                )
+                found = found or self.cause(more, f"{place}/additionalProperties")
+            if found is not None:
+                return found
+        return None
+
+    def _of_array(self, schema: dict[str, Any], place: str) -> str | None:
+        first = schema.get("prefixItems", [])
+        for i in range(min(schema.get("minItems", 0), len(first) + 1)):
+            each, where = (
+                (first[i], f"prefixItems/{i}") if i < len(first) else (schema.get("items", True), "items")
+            )
+            if (found := self.cause(each, f"{place}/{where}")) is not None:
+                return found
+        return None
+
+    def without_endless(self, schema: Schema) -> Schema:
+        """Return the schema without references to schemas that no value matches."""
+        if isinstance(schema, bool):
+            return schema
+        if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
+            return False
+        found: dict[str, Any] = {}
+        for key, each in schema.items():
+            if key in SCHEMA_LISTS:
+                found[key] = [self.without_endless(one) for one in each]
+            elif key in SCHEMA_MAPS:
+                found[key] = {name: self.without_endless(one) for name, one in each.items()}
+            else:
+                found[key] = self.without_endless(each) if key in SCHEMAS else each
+        return found
+
+
+def _given(node: Mapping[str, Any], *keys: str) -> list[Any]:
+    return [node[key] for key in keys if key in node]
+
+
+def _nodes(schema: Schema) -> Iterable[dict[str, Any]]:
+    """Yield a schema and all within it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key, each in schema.items():
+        inner: Iterable[Any] = each if key in SCHEMA_LISTS else each.values() if key in SCHEMA_MAPS else ()
+        for one in [each] if key in (*SCHEMAS, "unevaluatedProperties", "unevaluatedItems") else inner:
+            yield from _nodes(one)
+
+
+def _required_names(node: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the names that alternatives within a schema may demand."""
+    for key in (*UNIONS, "allOf"):
+        for each in node.get(key, ()):
+            if isinstance(each, dict):
+                yield from each.get("required", ())
+                yield from _required_names(each)
+    for each in node.get("dependentSchemas", {}).values():
+        if isinstance(each, dict):
+            yield from each.get("required", ())

@@ -1,0 +1,172 @@
+"""Patterns and formats of JSON Schema: what llguidance makes of them, found out with it before it is used.
+
+Patterns are JavaScript's. They become Rust's, which differ in character classes, braces and look-ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar.sandbox import SANDBOX, build_parser
+from mlx_spec.hub.files import one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# The formats that llguidance enforces. Any other one is an annotation.
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+# Look-ahead that every text of a format passes: with the format it can be left out of the pattern.
+IMPLIED: Mapping[str, Sequence[str]] = {
+    "duration": ("(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
+    "email": (r"(?!\.)", r"(?!.*\.\.)"),
+}
+EMPTY = "no value matches it"
+BYTES = ("byte", 262)  # llguidance's tokenizer with a token for each byte, and its size
+PROBE_SECONDS = 2.0  # to compile one pattern
+MAX_PATTERNS = 1024  # parsers that are kept
+_LEADING = re.compile(r"\^?\(\?=")
+_SURROGATES = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_REPEAT = re.compile(r"\{\d+(,\d*)?\}")
+
+
+@functools.lru_cache(MAX_PATTERNS)
+def _parser(source: str) -> LLMatcher:
+    """Return a parser of a schema over bytes. Raises InvalidValue with the reason if there is none."""
+    request = {"kind": "json_schema", "source": source, "tokenizer": BYTES}
+    SANDBOX.compile("pattern", request, PROBE_SECONDS)
+    from llguidance import LLTokenizer
+
+    try:
+        parser = build_parser("json_schema", source, LLTokenizer(BYTES[0]))
+    except ValueError as error:
+        raise InvalidValue(one_line(error)) from error
+    if parser.is_error():
+        raise InvalidValue(one_line(ValueError(parser.get_error())))
+    return parser
+
+
+def problem(schema: Mapping[str, Any]) -> str | None:
+    """Return why llguidance does not take a schema, of a text or another type; None if it does."""
+    try:
+        _parser(json.dumps({"type": "string", **schema}))
+    except InvalidValue as error:
+        reason = str(error)
+        if "look" in reason:
+            return "look-around, as look-ahead and word borders are, is not supported"
+        if "Unsatisfiable" in reason:
+            return EMPTY
+        if "Unable to determine" in reason:
+            return "the pattern is too complex for it"
+        return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", reason)
+    return None
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether `pattern` is found in `name`, as llguidance judges it."""
+    parser = _parser(json.dumps({"type": "string", "pattern": pattern})).deep_copy()
+    written = json.dumps(name, ensure_ascii=False).encode()
+    return all(parser.try_consume_tokens([byte]) == 1 for byte in written) and parser.is_accepting()
+
+
+def has_other(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether `pattern` is found in a text that is none of `names`."""
+    start = _parser(json.dumps({"type": "string", "pattern": pattern}))
+    written = [json.dumps(name, ensure_ascii=False).encode() for name in names]
+    prefixes = {each[:i] for each in written for i in range(len(each) + 1)}
+    open_ = [b""]
+    while open_:
+        before = open_.pop()
+        if before not in prefixes:
+            return True  # each text that the parser has begun has an end
+        parser = start.deep_copy()
+        parser.try_consume_tokens(list(before))
+        if parser.is_stopped():
+            continue
+        bias = parser.compute_logit_bias()
+        open_ += [before + bytes([byte]) for byte in range(256) if bias[byte]]
+    return False
+
+
+def translated(pattern: str, format: str | None = None) -> list[str]:
+    """Return patterns of Rust that must all match: together they are a pattern of JavaScript.
+
+    Look-ahead at the beginning is a pattern of its own. With a `format`, what the format implies is left out.
+    """
+    for implied in IMPLIED.get(format or "", ()):
+        pattern = pattern.replace(implied, "")
+    found = []
+    while _LEADING.match(pattern):
+        start = pattern.index("(?=")
+        end = _closing(pattern, start)
+        if end is None or pattern[end : end + 1] in ("*", "+", "?", "{"):
+            break
+        if not pattern.startswith("^") or _has_choice(pattern[end:]):
+            break
+        found.append(f"^(?:{pattern[start + 3 : end - 1]})")
+        pattern = "^" + pattern[end:]
+    return [_in_rust(each) for each in (*found, pattern)]
+
+
+def _pieces(pattern: str) -> Iterable[tuple[str, bool, int]]:
+    """Yield characters and escapes, whether they stand in a class, and where they end."""
+    position, in_class = 0, False
+    while position < len(pattern):
+        size = 2 if pattern[position] == "\\" else 1
+        piece = pattern[position : position + size]
+        position += size
+        yield piece, in_class, position
+        if not in_class and piece == "[":
+            in_class = True
+        elif in_class and piece == "]":
+            in_class = False
+
+
+def _closing(pattern: str, start: int) -> int | None:
+    """Return the end of the group that begins at `start`."""
+    depth = 0
+    for piece, in_class, end in _pieces(pattern):
+        if end <= start or in_class:
+            continue
+        depth += (piece == "(") - (piece == ")")
+        if piece == ")" and depth == 0:
+            return end
+    return None
+
+
+def _has_choice(pattern: str) -> bool:
+    """Return whether `pattern` has alternatives outside of groups."""
+    depth = 0
+    for piece, in_class, _ in _pieces(pattern):
+        if not in_class:
+            depth += (piece == "(") - (piece == ")")
+            if piece == "|" and depth == 0:
+                return True
+    return False
+
+
+def _in_rust(pattern: str) -> str:
+    pattern = pattern.replace("[^]", r"[\s\S]")
+    pattern = _SURROGATES.sub(lambda pair: _character(pair[1], pair[2]), pattern)
+    found: list[str] = []
+    for piece, in_class, end in _pieces(pattern):
+        if piece.startswith("\\c") and pattern[end : end + 1].isalpha():
+            piece = "\\x%02x" % (ord(pattern[end]) % 32) + "\0"  # the letter that follows is left out
+        elif piece in (r"\<", r"\>"):
+            piece = piece[1]
+        elif in_class and (piece == "[" or (piece in "&~-" and found[-1:] == [piece])):
+            piece = "\\" + piece
+        elif not in_class and piece == "{" and not _REPEAT.match(pattern, end - 1):
+            # Braces of \p{..}, \u{..} and \x{..} belong to their escapes.
+            piece = piece if found and found[-1] in (r"\p", r"\P", r"\u", r"\x") else r"\{"
+        found.append(piece)
+    return re.sub("\0.", "", "".join(found), flags=re.DOTALL)
+
+
+def _character(high: str, low: str) -> str:
+    """Return the character of half a pair and the other half, in its own escape."""
+    return "\\u{%x}" % (0x10000 + (int(high, 16) - 0xD800) * 0x400 + int(low, 16) - 0xDC00)

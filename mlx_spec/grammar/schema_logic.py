@@ -1,0 +1,236 @@
+"""Answer questions about JSON schemas: which exclude each other, what the opposite of one is.
+
+Every answer is on the safe side: "not known" where it takes more than the common keywords. The schemas are
+those that `schema_reader` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from mlx_spec.grammar.schema_reader import BOUNDS, TYPES, Schema, fits
+
+MAX_DEPTH = 8  # of references and members that are followed
+CLOSED = "x-closed"  # marks an object that will have no other properties than it lists
+OPPOSITE = dict(zip(BOUNDS, ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), strict=True))
+LENGTHS = {"minLength": "string", "minItems": "array", "minProperties": "object"}
+UNIONS = ("anyOf", "oneOf")
+
+
+class Logic:
+    """Questions about schemas whose references are into `definitions`."""
+
+    def __init__(self, definitions: Mapping[str, Schema]) -> None:
+        self.definitions = definitions
+
+    def resolved(self, schema: Schema) -> Schema:
+        """Return what a schema that is a reference alone refers to."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or list(schema) != ["$ref"]:
+                break
+            schema = self.definitions[name_of(schema["$ref"])]
+        return schema
+
+    def members(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the schemas that a value matches at once, if it matches `schema`."""
+        if schema is False:
+            yield {"enum": []}
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return
+        yield schema
+        if "$ref" in schema:
+            yield from self.members(self.definitions[name_of(schema["$ref"])], depth + 1)
+        for each in schema.get("allOf", ()):
+            yield from self.members(each, depth + 1)
+
+    def types(self, schema: Schema) -> frozenset[str]:
+        """Return the types that values have; "integer" is listed beside "number"."""
+        found = frozenset(TYPES)
+        for each in self.members(schema):
+            values = values_of(each)
+            if "type" in each:
+                found &= (
+                    {"integer"}.union(type_list(each))
+                    if "number" in type_list(each)
+                    else set(type_list(each))
+                )
+            if values is not None:
+                found = frozenset(kind for kind in found if any(fits(value, [kind]) for value in values))
+        return found
+
+    def values(self, schema: Schema) -> list[Any] | None:
+        """Return the values that are allowed, or more; None if they are not listed."""
+        lists = [found for each in self.members(schema) if (found := values_of(each)) is not None]
+        if not lists:
+            return [True, False] if self.types(schema) == {"boolean"} else None
+        return [value for value in lists[0] if all(is_among(value, other) for other in lists[1:])]
+
+    def required(self, schema: Schema) -> set[str]:
+        return {name for each in self.members(schema) for name in each.get("required", ())}
+
+    def of_property(self, schema: Schema, name: str) -> list[Schema]:
+        """Return the schemas that the property `name` matches at once."""
+        found = []
+        for each in self.members(schema):
+            if name in each.get("properties", {}):
+                found.append(each["properties"][name])
+            elif "additionalProperties" in each and "patternProperties" not in each:
+                found.append(each["additionalProperties"])
+        return found
+
+    def excludes(self, first: Schema, second: Schema, depth: int = 0) -> bool:
+        """Return True if no value matches both."""
+        if depth > MAX_DEPTH:
+            return False
+        common = self.types(first) & self.types(second)
+        if not common:
+            return True
+        values, others = self.values(first), self.values(second)
+        listed = values is not None and others is not None
+        if listed and not any(is_among(value, others or ()) for value in values or ()):
+            return True
+        for one, other in ((first, second), (second, first)):
+            for each in self.members(one):
+                for union in UNIONS:
+                    options = each.get(union)
+                    if options and all(self.excludes(option, other, depth + 1) for option in options):
+                        return True
+        if common != {"object"}:
+            return False
+        return any(
+            self.excludes(one, other, depth + 1)
+            for name in self.required(first) | self.required(second)
+            for one in self.of_property(first, name) or [True]
+            for other in self.of_property(second, name) or [True]
+        )
+
+    def lacks(self, first: Schema, second: Schema) -> bool:
+        """Return True if objects of `first`, closed as they will be, lack a property of `second`."""
+        if self.types(first) != {"object"}:
+            return False
+        members = list(self.members(first))
+        listed = {name for each in members for name in each.get("properties", ())}
+        is_closed = any(each.get(CLOSED) or each.get("additionalProperties") is False for each in members)
+        return is_closed and not self.required(second) <= listed
+
+    def opposite(self, schema: Schema, context: Schema = True, depth: int = 0) -> Schema | None:
+        """Return a schema of what matches `context` and not `schema`; None if no such value is known.
+
+        It says nothing that `context` says, which holds besides. Where the opposite of a keyword is not
+        known, values that only this keyword excludes from `schema` are missing.
+        """
+        schema = self.resolved(schema)
+        if isinstance(schema, bool):
+            return not schema
+        if depth > MAX_DEPTH:
+            return None
+        found: list[Schema] = []
+        is_known = True
+        for keyword, value in schema.items():
+            alternatives = self._opposites(keyword, value, schema, context, depth + 1)
+            is_known &= alternatives is not None
+            found += alternatives or ()
+        return either(found) if is_known or any(each is not False for each in found) else None
+
+    def _opposites(
+        self, keyword: str, value: Any, schema: dict[str, Any], context: Schema, depth: int
+    ) -> list[Schema] | None:
+        """Return what a value may match that does not match one keyword."""
+        if keyword == CLOSED:
+            return []
+        if keyword == "type":
+            return self._other_types(frozenset(type_list(schema)), context)
+        if keyword in ("enum", "const"):
+            return self._other_values(values_of({keyword: value}) or [], context)
+        if keyword == "required":
+            return [{"type": "object", "properties": {name: False}} for name in value]
+        if keyword in OPPOSITE:
+            return [{"type": "number", OPPOSITE[keyword]: value}]
+        if keyword in LENGTHS:
+            return [{"type": LENGTHS[keyword], "max" + keyword[3:]: value - 1}]
+        if keyword in ("maxLength", "maxItems"):
+            shorter = "min" + keyword[3:]
+            return [{"type": LENGTHS[shorter], shorter: value + 1}]
+        if keyword == "not":
+            return [value]
+        if keyword == "properties":
+            others = {
+                name: self.opposite(each, both(self.of_property(context, name)), depth)
+                for name, each in value.items()
+            }
+            found: list[Schema] = [
+                {"type": "object", "required": [name], "properties": {name: other}}
+                for name, other in others.items()
+                if other is not None and other is not False
+            ]
+            return found if found or None not in others.values() else None
+        if keyword in ("anyOf", "allOf"):
+            members = [self.opposite(each, context, depth) for each in value]
+            known = [each for each in members if each is not None]
+            if not known or (keyword == "anyOf" and len(known) < len(members)):
+                return None
+            return known if keyword == "allOf" else [both(known)]
+        if keyword == "$ref":
+            other = self.opposite({"$ref": value}, context, depth)
+            return None if other is None else [other]
+        return None
+
+    def _other_types(self, types: frozenset[str], context: Schema) -> list[Schema] | None:
+        possible = self.types(context)
+        if "integer" in types and "number" not in types and "number" in possible:
+            return None  # the numbers that are not integers
+        covered = types | ({"integer"} if "number" in types else set())
+        others = [kind for kind in TYPES if kind in possible - covered]
+        if "number" in others:
+            others.remove("integer")
+        return [{"type": others}] if others else []
+
+    def _other_values(self, values: list[Any], context: Schema) -> list[Schema] | None:
+        possible = self.values(context)
+        if possible is None:
+            return self._other_types(frozenset({"null"}), context) if values == [None] else None
+        others = [value for value in possible if not is_among(value, values)]
+        return [{"enum": others}] if others else []
+
+
+# --- pieces of schemas
+
+
+def name_of(reference: str) -> str:
+    """Return the name of a reference in `$defs`."""
+    return reference.removeprefix("#/$defs/")
+
+
+def type_list(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that `type` names; all without it."""
+    named = schema.get("type", list(TYPES))
+    return named if isinstance(named, list) else [named]
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema itself lists."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema.get("enum")
+
+
+def is_among(value: Any, values: Iterable[Any]) -> bool:
+    """Return whether JSON has `value` among `values`: true is not 1."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
+def either(schemas: list[Schema]) -> Schema:
+    """Return a schema of what matches one of `schemas`."""
+    some = [each for each in schemas if each is not False]
+    if True in some or {} in some:
+        return True
+    return {"anyOf": some} if len(some) > 1 else some[0] if some else False
+
+
+def both(schemas: Iterable[Schema]) -> Schema:
+    """Return a schema of what matches all of `schemas`."""
+    some = [each for each in schemas if each is not True and each != {}]
+    if False in some:
+        return False
+    return {"allOf": some} if len(some) > 1 else some[0] if some else True

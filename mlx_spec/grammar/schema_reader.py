@@ -1,0 +1,398 @@
+"""Read a JSON schema of any draft, generator or client into the keywords of one draft.
+
+Annotations go, references become pointers into `$defs`, numbers are those that llguidance does not round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import patterns
+from mlx_spec.grammar.references import DYNAMIC, References, escaped
+
+Schema = dict[str, Any] | bool
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+MAX_EXACT = 2**53  # llguidance reads numbers as floats: integers above are rounded
+MAX_INTEGER = 2**63 - 1024  # the largest float that fits into the integers of its bounds
+MAX_NUMBER = 1e18  # bounds above of numbers that need not be integers are refused by it
+OLD_DRAFTS = tuple(f"draft-0{n}" for n in (3, 4, 5, 6, 7))  # in them nothing else counts beside a $ref
+COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
+LISTS = ("allOf", "anyOf", "oneOf")
+MAPS = ("properties", "patternProperties", "dependentSchemas")
+SINGLE = frozenset(
+    "additionalProperties propertyNames not if then else unevaluatedProperties unevaluatedItems".split()
+)
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+SCALARS = {  # their keywords; the first one that is there goes, if all are too much for llguidance
+    "string": ("maxLength", "minLength", "pattern", "format"),
+    "integer": ("multipleOf", *BOUNDS),
+    "number": ("multipleOf", *BOUNDS),
+}
+OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it says something about
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
+    **dict.fromkeys((*BOUNDS, "multipleOf"), "number"),
+    **dict.fromkeys(
+        "items prefixItems minItems maxItems uniqueItems contains unevaluatedItems".split(), "array"
+    ),
+    **dict.fromkeys(
+        """properties patternProperties additionalProperties required minProperties maxProperties
+        propertyNames dependentRequired dependentSchemas unevaluatedProperties""".split(),
+        "object",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Unenforced:
+    """A keyword that binds and is left out, because no grammar enforces it."""
+
+    place: str  # of the schema that has it, as a JSON pointer
+    keyword: str
+    reason: str = "no grammar enforces it"
+
+    def __str__(self) -> str:
+        return f"{self.keyword} at {self.place}: {self.reason}"
+
+
+def read_schema(root: Any) -> tuple[Schema, list[Unenforced]]:
+    """Return a schema in the keywords of one draft, and what it leaves out.
+
+    All references are "#/$defs/...". Raises InvalidValue for what is not a schema.
+    """
+    if isinstance(root, bool):
+        return root, []
+    try:
+        json.dumps(root, ensure_ascii=False).encode()
+        reader = _Reader(root)
+        return reader.read(), reader.unenforced
+    except UnicodeEncodeError:
+        raise InvalidValue("the schema holds half a character: give whole ones") from None
+    except RecursionError:
+        raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
+
+
+class _Reader:
+    def __init__(self, root: Any) -> None:
+        self.unenforced: list[Unenforced] = []
+        self._references = References(root)
+        self._names: dict[str, str] = {}  # place -> its name in $defs
+        self._waiting: list[str] = []
+        draft = root.get("$schema") if isinstance(root, Mapping) else None
+        self._is_old = isinstance(draft, str) and any(each in draft for each in OLD_DRAFTS)
+
+    def read(self) -> Schema:
+        found, definitions = self.schema(self._references.root, "#"), {}
+        while self._waiting:
+            place = self._waiting.pop(0)
+            definitions[self._names[place]] = self.schema(self._references.at(place), place)
+        if not definitions:
+            return found
+        return {**(found if isinstance(found, dict) else _of_bool(found)), "$defs": definitions}
+
+    def leave_out(self, place: str, keyword: str, reason: str = Unenforced.reason) -> None:
+        self.unenforced.append(Unenforced(place, keyword, reason))
+
+    def schema(self, given: Any, place: str) -> Schema:
+        if isinstance(given, bool):
+            return given
+        if not isinstance(given, Mapping):
+            raise InvalidValue(f"the schema at {place} is not one: give an object, true or false")
+        if self._is_old and isinstance(given.get("$ref"), str):
+            given = {key: given[key] for key in ("$ref", "nullable") if key in given}
+        types = self._types(given, place)
+        found: dict[str, Any] = {}
+        for key, value in given.items():
+            only = OF_TYPE.get(key)
+            if only is None or types is None or only in types or (only == "number" and "integer" in types):
+                for name, new in self._keyword(key, value, given, place, types).items():
+                    if name == "allOf":
+                        new = [*found.get(name, []), *new]
+                    if name == "dependentSchemas":
+                        new = {**found.get(name, {}), **new}
+                    found[name] = new
+        _nudge(found)
+        whole = self._possible(found, place)
+        return {"anyOf": [whole, {"type": "null"}]} if given.get("nullable") is True else whole
+
+    def _possible(self, found: dict[str, Any], place: str) -> Schema:
+        """Return a schema without types of which it allows no value, and without what exceeds llguidance."""
+        if "enum" in found or "const" in found:
+            return found if found.get("enum") != [] else False
+        formats = {each["format"] for each in (found, *found.get("allOf", ())) if _says(each, "format")}
+        if len(formats) > 1:  # annotations that contradict each other
+            for each in (found, *found["allOf"]):
+                if isinstance(each, dict):
+                    each.pop("format", None)
+        named = found.get("type", list(TYPES))
+        types = [named] if isinstance(named, str) else named
+        for kind, keys in SCALARS.items():
+            said = {key: found[key] for key in keys if key in found}
+            if kind in types and len(said) > 1:
+                patterned = [each for each in found.get("allOf", ()) if _says(each, "pattern")]
+                both = {**said, **({"allOf": patterned} if patterned and kind == "string" else {})}
+                reason = patterns.problem({**both, "type": kind})
+                if reason == patterns.EMPTY:
+                    types = [each for each in types if each != kind]
+                    found["type"] = types
+                elif reason is not None:
+                    key = next(iter(said))
+                    self.leave_out(place, key, reason)
+                    del found[key]
+        return found if types else False
+
+    def _types(self, given: Mapping[str, Any], place: str) -> tuple[str, ...] | None:
+        """Return the types that `type` allows; None if it allows all."""
+        named = given.get("type")
+        if named is None:
+            return None
+        several = named if isinstance(named, list) else [named]
+        known = [each.lower() for each in several if isinstance(each, str) and each.lower() in TYPES]
+        if len(known) < len(several) or not known:
+            if not all(isinstance(each, str) for each in several):
+                raise InvalidValue(f"type at {place}: give the name of a type, or a list of names")
+            self.leave_out(place, "type", f"JSON has the types {', '.join(TYPES)}")
+            return None
+        if "number" in known:
+            known = [each for each in known if each != "integer"]
+        return tuple(dict.fromkeys(known))
+
+    def _keyword(
+        self, key: str, value: Any, given: Mapping[str, Any], place: str, types: tuple[str, ...] | None
+    ) -> dict[str, Any]:
+        """Return what stands for one keyword; nothing for an annotation."""
+        inner = f"{place}/{escaped(key)}"
+        if key == "type":
+            return {} if types is None else {"type": types[0] if len(types) == 1 else list(types)}
+        if key in SINGLE:
+            return {key: self.schema(value, inner)}
+        if key in LISTS:
+            options = self._each(value, inner)
+            return {key: options} if options else {}
+        if key in MAPS:
+            return {key: self._map(value, inner)}
+        if key in COUNTS:
+            return self._count(key, value, place)
+        if key in BOUNDS:
+            return self._bound(key, value, given, place, types)
+        if key == "$ref" or key in DYNAMIC:
+            return self._reference(key, value, place)
+        special: Callable[[Any, Mapping[str, Any], str], dict[str, Any]] | None = {
+            "enum": self._values,
+            "const": lambda value, given, place: self._values([value], given, place, "const"),
+            "items": self._items,
+            "prefixItems": lambda value, given, place: {"prefixItems": self._each(value, inner)},
+            "required": self._required,
+            "dependentRequired": self._dependencies,
+            "dependencies": self._dependencies,
+            "pattern": self._pattern,
+            "format": self._format,
+            "multipleOf": self._multiple,
+            "uniqueItems": self._unique,
+            "contains": self._contains,
+        }.get(key)
+        return {} if special is None else special(value, given, place)
+
+    def _each(self, value: Any, place: str) -> list[Schema]:
+        if not isinstance(value, list):
+            raise InvalidValue(f"{place} is not a list of schemas")
+        return [self.schema(each, f"{place}/{i}") for i, each in enumerate(value)]
+
+    def _map(self, value: Any, place: str) -> dict[str, Schema]:
+        if not isinstance(value, Mapping):
+            raise InvalidValue(f"{place} is not an object of schemas")
+        return {key: self.schema(each, f"{place}/{escaped(key)}") for key, each in value.items()}
+
+    def _reference(self, key: str, value: Any, place: str) -> dict[str, Any]:
+        if not isinstance(value, str):
+            raise InvalidValue(f"{key} at {place}: give a text")
+        target = self._references.place(value, place)
+        if target is None:
+            if value.startswith("#"):
+                raise InvalidValue(f"{key} at {place}: {value!r} is not within this schema")
+            self.leave_out(place, key, f"{value!r} is not within this schema, and nothing is fetched")
+            return {}
+        if target not in self._names:
+            wanted = target.rpartition("/")[2] or "root"
+            name = wanted = (
+                "".join(c if c.isalnum() or c in "_-." else "_" for c in wanted).strip("#") or "root"
+            )
+            taken, number = set(self._names.values()), 1
+            while name in taken:
+                number += 1
+                name = f"{wanted}_{number}"
+            self._names[target] = name
+            self._waiting.append(target)
+        return {"$ref": f"#/$defs/{self._names[target]}"}
+
+    def _values(self, value: Any, given: Mapping[str, Any], place: str, key: str = "enum") -> dict[str, Any]:
+        if not isinstance(value, list):
+            raise InvalidValue(f"{key} at {place}: give a list of values")
+        types = self._types({"type": given.get("type")}, place)
+        if any(_is_rounded(each) for each in value):
+            self.leave_out(place, key, f"numbers beyond {MAX_EXACT} would be rounded")
+            return {}
+        fitting = [each for each in value if types is None or fits(each, types)]
+        return {key: fitting[0]} if key == "const" and fitting else {"enum": fitting}
+
+    def _items(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if not isinstance(value, list):
+            return {"items": self.schema(value, f"{place}/items")}
+        rest = given.get("additionalItems", True)
+        found = {"prefixItems": self._each(value, f"{place}/items")}
+        return {**found, "items": self.schema(rest, f"{place}/additionalItems")}
+
+    def _required(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if isinstance(value, bool):  # of a property, in draft 3
+            return {}
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise InvalidValue(f"required at {place}: give a list of names")
+        return {"required": list(dict.fromkeys(value))} if value else {}
+
+    def _dependencies(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return dependencies of names as those of schemas, which say the same."""
+        if not isinstance(value, Mapping):
+            raise InvalidValue(f"the dependencies at {place} are not an object")
+        found = {
+            key: {"required": each}
+            if isinstance(each, list)
+            else self.schema(each, f"{place}/{escaped(key)}")
+            for key, each in value.items()
+            if each != []
+        }
+        return {"dependentSchemas": found} if found else {}
+
+    def _count(self, key: str, value: Any, place: str) -> dict[str, Any]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+            raise InvalidValue(f"{key} at {place}: give a whole number from 0 on")
+        return {key: int(value)} if value or key.startswith("max") else {}
+
+    def _bound(
+        self, key: str, value: Any, given: Mapping[str, Any], place: str, types: tuple[str, ...] | None
+    ) -> dict[str, Any]:
+        other = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(key)
+        if isinstance(value, bool):  # of draft 4, beside the bound itself
+            return {}
+        if not isinstance(value, int | float):
+            raise InvalidValue(f"{key} at {place}: give a number")
+        if other is not None and given.get(other) is True:
+            key = other
+        is_lower = "inimum" in key
+        largest = MAX_INTEGER if types is not None and "number" not in types else MAX_NUMBER
+        if value > largest if is_lower else value < -largest:
+            self.leave_out(place, key, f"bounds beyond {largest:g} are not supported")
+            return {}
+        return {key: _inward(value, 1 if is_lower else -1, largest)}
+
+    def _multiple(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise InvalidValue(f"multipleOf at {place}: give a number above 0")
+        scaled = float(value)
+        for _ in range(9):
+            if scaled == int(scaled):
+                break
+            scaled *= 10
+        if scaled != int(scaled) or scaled >= 2**32:  # as llguidance reads it
+            self.leave_out(place, "multipleOf", f"{value} has too many digits")
+            return {}
+        return {"multipleOf": value}
+
+    def _unique(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        most = given.get("maxItems")
+        if value is True and not (isinstance(most, int) and most <= 1):
+            self.leave_out(place, "uniqueItems", "a grammar does not compare items")
+        return {}
+
+    def _contains(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if given.get("minContains") != 0 or "maxContains" in given:
+            self.leave_out(place, "contains", "a grammar does not count items of a kind")
+        return {}
+
+    def _pattern(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if not isinstance(value, str):
+            raise InvalidValue(f"pattern at {place}: give a text")
+        format = given.get("format")
+        found = patterns.translated(value, format if isinstance(format, str) else None)
+        for each in found:
+            reason = patterns.problem({"pattern": each})
+            if reason is not None:
+                self.leave_out(place, "pattern", reason)
+                return {}
+        return {
+            "pattern": found[-1],
+            **({"allOf": [{"pattern": each} for each in found[:-1]]} if found[1:] else {}),
+        }
+
+    def _format(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return a format that is known, unless no text has it beside what binds."""
+        if not isinstance(value, str) or value not in patterns.FORMATS:
+            return {}
+        binding = {key: given[key] for key in ("minLength", "maxLength") if key in given}
+        pattern = given.get("pattern")
+        if isinstance(pattern, str):
+            found = [{"pattern": each} for each in patterns.translated(pattern, value)]
+            binding["allOf"] = [each for each in found if patterns.problem(each) is None]
+        if binding and patterns.problem({**binding, "format": value}) is not None:
+            return {}
+        return {"format": value}
+
+
+def _of_bool(given: bool) -> dict[str, Any]:
+    return {} if given else {"enum": []}
+
+
+def fits(value: Any, types: tuple[str, ...] | list[str]) -> bool:
+    """Return whether a value has one of `types`."""
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, int | float):
+        return "number" in types or ("integer" in types and value == int(value))
+    kinds = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return kinds[type(value)] in types
+
+
+def _says(schema: Schema, keyword: str) -> bool:
+    return isinstance(schema, dict) and keyword in schema
+
+
+def _is_rounded(value: Any) -> bool:
+    if isinstance(value, Mapping | list):
+        return any(map(_is_rounded, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > MAX_EXACT
+
+
+def _inward(bound: float, direction: int, largest: float) -> float:
+    """Return a bound that llguidance reads as it is, and that allows nothing more."""
+    if abs(bound) > largest:
+        return int(math.copysign(largest, bound))
+    if isinstance(bound, int) and abs(bound) > MAX_EXACT:
+        rounded = float(bound)
+        if (int(rounded) - bound) * direction < 0:
+            rounded = math.nextafter(rounded, math.inf * direction)
+        return int(rounded)
+    return bound
+
+
+def _nudge(found: dict[str, Any]) -> None:
+    """Replace a bound that a number must not reach, where llguidance would let it.
+
+    That is a whole number, if the other bound lies less than 1 from it.
+    """
+    low, high = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
+    for bound, key, opposite in (
+        (low, "exclusiveMinimum", found.get("maximum", high)),
+        (high, "exclusiveMaximum", found.get("minimum", low)),
+    ):
+        if bound is None or opposite is None or found.get("type") == "integer":
+            continue
+        distance = opposite - bound
+        if bound == int(bound) and 0 < abs(distance) < 1:
+            digits = 3 - math.floor(math.log10(abs(distance)))
+            del found[key]
+            nearer = "minimum" if distance > 0 else "maximum"
+            nudged = round(bound + math.copysign(10.0**-digits, distance), digits)
+            found[nearer] = max(nudged, found.get(nearer, nudged), key=lambda each: each * distance)
