@@ -133,11 +133,10 @@ def _notes(body: MessagesBody) -> list[str]:
 
 def _parse_chat(body: PromptBody) -> Chat:
     effort = body.output_config.effort if body.output_config else None
-    return Chat(
-        messages=_parse_messages(body),
-        tools=_parse_tools(body),
-        thinking=body.thinking is not None and body.thinking.type != "disabled",
-        variables={} if effort is None else {"reasoning_effort": effort},
+    return _parse_messages(body).chat(
+        _parse_tools(body),
+        body.thinking is not None and body.thinking.type != "disabled",
+        {} if effort is None else {"reasoning_effort": effort},
     )
 
 
@@ -158,19 +157,21 @@ def _parse_tools(body: PromptBody) -> ToolUse | None:
     return parsing.make_tool_use(tools, TOOL_CHOICES[choice.type], named, is_parallel)
 
 
-def _parse_messages(body: PromptBody) -> tuple[Json, ...]:
+def _parse_messages(body: PromptBody) -> parsing.ConversationBuilder:
     if body.messages[-1].role == "assistant":
         message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
     conversation = parsing.ConversationBuilder()
+    conversation.place = "system"
     if body.system:
         conversation.add("system", *parsing.part_texts(body.system, "system"))
     for i, turn in enumerate(body.messages):
+        conversation.place = f"messages.{i}"
         if not turn.content:
             conversation.add(turn.role, "")
         for k, block in enumerate(turn.content):
             _add_block(conversation, turn.role, block, f"messages.{i}.content.{k}")
-    return tuple(conversation.turns)
+    return conversation
 
 
 def _add_block(conversation: parsing.ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:

@@ -201,7 +201,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
         if not body.messages:
             return RawPrompts(())
         use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        return Chat(_parse_messages(body.messages), use, thinks, level)
+        return _parse_messages(body.messages).chat(use, thinks, level)
     if not body.prompt or body.raw or body.suffix:
         for name, value in (("system", body.system), ("think", body.think)):
             if value and (body.raw or body.suffix):
@@ -213,11 +213,12 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
     return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, level)
 
 
-def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
+def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilder:
     conversation = parsing.ConversationBuilder()
     waiting: list[tuple[str, str]] = []  # ids and names of the calls without a result
     for i, message in enumerate(messages):
         field, content = f"messages.{i}", message.content or ""
+        conversation.place = field
         if message.images:
             raise unsupported(f"{field}.images: {REFUSED['images']}", f"{field}.images")
         if message.role == "assistant":
@@ -239,7 +240,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> tuple[Json, ...]:
             conversation.add(message.role, content)
     if messages[-1].role == "assistant":
         raise unsupported(f"{field}: an answer cannot be begun for the model here", field)
-    return tuple(conversation.turns)
+    return conversation
 
 
 # --- answers

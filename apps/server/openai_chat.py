@@ -199,7 +199,7 @@ def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, p
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    chat = Chat(_parse_messages(body), use, _thinks(body), _template_variables(body))
+    chat = _parse_messages(body).chat(use, _thinks(body), _template_variables(body))
     return parse_request(
         body,
         model,
@@ -266,10 +266,10 @@ def _parse_tool(tool: ToolField, field: str) -> Tool:
     return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
-def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
+def _parse_messages(body: ChatBody) -> parsing.ConversationBuilder:
     conversation = parsing.ConversationBuilder()
     for i, message in enumerate(body.messages):
-        field = f"messages.{i}"
+        field = conversation.place = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
             raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)
         if message.audio is not None:
@@ -282,7 +282,7 @@ def _parse_messages(body: ChatBody) -> tuple[Json, ...]:
             conversation.add_result(message.tool_call_id, texts, f"{field}.tool_call_id")
         else:
             conversation.add("user" if message.role == "user" else "system", *texts)
-    return tuple(conversation.turns)
+    return conversation
 
 
 def _add_answer(conversation: parsing.ConversationBuilder, message: Message, field: str) -> None:

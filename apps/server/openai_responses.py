@@ -25,7 +25,7 @@ from .engine_thread import EngineThread
 from .errors import Failure, invalid, unsupported
 from .http import Api, Json, named_event
 from .parsing import Fields, FunctionField
-from .request import Chat, GenerationRequest, Tool, ToolUse
+from .request import GenerationRequest, Tool, ToolUse
 from .settings import Settings
 from .stored_responses import ItemField, ResponseStore
 
@@ -105,11 +105,11 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     _check_supported(body)
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
-    chat = Chat(
-        messages=_parse_messages(body, store.conversation(body.previous_response_id, body.input)),
-        tools=_parse_tools(body),
-        thinking=effort not in parsing.NO_THINKING,
-        variables={} if effort is None else {"reasoning_effort": effort},
+    conversation = _parse_messages(body, store.conversation(body.previous_response_id, body.input))
+    chat = conversation.chat(
+        _parse_tools(body),
+        effort not in parsing.NO_THINKING,
+        {} if effort is None else {"reasoning_effort": effort},
     )
     form = body.text.format if body.text else None
     if form is not None and form.type == "json_schema":
@@ -156,13 +156,15 @@ def _check_supported(body: ResponsesBody) -> None:
         raise invalid("stream_options: only for a stream", "stream_options")
 
 
-def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> tuple[Json, ...]:
+def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> parsing.ConversationBuilder:
     conversation = parsing.ConversationBuilder()
+    conversation.place = "instructions"
     if body.instructions is not None:
         conversation.add("system", body.instructions)
     for i, item in enumerate(items, start=len(body.input) - len(items)):
+        conversation.place = f"input.{i}" if i >= 0 else "previous_response_id"
         _add_item(conversation, item, f"input.{i}")
-    return tuple(conversation.turns)
+    return conversation
 
 
 def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field: str) -> None:

@@ -317,6 +317,8 @@ class ConversationBuilder:
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
+        self.place = "messages"  # the field of the body that is being read
+        self._places: list[str] = []  # where each turn begins
         self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
 
     def add(self, role: str, *texts: str, thinking: str | None = None) -> dict[str, Any]:
@@ -330,7 +332,7 @@ class ConversationBuilder:
             if not texts:
                 return {}
         if not self.turns or self.turns[-1]["role"] != role:
-            self.turns.append({"role": role, "content": None})
+            self._append({"role": role, "content": None})
         turn = self.turns[-1]
         if texts:
             before = [] if turn["content"] is None else [turn["content"]]
@@ -363,4 +365,12 @@ class ConversationBuilder:
     def add_output(self, id: str, name: str, texts: Sequence[str]) -> None:
         """Add the result of a tool, whether its call is there or not."""
         text = PARAGRAPH.join(texts)
-        self.turns.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
+        self._append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
+
+    def chat(self, tools: ToolUse | None, thinking: bool, variables: Mapping[str, Any]) -> Chat:
+        """Return the conversation to answer."""
+        return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._places))
+
+    def _append(self, turn: dict[str, Any]) -> None:
+        self.turns.append(turn)
+        self._places.append(self.place)

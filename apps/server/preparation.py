@@ -34,7 +34,7 @@ class PreparedRequest:
 def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> PreparedRequest:
     """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
 
-    Raises Failure (400), or InvalidValue if the chat template refuses the messages.
+    Raises Failure (400).
     """
     prompts = prompt_tokens(request, text)
     prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
@@ -61,7 +61,7 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
 def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
     """Return the tokens of each prompt; raise what `prepare` raises."""
     if isinstance(request.prompt, Chat):
-        return (chat_prompt(request.prompt, text, request.model),)
+        return (chat_prompt(request.prompt, text, request.model, request.prompt_param),)
     return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
 
 

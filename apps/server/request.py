@@ -38,13 +38,14 @@ class Chat:
 
     `messages` are those of a chat template: dicts with "role" (system, user, assistant or tool), "content" (a
     string, or None beside tool calls), and optionally "reasoning_content", "name", "tool_call_id" and
-    "tool_calls", whose "arguments" are parsed JSON (an object).
+    "tool_calls", whose "arguments" are parsed JSON (an object). `places` are their fields in the body.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: ToolUse | None = None
     thinking: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    places: tuple[str, ...] = field(default=(), compare=False)
 
 
 Prompt = str | tuple[int, ...] | FillIn

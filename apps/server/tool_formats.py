@@ -18,11 +18,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.answers import Event, SourceSpan, TextDelta, ToolCall
-from mlx_spec.apps.server.errors import unsupported
+from mlx_spec.apps.server.errors import invalid, unsupported
 from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
+from mlx_spec.text.history import LostText
 from mlx_spec.text.stream import TextPart
 from mlx_spec.text.thinking import Markers
 
@@ -141,11 +142,11 @@ def find_tool_format(text: Text) -> ToolFormat | None:
         return _known[text]
 
 
-def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
+def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> list[int]:
     """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
 
-    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, or the
-    schema of a tool is none, and InvalidValue if its template refuses the messages.
+    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, if the
+    schema of a tool is none, and if its template refuses the messages, the field `param` of the body.
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
@@ -162,10 +163,15 @@ def chat_prompt(chat: Chat, text: Text, model: str) -> list[int]:
     shown = [_definition(tool) for tool in tools]
     try:
         return text.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
-    except InvalidValue:
+    except LostText as error:
+        lost = None if error.index is None else messages[error.index]
+        found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
+        place = "tools" if lost is None else next(found, param)
+        raise invalid(f"{place}: {error}", place) from error
+    except InvalidValue as error:
         for tool in tools:  # a template cannot write what is no schema
             check_schema(tool.name, tool.parameters)
-        raise
+        raise invalid(str(error), param) from error
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.files import one_line, read_optional
 from mlx_spec.text.added_tokens import special_tokens
 
+FOLDERS = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
+DEFAULT, FOR_TOOLS = "default", "tool_use"  # names in a list of templates
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
 
 # raised by templates when messages or tools are not what they expect
@@ -32,10 +34,13 @@ Message = Mapping[str, Any]  # "role", "content" and further keys that a templat
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt."""
+    """Turns messages into the text of a prompt. `for_tools` is rendered in its place if there are tools."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], for_tools: ChatTemplate | None = None
+    ) -> None:
+        self.for_tools = for_tools
+        self.source: str = source if for_tools is None else source + for_tools.source  # to look names up in
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _compiled(source)
@@ -55,42 +60,62 @@ class ChatTemplate:
         `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
         Raises InvalidValue if the template refuses the messages, for example an unknown role.
         """
+        if tools and self.for_tools is not None:
+            return self.for_tools.render(messages, thinking=thinking, tools=tools, variables=variables)
         # Templates would print a missing value as None.
         given = [{key: value for key, value in m.items() if value is not None} for m in messages]
         values = {
-            **(variables or {}),
+            "documents": None,
             **self._special_tokens,
+            **(variables or {}),
             "enable_thinking": thinking,
             "messages": [_with_all_reasoning_keys(message) for message in given],
-            "tools": list(tools) or None,
-            "documents": None,
             "add_generation_prompt": True,
         }
+        shown = list(tools)
         try:
-            return self._template.render(values)
+            return self._template.render(values, tools=shown or None)
         except TEMPLATE_ERRORS as error:
-            message = f"the chat template refuses these messages: {one_line(error)}"
-            raise InvalidValue(message) from error
+            if not shown and (found := self._with_no_tools(values)) is not None:
+                return found
+            raise InvalidValue(f"the chat template refuses these messages: {one_line(error)}") from error
+
+    def _with_no_tools(self, values: Mapping[str, Any]) -> str | None:
+        """Return the prompt with an empty list of tools, which a template for tools needs."""
+        try:
+            return self._template.render(values, tools=[])
+        except TEMPLATE_ERRORS:
+            return None
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
     """Return the chat template of a checkpoint; None if it has none. Raises BadCheckpoint if malformed."""
     try:
-        source = _source(folder)
+        named = _sources(folder)
     except (OSError, UnicodeDecodeError) as error:
         raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
-    return None if source is None else ChatTemplate(source, special_tokens(folder))
+    tokens = special_tokens(folder)
+    for_tools = named.get(FOR_TOOLS)
+    default = named.get(DEFAULT, for_tools)
+    if default is None and len(named) == 1:
+        default = next(iter(named.values()))
+    if default is None:
+        return None
+    return ChatTemplate(default, tokens, None if for_tools is None else ChatTemplate(for_tools, tokens))
 
 
-def _source(folder: Path) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+def _sources(folder: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint by their names: files go before entries of its config."""
     config = read_optional(folder / "tokenizer_config.json")
     source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(source, list):  # several templates with names
-        named = [t for t in source if isinstance(t, dict) and {"name", "template"} <= t.keys()]
-        source = {t["name"]: t["template"] for t in named}.get("default")
-    return source if isinstance(source, str) else None
+    if isinstance(source, list):
+        source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+    found: dict[Any, Any] = source if isinstance(source, dict) else {DEFAULT: source}
+    files = {file.stem: file for name in FOLDERS for file in sorted((folder / name).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +130,7 @@ def _compiled(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes for HTML
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment.from_string(source)
@@ -120,6 +145,19 @@ class _Generation(jinja2.ext.Extension):
         """Return the body of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes for HTML of jinja2's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:

@@ -16,7 +16,8 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.checkpoint import TOKENIZERS
 from mlx_spec.hub.files import AGAIN, one_line, read_optional
 from mlx_spec.text.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
-from mlx_spec.text.chat_template import REASONING_KEYS, ChatTemplate, Message, read_template
+from mlx_spec.text.chat_template import ChatTemplate, Message, read_template
+from mlx_spec.text.history import render_history
 from mlx_spec.text.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
@@ -111,17 +112,15 @@ class Text:
         """Return the tokens of a conversation up to the start of the model's answer.
 
         `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
-        The thinking of turns before the last user message is left out. Raises InvalidValue if there is no
-        chat template or it refuses the messages.
+        The template decides about the thinking of earlier turns. Raises InvalidValue if there is no chat
+        template or it refuses the messages, LostText if it leaves out a text of them.
         """
         if self._template is None:
             raise InvalidValue(
                 "this target has no chat template: give it a prompt as tokens, without a session"
             )
-        last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=0)
-        stripped = [self._without_thinking(m) if i < last else m for i, m in enumerate(messages)]
         return self.encode(
-            self._template.render(stripped, thinking=thinking, tools=tools, variables=variables)
+            render_history(self._template, messages, thinking=thinking, tools=tools, variables=variables)
         )
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
@@ -133,25 +132,6 @@ class Text:
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Return True if the end of a prompt opens the model's thinking."""
         return self.marks is not None and self.marks.begin(prompt).kind == "thinking"
-
-    def _without_thinking(self, message: Message) -> Message:
-        if message.get("role") != "assistant":
-            return message
-        kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-        content, markers = kept.get("content"), self.thinking_markers
-        if markers is not None and isinstance(content, str):
-            kept["content"] = _outside(content, markers)
-        return kept
-
-
-def _outside(content: str, markers: Markers) -> str:
-    """Return `content` without the text between markers, or before a marker that only closes."""
-    if markers.close not in content and markers.open not in content:
-        return content
-    parts = content.split(markers.close)
-    before = "" if markers.open not in parts[0] else parts[0].split(markers.open)[0]
-    rest = [part.split(markers.open)[0] for part in parts[1:]]
-    return (before + "".join(rest)).strip()
 
 
 class TokenBytes:

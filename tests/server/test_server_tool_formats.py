@@ -9,11 +9,13 @@ import re
 import call_texts
 import pytest
 from call_texts import SYNTAX, WRITERS, described, parse
+from endpoint import CHAT, MESSAGES, RESPONSES, fresh
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_spec import demo
 from mlx_spec.apps.server.answers import TextDelta, ToolCall
 from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.preparation import prompt_tokens
 from mlx_spec.apps.server.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import (
     ToolCallReader,
@@ -287,6 +289,36 @@ def test_a_template_without_tools_refuses_them():
         chat_prompt(Chat(tuple(CONVERSATION)), plain, "m")
     assert failure.value.param == "messages.1.tool_calls"
     assert chat_prompt(Chat(tuple(CONVERSATION[:1])), plain, "m")
+
+
+OLLAMA = "/api/chat"
+ASKED, LATE = {"role": "user", "content": "?"}, {"role": "system", "content": "Be late."}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT, {"messages": [ASKED, ASKED, LATE]}, "messages.2"),
+        (CHAT, {"messages": [ASKED, LATE | {"role": "developer"}]}, "messages.1"),
+        (MESSAGES, {"messages": [ASKED], "system": "Be early."}, "system"),
+        (MESSAGES, {"messages": [ASKED, LATE]}, "messages.1"),
+        (RESPONSES, {"input": [ASKED], "instructions": "Be early."}, "instructions"),
+        (RESPONSES, {"input": [ASKED, LATE]}, "input.1"),
+        (OLLAMA, {"model": "demo", "messages": [ASKED, LATE]}, "messages.1"),
+        (CHAT, {"messages": [{"role": "user", "content": "no"}]}, "messages"),
+        (RESPONSES, {"input": "no"}, "input"),
+    ],
+)
+def test_what_a_template_leaves_out_or_refuses_is_named(path, body, place):
+    stub, endpoint = fresh()
+    assert endpoint.post(path, **body).status_code == 200
+    source = """{% for m in messages if m.role == 'user' %}
+    {% if 'Be' in m.content or m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ m.content }}
+    {% endfor %}"""
+    blind = Text(tokenizer(), ChatTemplate(source, {}), {1})
+    with pytest.raises(Failure, match=r"not that|leaves out \"Be ") as failure:
+        prompt_tokens(stub.requests[-1], blind)
+    assert (failure.value.status, failure.value.param) == (400, place)
 
 
 def test_results_go_where_the_template_reads_them():

@@ -143,28 +143,6 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
     assert ours.prompt_tokens("Hi") == theirs.encode("Hi", add_special_tokens=True)
 
 
-BARE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}]{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        ("<think>\nhm</think>\n\nYes", "Yes"),
-        ("hm</think>Yes", "Yes"),
-        ("<think>a</think>b<think>c</think>d", "bd"),
-    ],
-)
-def test_thinking_of_earlier_turns_is_left_out(content: str, kept: str) -> None:
-    text = Text(byte_level(), ChatTemplate(BARE, {}), ())
-    question = {"role": "user", "content": "<think>mine</think>"}
-    answer = {"role": "assistant", "content": content, "reasoning_content": "hm"}
-    tokens = text.prompt([question, answer, question])
-    user = f"[user:{question['content']}]"
-    assert tokens == text.encode(f"{user}[assistant:{kept}]{user}")
-    # the template decides about the last turn
-    assert text.prompt([question, answer]) == text.encode(f"{user}[assistant:{content}hm]")
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -195,6 +173,10 @@ def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
         ({"tokenizer_config.json": {"chat_template": "A"}, "chat_template.jinja": "B"}, "B"),
         ({"chat_template.json": {"chat_template": "C"}}, "C"),
         ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "D"}]}}, "D"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "E"}]}}, "E"),
+        ({"tokenizer_config.json": {"chat_template": {"other": "F"}}}, "F"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": n, "template": n} for n in "ab"]}}, None),
+        ({"additional_chat_templates/tool_use.jinja": "G", "chat_template.jinja": "H"}, "H"),
         (
             {
                 "tokenizer_config.json": {
@@ -217,7 +199,33 @@ def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_where_templates_are(tmp_path: Path, files: dict, expected: str | None) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    write(tmp_path, files)
     template = read_template(tmp_path)
     assert (template and template.render([], thinking=False)) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config.json": {
+                "chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+            }
+        },
+        {"chat_template.jinja": "D", "additional_chat_templates/tool_use.jinja": "T"},
+        {"tokenizer_config.json": {"chat_template": "D"}, "chat_templates/tool_use.jinja": "T"},
+    ],
+)
+def test_the_template_for_tools(tmp_path: Path, files: dict) -> None:
+    write(tmp_path, files)
+    template = read_template(tmp_path)
+    assert template is not None
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.render([], thinking=False) == "D"
+    assert template.render([], thinking=False, tools=[tool]) == "T"
+
+
+def write(folder: Path, files: dict) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
