@@ -227,7 +227,7 @@ class Generation:
     def rounds(self) -> Generator[tuple[Round, list[TextPart]], None, None]:
         """Yield each round and the text that it completed, up to a stop token, a stop string or the limit."""
         try:
-            while self._answer.finished is None:
+            while not self._answer.ended:
                 start = time.perf_counter()
                 round = next(self._rounds, None)
                 if round is None:

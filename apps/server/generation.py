@@ -141,7 +141,7 @@ class BatchRow:
     def _finish_reason(self) -> FinishReason:
         if self.answer.finished is not None:
             return "stop"
-        if self.statistics.finish_reason != "stop":
+        if self.statistics.finish_reason != "stop" and not self.answer.ended:
             return "length"
         return "tool_calls" if self.calls is not None and self.calls.complete else "stop"
 
@@ -322,10 +322,14 @@ class Job:
             top_logprobs=request.top_logprobs,
             prediction=prepared.prediction,
         )
-        markers, chat = None, request.prompt if isinstance(request.prompt, Chat) else None
+        chat = request.prompt if isinstance(request.prompt, Chat) else None
+        markers, last_call = None, None
         if prepared.dialect is not None and chat is not None and chat.tools:
-            markers = prepared.dialect.syntax.marks
-            row.calls = ToolCallReader(row.index, prepared.dialect, chat.tools.tools)
+            markers, is_free = prepared.dialect.syntax.marks, sampling.grammar is None
+            row.calls = ToolCallReader(
+                row.index, prepared.dialect, chat.tools.tools, one=not chat.tools.parallel and is_free
+            )
+            last_call = row.calls.is_last
         row.answer = AnswerStream(
             self.model.pair.text,
             None if chat is None else row.prompt,
@@ -333,6 +337,7 @@ class Job:
             ends=prepared.ends,
             calls=markers,
             before=row.prompt if chat is None else (),
+            last_call=last_call,
         )
         row.generation = Generation(sequence, row.prompt, row, row.answer)
         return running
@@ -382,7 +387,7 @@ class Job:
                 self._longest_pause, last = max(self._longest_pause, now - last), now
                 for event in row.read(parts):
                     self.send(event)
-                if round.finish_reason is None and row.answer.finished is None:
+                if round.finish_reason is None and not row.answer.ended:
                     yield
 
     def _finished(self) -> Finished:

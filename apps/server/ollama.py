@@ -284,6 +284,7 @@ class LinesWriter:
         end: Json = {"done": False}
         if events and isinstance(last := events[-1], answers.Finished):
             end = {"done": True, "done_reason": self._reason, **self._notes}
+            end |= {} if self._is_chat else {"context": []}  # clients require it, and may send it back
             end |= {} if self._is_empty else self._measured(last)
         return {"model": self._model, "created_at": timestamp(time.time()), **piece, **end}
 

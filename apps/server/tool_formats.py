@@ -85,10 +85,15 @@ class ToolCallReader:
     to its user. A cut does not change the finish reason: it stays "length".
     """
 
-    def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool]) -> None:
+    def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool], *, one: bool = False) -> None:
         self._index, self._syntax, self._tools = index, format.syntax, tools
         self._parts: list[TextPart] = []  # since the opening marker
+        self._one = one  # the answer ends with its first call
         self.complete = 0  # calls so far
+
+    def is_last(self, body: str) -> bool:
+        """Return True if the answer ends with this body."""
+        return self._one and bool(self._syntax.parse(body, self._tools)[0])
 
     def read(self, part: TextPart) -> list[Event]:
         """Return the events that a part of kind "call" completes."""
@@ -104,6 +109,8 @@ class ToolCallReader:
         logprobs = tuple(token for part in self._parts for token in part.logprobs)
         self._parts = []
         calls, rest = self._syntax.parse(body, self._tools, closed=closed)
+        if self._one and calls:
+            calls, rest = calls[:1], ""
         events: list[Event] = []
         for name, arguments in calls:
             call_id = f"call_{secrets.token_hex(12)}"

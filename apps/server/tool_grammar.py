@@ -65,7 +65,7 @@ def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None
 def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
     """Return True if a request does not demand that its calls match their schemas."""
     is_strict = any(tool.strict for tool in use.tools)
-    return use.choice == "auto" and use.parallel and answer is None and not is_strict
+    return use.choice == "auto" and answer is None and not is_strict
 
 
 def compile_failure(error: InvalidValue, param: str) -> Failure:
@@ -80,7 +80,7 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
     if format.syntax.name not in CALLS:
         raise unsupported(
             f"the calls of this model ({format.syntax.name}) cannot be enforced: leave out tool_choice, "
-            "strict, parallel_tool_calls and the response format, or ask another model",
+            "strict and the response format, or ask another model",
             "tools",
         )
     rules, write = Rules(), CALLS[format.syntax.name]

@@ -6,7 +6,7 @@ mlx-lm's detokenizers need transformers' tokenizer objects and do not tell wheth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_spec.errors import InvalidValue
@@ -67,8 +67,8 @@ class AnswerStream:
     after the tokens `before` keeps the space between them.
 
     Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
-    before a stop string is given, then the answer is finished: later tokens are not read. Raises InvalidValue
-    for an empty stop string.
+    before a stop string is given, then the answer is finished: later tokens are not read. It also ends with a
+    call whose text `last_call` accepts. Raises InvalidValue for an empty stop string.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class AnswerStream:
         ends: Collection[int] = (),
         calls: Markers | None = None,
         before: Sequence[int] = (),
+        last_call: Callable[[str], bool] | None = None,
     ) -> None:
         if "" in stop:
             raise InvalidValue("a stop string is empty: leave it out")
@@ -100,6 +101,9 @@ class AnswerStream:
         self._held: list[TextPart] = []  # of kind answer: may become a stop string
         self._parts: list[TextPart] = []  # not returned yet
         self._call = -1  # index of the last call opened
+        self._call_text = ""  # its text so far
+        self._last_call = last_call
+        self._called_last = False
         self._unsorted = 0  # tokens of what may be the opening of thinking
         self._detokenizer: Detokenizer
         self._place: AnswerPlace
@@ -118,15 +122,20 @@ class AnswerStream:
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
         """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
         for i, token in enumerate(round.tokens):
-            if self.finished is not None:
+            if self.ended:
                 break
             drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
             self._read_token(_Read(token, Span("", drafter, position), logprobs[i : i + 1]))
         return self._take_parts()
 
+    @property
+    def ended(self) -> bool:
+        """Return True if no more text is read: of a stop string, or of the last call."""
+        return self.finished is not None or self._called_last
+
     def end(self) -> list[TextPart]:
         """Return the text that was held back."""
-        if self.finished is None:
+        if not self.ended:
             self._end_kind()
             self._release()
         return self._take_parts()
@@ -219,8 +228,9 @@ class AnswerStream:
         self._release()
         if before == "call":
             self._add_part(TextPart("call", "", call=self._call, closed=True))
-        if self.kind == "call":
-            self._call += 1
+            self._called_last = self._last_call is not None and self._last_call(self._call_text)
+        if self.kind == "call" and not self._called_last:
+            self._call, self._call_text = self._call + 1, ""
             self._add_part(TextPart("call", "", call=self._call))
 
     def _begin(self, place: AnswerPlace, *, trim: bool, header: str, before: Sequence[int] = ()) -> None:
@@ -364,6 +374,7 @@ class AnswerStream:
     def _add_part(self, part: TextPart) -> None:
         """Add a part, joined to the last one if both are of one kind and one call."""
         parts = self._parts
+        self._call_text += part.text if part.kind == "call" else ""
         if not parts or (parts[-1].kind, parts[-1].call) != (part.kind, part.call):
             parts.append(part)
             return

@@ -224,7 +224,8 @@ def test_generate_has_its_own_shape() -> None:
     streamed = lines(GENERATE)
     assert "".join(line["response"] for line in streamed) == "Hello you"
     assert streamed[0]["thinking"] == "Hm." and "message" not in streamed[0]
-    assert post(GENERATE).json()["response"] == "Hello you"
+    found = post(GENERATE).json()
+    assert found["response"] == "Hello you" and found["context"] == streamed[-1]["context"] == []
 
 
 def test_silence_and_failures_are_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ from served import (
 from test_session import make_pair
 from waiting import wait_until
 
-from mlx_spec.apps.server import models
+from mlx_spec import demo
+from mlx_spec.apps.server import models, tool_grammar
 from mlx_spec.apps.server.answers import (
     ChoiceEnded,
     Failed,
@@ -47,12 +48,15 @@ from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.hub.checkpoint import read_config
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
 from mlx_spec.sampling import Sampling
+from mlx_spec.text import read_text
+from mlx_spec.types import Round
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
 
@@ -132,6 +136,33 @@ def test_ends_of_an_answer(engine: EngineThread) -> None:
     assert [e.reason for e in events if isinstance(e, ChoiceEnded)] == ["stop"]
     late = Sampling(min_tokens=10)
     assert text_of(answer(engine, chat(QUESTION, stop_tokens=(stop.token,), sampling=late))) != before
+
+
+@pytest.mark.parametrize(("parallel", "calls"), [(True, 2), (False, 1)])
+def test_one_call_at_a_time_where_no_grammar_can_say_so(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, parallel: bool, calls: int
+) -> None:
+    """The demo writes no calls of its own: their tokens take the place of its own."""
+    monkeypatch.setattr(tool_grammar, "CALLS", {})
+    call, text = (
+        '<|tool_call>call:look_up{name:<|"|>os<|"|>}<tool_call|>',
+        read_text(demo.TARGET, read_config(demo.TARGET)),
+    )
+    written, close = text.encode(f"So. {call}{call} And so on"), text.token_id("<tool_call|>")
+    next_round, rest = BatchRow.__next__, list(written)
+
+    def write(row: BatchRow) -> Round:
+        found = next_round(row)
+        tokens, rest[:] = rest[:5], rest[5:]
+        return replace(found, tokens=tokens or found.tokens)
+
+    monkeypatch.setattr(BatchRow, "__next__", write)
+    use = ToolUse(TOOLS.tools, parallel=parallel)
+    events = answer(engine, chat(QUESTION, tools=use, sampling=ENDLESS, max_tokens=90))
+    ends = [event for event in events if isinstance(event, ChoiceEnded)]
+    assert [event.call for event in events if isinstance(event, ToolCall)] == [*range(calls)]
+    assert ends == [ChoiceEnded(0, "length" if parallel else "tool_calls")]
+    assert parallel or closed(events).usage.completion_tokens == written.index(close) + 1
 
 
 def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:

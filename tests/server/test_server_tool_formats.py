@@ -179,6 +179,30 @@ def test_cut_at_every_token(text, format):
         assert shown == ("" if len(begun) == reader.complete else begun[-1].replace(Q, '"'))
 
 
+def test_one_call_at_a_time_without_a_grammar(text, format):
+    """The answer ends with its first whole call, whatever rounds its tokens came in."""
+    broken, first, second = (f"<|tool_call>{body}<tool_call|>" for body in ("no", "call:f{a:1}", "call:g{}"))
+    written = f"Sure. {broken}So {first}And {second}"
+    tokens, kept = text.encode(written), len(text.encode(f"Sure. {broken}So {first}"))
+    for size in (1, 2, 3, 7, len(tokens)):
+        reader = ToolCallReader(0, format, [], one=True)
+        answer = AnswerStream(text, [], calls=format.syntax.marks, last_call=reader.is_last)
+        events, shown = [], ""
+        for start in range(0, len(tokens), size):
+            for part in answer.read(Round(tokens[start : start + size], 0, 0, 0.0)):
+                events += reader.read(part) if part.kind == "call" else []
+                shown += part.text if part.kind == "answer" else ""
+        assert answer.end() == reader.end() == [] and answer.ended and answer.finished is None
+        assert [e.name for e in events if isinstance(e, ToolCall)] == ["f"]
+        assert shown == "Sure. So " and answer.completion_tokens == kept
+
+
+def test_one_of_several_calls_in_one_body(format):
+    reader = ToolCallReader(0, format, [], one=True)
+    events = reader.read(TextPart("call", "call:f{}call:g{} rest", call=0, closed=True))
+    assert [(type(e), e.name) for e in events] == [(ToolCall, "f")]
+
+
 # --- formats of models, and prompts
 
 CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}

@@ -321,9 +321,13 @@ def test_descriptions_do_not_count_for_the_size_of_a_grammar(text):
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
     other = format_of(text, Syntax("glm47", SYNTAXES[1].marks, SYNTAXES[1].read))
-    assert [answer_grammar(other, ToolUse((PING,), choice)) for choice in ("auto", "none")] == [None] * 2
+    free = [
+        ToolUse((PING,), "none"),
+        *(ToolUse((PING,), "auto", parallel=several) for several in (True, False)),
+    ]
+    assert [answer_grammar(other, use) for use in free] == [None] * 3
     answer = OutputFormat("json_object")
-    for use in (ToolUse((PING,), "required"), ToolUse((SIMPLE,)), ToolUse((PING,), parallel=False)):
+    for use in (ToolUse((PING,), "required", parallel=False), ToolUse((SIMPLE,))):
         with pytest.raises(Failure, match=r"the calls of this model \(glm47\) cannot be enforced") as failure:
             answer_grammar(other, use)
         assert failure.value.status == 400 and "\n" not in str(failure.value)
