@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar import patterns
+from mlx_spec.grammar.patterns import Probe, translated
 from mlx_spec.grammar.references import escaped
 from mlx_spec.grammar.schema_logic import CLOSED, UNIONS, Logic, both, either, name_of, type_list, values_of
 from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
@@ -35,9 +35,10 @@ def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tup
     are left out which need several schemas for one value. Raises InvalidValue if `root` is not a schema, or
     if nothing can match it.
     """
-    found, unenforced = read_schema(root)
+    probe = Probe()
+    found, unenforced = read_schema(root, probe)
     try:
-        rewriter = _Rewriter(found, combine)
+        rewriter = _Rewriter(found, combine, probe)
         rewritten = rewriter.rewritten(closed)
     except RecursionError:
         raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
@@ -56,7 +57,8 @@ def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced
 
 
 class _Rewriter:
-    def __init__(self, root: Schema, combine: bool) -> None:
+    def __init__(self, root: Schema, combine: bool, probe: Probe) -> None:
+        self._probe = probe
         self.unenforced: list[Unenforced] = []
         self._combine = combine
         self._definitions: dict[str, Schema] = {}
@@ -252,7 +254,7 @@ class _Rewriter:
             allowed = [each for each in values or () if isinstance(each, str)]
             own = {name: (each if name in allowed else False) for name, each in properties.items()}
             for name in allowed:
-                fitting = [each for pattern, each in patterned.items() if patterns.matches(pattern, name)]
+                fitting = [each for pattern, each in patterned.items() if self._probe.matches(pattern, name)]
                 own.setdefault(name, both(fitting) if fitting else more)
             node.pop("patternProperties", None)
             node |= {"properties": own, "additionalProperties": False}
@@ -273,7 +275,9 @@ class _Rewriter:
         if patterned:
             self._leave_out(place, "propertyNames", "no grammar enforces it beside patternProperties")
             return
-        own = {name: each if patterns.matches(pattern, name) else False for name, each in properties.items()}
+        own = {
+            name: each if self._probe.matches(pattern, name) else False for name, each in properties.items()
+        }
         node |= {"properties": own} if own else {}
         node |= {"additionalProperties": False} | (
             {} if more is False else {"patternProperties": {pattern: more}}
@@ -285,13 +289,13 @@ class _Rewriter:
             return
         found: dict[str, Schema] = {}
         for given, schema in node.pop("patternProperties").items():
-            pattern, *others = patterns.translated(given)
-            reason = "look-ahead is not supported" if others else patterns.problem({"pattern": pattern})
+            pattern, *others = translated(given)
+            reason = "look-ahead is not supported" if others else self._probe.problem({"pattern": pattern})
             if reason is not None:
                 self._leave_out(place, "patternProperties", f"{given!r}: {reason}")
                 continue
             for other in list(found):
-                if patterns.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
+                if self._probe.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
                     continue  # no text matches both
                 if found[other] == schema:
                     pattern = f"(?:{pattern})|(?:{other})"
@@ -307,10 +311,10 @@ class _Rewriter:
         is_closed = node.get("additionalProperties", True) is False
         names = [*properties, *(name for name in required if name not in properties)]
         if is_closed and not any(
-            schema is not False and patterns.has_other(pattern, names) for pattern, schema in found.items()
+            schema is not False and self._probe.has_other(pattern, names) for pattern, schema in found.items()
         ):
             for name in names:
-                fitting = [each for pattern, each in found.items() if patterns.matches(pattern, name)]
+                fitting = [each for pattern, each in found.items() if self._probe.matches(pattern, name)]
                 if fitting:
                     properties[name] = both([properties.get(name, True), *fitting])
             node |= {"properties": properties} if properties else {}

@@ -5,9 +5,9 @@ Patterns are JavaScript's. They become Rust's, which differ in character classes
 
 from __future__ import annotations
 
-import functools
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,69 +27,83 @@ IMPLIED: Mapping[str, Sequence[str]] = {
 }
 EMPTY = "no value matches it"
 BYTES = ("byte", 262)  # llguidance's tokenizer with a token for each byte, and its size
-PROBE_SECONDS = 2.0  # to compile one pattern
-MAX_PATTERNS = 1024  # parsers that are kept
+MAX_KNOWN = 1024  # parsers that are kept
+_known: dict[str, LLMatcher | str] = {}
 _LEADING = re.compile(r"\^?\(\?=")
 _SURROGATES = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}")
 
 
-@functools.lru_cache(MAX_PATTERNS)
-def _parser(source: str) -> LLMatcher:
-    """Return a parser of a schema over bytes. Raises InvalidValue with the reason if there is none."""
-    request = {"kind": "json_schema", "source": source, "tokenizer": BYTES}
-    SANDBOX.compile("pattern", request, PROBE_SECONDS)
-    from llguidance import LLTokenizer
+class Probe:
+    """Asks llguidance about patterns, within some seconds for all of a schema."""
 
-    try:
-        parser = build_parser("json_schema", source, LLTokenizer(BYTES[0]))
-    except ValueError as error:
-        raise InvalidValue(one_line(error)) from error
-    if parser.is_error():
-        raise InvalidValue(one_line(ValueError(parser.get_error())))
-    return parser
+    def __init__(self, seconds: float = 10.0) -> None:
+        self._seconds = self._left = seconds
 
-
-def problem(schema: Mapping[str, Any]) -> str | None:
-    """Return why llguidance does not take a schema, of a text or another type; None if it does."""
-    try:
-        _parser(json.dumps({"type": "string", **schema}))
-    except InvalidValue as error:
-        reason = str(error)
-        if "look" in reason:
+    def problem(self, schema: Mapping[str, Any]) -> str | None:
+        """Return why llguidance does not take a schema, of a text or another type; None if it does."""
+        found = self._parser({"type": "string", **schema})
+        if not isinstance(found, str):
+            return None
+        if "look" in found:
             return "look-around, as look-ahead and word borders are, is not supported"
-        if "Unsatisfiable" in reason:
+        if "Unsatisfiable" in found:
             return EMPTY
-        if "Unable to determine" in reason:
+        if "Unable to determine" in found:
             return "the pattern is too complex for it"
-        return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", reason)
-    return None
+        return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", found)
 
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether `pattern` is found in `name`, as llguidance judges it."""
-    parser = _parser(json.dumps({"type": "string", "pattern": pattern})).deep_copy()
-    written = json.dumps(name, ensure_ascii=False).encode()
-    return all(parser.try_consume_tokens([byte]) == 1 for byte in written) and parser.is_accepting()
-
-
-def has_other(pattern: str, names: Iterable[str]) -> bool:
-    """Return whether `pattern` is found in a text that is none of `names`."""
-    start = _parser(json.dumps({"type": "string", "pattern": pattern}))
-    written = [json.dumps(name, ensure_ascii=False).encode() for name in names]
-    prefixes = {each[:i] for each in written for i in range(len(each) + 1)}
-    open_ = [b""]
-    while open_:
-        before = open_.pop()
-        if before not in prefixes:
-            return True  # each text that the parser has begun has an end
+    def matches(self, pattern: str, name: str) -> bool:
+        """Return whether `pattern`, which is no problem, is found in `name`, as llguidance judges it."""
+        start = self._parser({"type": "string", "pattern": pattern})
+        if isinstance(start, str):
+            return False
         parser = start.deep_copy()
-        parser.try_consume_tokens(list(before))
-        if parser.is_stopped():
-            continue
-        bias = parser.compute_logit_bias()
-        open_ += [before + bytes([byte]) for byte in range(256) if bias[byte]]
-    return False
+        written = json.dumps(name, ensure_ascii=False).encode()
+        return all(parser.try_consume_tokens([byte]) == 1 for byte in written) and parser.is_accepting()
+
+    def has_other(self, pattern: str, names: Iterable[str]) -> bool:
+        """Return whether `pattern` is found in a text that is none of `names`."""
+        start = self._parser({"type": "string", "pattern": pattern})
+        written = [json.dumps(name, ensure_ascii=False).encode() for name in names]
+        prefixes = {each[:i] for each in written for i in range(len(each) + 1)}
+        open_ = [] if isinstance(start, str) else [b""]
+        while open_ and not isinstance(start, str):
+            before = open_.pop()
+            if before not in prefixes:
+                return True  # each text that the parser has begun has an end
+            parser = start.deep_copy()
+            parser.try_consume_tokens(list(before))
+            if not parser.is_stopped():
+                bias = parser.compute_logit_bias()
+                open_ += [before + bytes([byte]) for byte in range(256) if bias[byte]]
+        return False
+
+    def _parser(self, schema: Mapping[str, Any]) -> LLMatcher | str:
+        """Return a parser of a schema over bytes, or why there is none. Raises InvalidValue if time is up."""
+        source = json.dumps(schema)
+        if source not in _known:
+            if len(_known) >= MAX_KNOWN:
+                _known.clear()
+            _known[source] = self._compiled(source)
+        return _known[source]
+
+    def _compiled(self, source: str) -> LLMatcher | str:
+        from llguidance import LLTokenizer
+
+        started = time.monotonic()
+        try:
+            request = {"kind": "json_schema", "source": source, "tokenizer": BYTES}
+            SANDBOX.compile("pattern", request, max(self._left, 0.01))
+            parser = build_parser("json_schema", source, LLTokenizer(BYTES[0]))
+        except ValueError as error:
+            self._left -= time.monotonic() - started
+            if self._left <= 0:
+                reason = f"the patterns of the schema take more than {self._seconds:g} s to compile"
+                raise InvalidValue(f"{reason}: make them simpler") from error
+            return one_line(error)
+        self._left -= time.monotonic() - started
+        return one_line(ValueError(parser.get_error())) if parser.is_error() else parser
 
 
 def translated(pattern: str, format: str | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar import patterns
+from mlx_spec.grammar.patterns import EMPTY, FORMATS, Probe, translated
 from mlx_spec.grammar.references import DYNAMIC, References, escaped
 
 Schema = dict[str, Any] | bool
@@ -59,7 +59,7 @@ class Unenforced:
         return f"{self.keyword} at {self.place}: {self.reason}"
 
 
-def read_schema(root: Any) -> tuple[Schema, list[Unenforced]]:
+def read_schema(root: Any, probe: Probe) -> tuple[Schema, list[Unenforced]]:
     """Return a schema in the keywords of one draft, and what it leaves out.
 
     All references are "#/$defs/...". Raises InvalidValue for what is not a schema.
@@ -68,7 +68,7 @@ def read_schema(root: Any) -> tuple[Schema, list[Unenforced]]:
         return root, []
     try:
         json.dumps(root, ensure_ascii=False).encode()
-        reader = _Reader(root)
+        reader = _Reader(root, probe)
         return reader.read(), reader.unenforced
     except UnicodeEncodeError:
         raise InvalidValue("the schema holds half a character: give whole ones") from None
@@ -77,7 +77,8 @@ def read_schema(root: Any) -> tuple[Schema, list[Unenforced]]:
 
 
 class _Reader:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, probe: Probe) -> None:
+        self._probe = probe
         self.unenforced: list[Unenforced] = []
         self._references = References(root)
         self._names: dict[str, str] = {}  # place -> its name in $defs
@@ -135,8 +136,8 @@ class _Reader:
             if kind in types and len(said) > 1:
                 patterned = [each for each in found.get("allOf", ()) if _says(each, "pattern")]
                 both = {**said, **({"allOf": patterned} if patterned and kind == "string" else {})}
-                reason = patterns.problem({**both, "type": kind})
-                if reason == patterns.EMPTY:
+                reason = self._probe.problem({**both, "type": kind})
+                if reason == EMPTY:
                     types = [each for each in types if each != kind]
                     found["type"] = types
                 elif reason is not None:
@@ -316,9 +317,9 @@ class _Reader:
         if not isinstance(value, str):
             raise InvalidValue(f"pattern at {place}: give a text")
         format = given.get("format")
-        found = patterns.translated(value, format if isinstance(format, str) else None)
+        found = translated(value, format if isinstance(format, str) else None)
         for each in found:
-            reason = patterns.problem({"pattern": each})
+            reason = self._probe.problem({"pattern": each})
             if reason is not None:
                 self.leave_out(place, "pattern", reason)
                 return {}
@@ -329,14 +330,14 @@ class _Reader:
 
     def _format(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a format that is known, unless no text has it beside what binds."""
-        if not isinstance(value, str) or value not in patterns.FORMATS:
+        if not isinstance(value, str) or value not in FORMATS:
             return {}
         binding = {key: given[key] for key in ("minLength", "maxLength") if key in given}
         pattern = given.get("pattern")
         if isinstance(pattern, str):
-            found = [{"pattern": each} for each in patterns.translated(pattern, value)]
-            binding["allOf"] = [each for each in found if patterns.problem(each) is None]
-        if binding and patterns.problem({**binding, "format": value}) is not None:
+            found = [{"pattern": each} for each in translated(pattern, value)]
+            binding["allOf"] = [each for each in found if self._probe.problem(each) is None]
+        if binding and self._probe.problem({**binding, "format": value}) is not None:
             return {}
         return {"format": value}
 

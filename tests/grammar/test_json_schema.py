@@ -13,7 +13,7 @@ from grammars import END, STOP, compiled, row
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Matcher
 from mlx_spec.grammar.json_schema import enforceable
-from mlx_spec.grammar.patterns import translated
+from mlx_spec.grammar.patterns import Probe, translated
 
 ENDS = {END, STOP}
 WALKS = 5  # random answers to each schema
@@ -349,3 +349,10 @@ def test_patterns_of_javascript() -> None:
     assert translated(r"^(?=a)b|c") == [r"^(?=a)b|c"]
     assert translated(r"\cA\ud83d\ude00\<{a{2}") == [r"\x01\u{1f600}<\{a{2}"]
     assert translated(r"^P(?!.*W)\d+D$", "duration") == [r"^P\d+D$"]
+
+
+def test_patterns_that_take_too_long_are_refused() -> None:
+    probe, parts = Probe(0.3), [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+    assert probe.problem({"pattern": "a"}) is None
+    with pytest.raises(InvalidValue, match="the patterns of the schema take more than 0.3 s to compile"):
+        probe.problem({"allOf": parts})

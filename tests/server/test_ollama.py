@@ -101,7 +101,7 @@ def test_a_conversation_with_everything() -> None:
     assert found.prompt == Chat(tuple(json.loads(ids)), tools)
     assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3, frequency_penalty=1)
     assert (found.max_tokens, found.stop, found.keep_alive) == (9, ("x",), 60)
-    assert found.format == OutputFormat("json_schema", '{"type": "object"}', "format")
+    assert found.format == OutputFormat("json_schema", '{"type": "object"}', "format", strict=False)
 
 
 def test_defaults_are_ollamas() -> None:
