@@ -125,7 +125,8 @@ def _write_part(
     count, folder = len(part.tensors), plan.folder / role
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
     _write_folder(folder, tokenizer, part.config, part.tensors, progress)
-    files = sorted(folder.iterdir())
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    facts = {file: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
     entry = {
         "name": source.name,
         "revision": source.revision,
@@ -136,7 +137,7 @@ def _write_part(
         "left_out": dict(Counter(part.dropped.values())),
         "unquantized": part.unquantized,
         "notes": part.notes,
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
+        "files": {file.relative_to(folder).as_posix(): facts[file] for file in files},
     }
     return {key: value for key, value in entry.items() if value not in (None, {}, ())}
 
@@ -157,8 +158,12 @@ def _write_folder(
     finally:
         mx.set_cache_limit(limit)
     write_json(folder / "config.json", config)
-    for file in source.side_files() if source else []:
-        shutil.copyfile(file, folder / file.name)
+    if source is None:
+        return
+    for file in source.side_files():
+        place = folder / file.relative_to(source.folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
 
 
 def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-COPIED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")
+COPIED = ("*.json", "*.jinja", "*chat_templates/*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")
 NOT_COPIED = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
 
 FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes

@@ -20,6 +20,7 @@ CASES = {
     "decode": ([*FOLDERS, *ONE_KIND], {"arms", "kinds", "null", "mlx-lm tokens/s", "prompts"}),
     "traces": (FOLDERS[:4], {"acceptance", "curves", "confidence pays on"}),
     "batch": (FOLDERS, {"2"}),
+    "templates": ([TARGET], {"templates", "conversations", "all"}),
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (  # slower, or in need of more

@@ -69,7 +69,7 @@ class ToolChoiceField(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class PromptBody(Fields):
+class PromptBody(parsing.TemplateFields):
     """The fields that make up the prompt: those of `count_tokens`."""
 
     model: str
@@ -133,11 +133,9 @@ def _notes(body: MessagesBody) -> list[str]:
 
 def _parse_chat(body: PromptBody) -> Chat:
     effort = body.output_config.effort if body.output_config else None
-    return _parse_messages(body).chat(
-        _parse_tools(body),
-        body.thinking is not None and body.thinking.type != "disabled",
-        {} if effort is None else {"reasoning_effort": effort},
-    )
+    asked = body.asked_to_think()
+    thinks = body.thinking is not None and body.thinking.type != "disabled" if asked is None else asked
+    return _parse_messages(body).chat(_parse_tools(body), thinks, body.template_variables(effort))
 
 
 def _parse_tools(body: PromptBody) -> ToolUse | None:

@@ -84,7 +84,7 @@ class OllamaOptions(LimitFields, SharedFields):
 OPTIONS = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
 
 
-class OllamaBody(OpenFields):
+class OllamaBody(OpenFields, parsing.TemplateFields):
     """The fields that both routes take. Nothing to answer loads the model, or unloads it."""
 
     model: str | None = None
@@ -187,21 +187,23 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
     """Return True if the model shall think; without `think` it does if it can, as in Ollama."""
-    can = find_card(engine, model).thinks
+    can, asked = find_card(engine, model).thinks, body.asked_to_think()
     if body.think not in (None, True, False, "low", "medium", "high", "max"):
         raise unsupported("think: give true, false, or low, medium, high, max", "think")
     if body.think and can is False:
         raise unsupported(f"think: {model!r} does not support thinking", "think")
+    if asked is not None:
+        return asked
     return can is not False if body.think is None else bool(body.think)
 
 
 def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompts:
-    level = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
+    variables = body.template_variables(body.think if isinstance(body.think, str) else None)
     if isinstance(body, OllamaChat):
         if not body.messages:
             return RawPrompts(())
         use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        return _parse_messages(body.messages).chat(use, thinks, level)
+        return _parse_messages(body.messages).chat(use, thinks, variables)
     if not body.prompt or body.raw or body.suffix:
         for name, value in (("system", body.system), ("think", body.think)):
             if value and (body.raw or body.suffix):
@@ -210,7 +212,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, level)
+    return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, variables)
 
 
 def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilder:

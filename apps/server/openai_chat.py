@@ -22,7 +22,6 @@ DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
 TEXT_FIELDS = {"answer": "content", "thinking": "reasoning_content"}  # of a message, by the kind of text
 NO_LIMIT = (-1, -2)  # in LM Studio, llama.cpp and Ollama
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
 # --- bodies
@@ -136,7 +135,7 @@ class ReasoningField(Fields):
     summary: Any = None  # thinking is returned as it is
 
 
-class ChatBody(CompletionBody):
+class ChatBody(CompletionBody, parsing.TemplateFields):
     """The body of a request."""
 
     messages: list[Message] = Field(min_length=1)
@@ -147,8 +146,6 @@ class ChatBody(CompletionBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: parameters.Effort | None = None
     reasoning: ReasoningField | None = None  # effort and more, as OpenRouter groups them
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     thinking: parameters.ThinkingField | None = None  # the same
     service_tier: str | None = None
 
@@ -199,7 +196,7 @@ def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, p
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    chat = _parse_messages(body).chat(use, _thinks(body), _template_variables(body))
+    chat = _parse_messages(body).chat(use, _thinks(body), body.template_variables(body.effort))
     return parse_request(
         body,
         model,
@@ -211,27 +208,12 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
 
 
 def _thinks(body: ChatBody) -> bool:
-    wanted = (body.chat_template_kwargs or {}).get("enable_thinking", body.enable_thinking)
+    wanted = body.asked_to_think()
     if wanted is None and body.thinking is not None:
         wanted = body.thinking.type != "disabled"
     if wanted is None and body.reasoning is not None:
         wanted = body.reasoning.enabled
-    if wanted is None:
-        return body.effort not in parsing.NO_THINKING
-    if not isinstance(wanted, bool):
-        field = "chat_template_kwargs.enable_thinking"
-        raise invalid(f"{field}: give true or false", field)
-    return wanted
-
-
-def _template_variables(body: ChatBody) -> Json:
-    given = body.chat_template_kwargs or {}
-    found = {name: value for name, value in given.items() if name != "enable_thinking"}
-    for name in OWN_VARIABLES:
-        if name in found:
-            raise unsupported(f"chat_template_kwargs.{name}: is set by other fields", "chat_template_kwargs")
-    effort = {} if body.effort is None else {"reasoning_effort": body.effort}
-    return effort | found
+    return body.effort not in parsing.NO_THINKING if wanted is None else wanted
 
 
 def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:

@@ -70,7 +70,7 @@ class ToolChoiceField(Fields):
     tools: list[ToolField] | None = None
 
 
-class ResponsesBody(parameters.SharedFields):
+class ResponsesBody(parameters.SharedFields, parsing.TemplateFields):
     """The body of a request."""
 
     model: str | None = None
@@ -106,11 +106,9 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     conversation = _parse_messages(body, store.conversation(body.previous_response_id, body.input))
-    chat = conversation.chat(
-        _parse_tools(body),
-        effort not in parsing.NO_THINKING,
-        {} if effort is None else {"reasoning_effort": effort},
-    )
+    asked = body.asked_to_think()
+    thinks = effort not in parsing.NO_THINKING if asked is None else asked
+    chat = conversation.chat(_parse_tools(body), thinks, body.template_variables(effort))
     form = body.text.format if body.text else None
     if form is not None and form.type == "json_schema":
         parsing.required(form.name, "text.format.name")

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlx_spec.apps.server.answers import Event, SourceSpan, TextDelta, ToolCall
-from mlx_spec.apps.server.errors import invalid, unsupported
+from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Tool
 from mlx_spec.errors import InvalidValue
@@ -152,25 +152,23 @@ def find_tool_format(text: Text) -> ToolFormat | None:
 def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> list[int]:
     """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
 
-    Raises Failure 400 if there are tools, or calls in the history, and `model` has no format for them, if the
-    schema of a tool is none, and if its template refuses the messages, the field `param` of the body.
+    Raises Failure 400 if there are tools and `model` has no format for them, if the schema of a tool is none,
+    and if its template refuses the messages, the field `param` of the body, or leaves out a text of them.
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
     format = find_tool_format(text) if tools or calls else None
-    if format is None and (tools or calls):
-        param = "tools" if tools else f"messages.{calls[0]}.tool_calls"
-        raise unsupported(
-            f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not "
-            "known here: leave out the tools, or ask a model that has them",
-            param,
-        )
+    if format is None and tools:
+        raise _no_calls(model, "tools")
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
     shown = [_definition(tool) for tool in tools]
     try:
         return text.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
     except LostText as error:
+        if error.index in calls and format is None:
+            places = chat.places or [f"messages.{i}" for i in range(len(messages))]
+            raise _no_calls(model, f"{places[calls[0]]}.tool_calls") from error
         lost = None if error.index is None else messages[error.index]
         found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
         place = "tools" if lost is None else next(found, param)
@@ -179,6 +177,14 @@ def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> 
         for tool in tools:  # a template cannot write what is no schema
             check_schema(tool.name, tool.parameters)
         raise invalid(str(error), param) from error
+
+
+def _no_calls(model: str, param: str) -> Failure:
+    return unsupported(
+        f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not known "
+        "here: leave out the tools, or ask a model that has them",
+        param,
+    )
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:

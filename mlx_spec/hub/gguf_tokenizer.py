@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from mlx_spec.errors import BadCheckpoint
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
+TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"  # its key, and a name in lists of templates
 SPACE = "▁"  # of sentencepiece
 # Tokens that end an answer, whatever the metadata say: chat templates close a turn with them.
 ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
@@ -79,11 +80,21 @@ def read_gguf_tokenizer(
         )
     config = {f"{name}_token": token for name, token in known.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = template
+    templates = _templates(metadata)
+    if templates.keys() == {DEFAULT}:
+        config["chat_template"] = templates[DEFAULT]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     named = (_named(metadata, key, tokens) for key in ("eos", "eot", "eom"))
     closing = [i for i, t in enumerate(tokens) if t in ENDS and types[i] in (CONTROL, USER_DEFINED)]
     return tokenizer, config, list(dict.fromkeys([*(i for i in named if i is not None), *closing]))
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by their names."""
+    found = {key: text for key, text in metadata.items() if isinstance(text, str)}
+    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in found.items() if f"{TEMPLATE}." in key}
+    return ({DEFAULT: found[TEMPLATE]} if TEMPLATE in found else {}) | named
 
 
 def _named(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:

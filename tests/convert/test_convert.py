@@ -115,8 +115,11 @@ def test_manifest(tmp_path: Path) -> None:
 
 def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    drafter = str(GOLDEN / "31b-trained" / "target")
-    manifest = converted("12b-trained", out, drafter=drafter, drafter_bits="8")
+    drafter = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "drafter"))
+    (drafter / "additional_chat_templates").mkdir()
+    (drafter / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    manifest = converted("12b-trained", out, drafter=str(drafter), drafter_bits="8")
+    assert (out / "drafter" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert manifest["parts"]["drafter"]["family"] == "draft model"
     pair = mlx_spec.load(out, num_draft_tokens=2)
     assert sum(r.accepted for r in pair.generate([2, *pair.text.encode("Once upon a")], max_tokens=12)) > 0

@@ -61,6 +61,19 @@ def test_tokens_of_byte_level_vocabularies(cut: str) -> None:
     assert (config["bos_token"], config["eos_token"], ends) == ("<|im_start|>", "<|im_end|>", [2, 0])
 
 
+def test_chat_templates() -> None:
+    metadata = tokenizer_metadata(vocabulary(), pre="gpt-2") | {"tokenizer.chat_templates": ["tool_use"]}
+    default = {"tokenizer.chat_template": "D"}
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    for more, expected in (
+        ({}, None),
+        (default, "D"),
+        (default | {"tokenizer.chat_template.tool_use": "T"}, named),
+    ):
+        config = read_gguf_tokenizer(Path("x.gguf"), metadata | more)[1]
+        assert config.get("chat_template") == expected
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_tokens_of_sentencepiece(prefix: bool) -> None:
     """The scores of a trained model give the ids of sentencepiece itself."""

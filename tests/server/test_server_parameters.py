@@ -245,6 +245,22 @@ def test_thinking_may_be_left_out(path: str, changes: dict[str, Any]):
             assert ("Hm." in text) is shown and "Hel" in text
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
+def test_every_variable_reaches_the_template(path: str):
+    stub, endpoint = fresh()
+    given = BODIES.get(path, BODIES[CHAT]) | {"stream": False}
+    variables = {"enable_thinking": True, "preserve_thinking": True, "clear_thinking": False}
+    for asked in (True, False):
+        body = given | {"chat_template_kwargs": variables | {"enable_thinking": asked}}
+        assert endpoint.client.post(path, json=body).status_code == 200
+        chat = stub.requests[-1].prompt
+        assert chat.variables == {"preserve_thinking": True, "clear_thinking": False}
+        assert chat.thinking is asked
+    for wrong in ({"messages": []}, {"enable_thinking": "yes"}):
+        response = endpoint.client.post(path, json=given | {"chat_template_kwargs": wrong})
+        assert response.status_code == 400 and "chat_template_kwargs." in response.text
+
+
 @pytest.mark.parametrize(
     ("given", "thinks", "effort"),
     [
