@@ -96,13 +96,13 @@ class Probe:
             request = {"kind": "json_schema", "source": source, "tokenizer": BYTES}
             SANDBOX.compile("pattern", request, max(self._left, 0.01))
             parser = build_parser("json_schema", source, LLTokenizer(BYTES[0]))
+        except InvalidValue as error:
+            reason = f"the patterns of the JSON schema take more than {self._seconds:g} s to compile"
+            raise InvalidValue(f"{reason}: make them simpler") from error
         except ValueError as error:
-            self._left -= time.monotonic() - started
-            if self._left <= 0:
-                reason = f"the patterns of the schema take more than {self._seconds:g} s to compile"
-                raise InvalidValue(f"{reason}: make them simpler") from error
             return one_line(error)
-        self._left -= time.monotonic() - started
+        finally:
+            self._left -= time.monotonic() - started
         return one_line(ValueError(parser.get_error())) if parser.is_error() else parser
 
 
