@@ -22,6 +22,7 @@ from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, FunctionField
 from .request import Chat, GenerationRequest, ToolChoice, ToolUse
 from .settings import Settings
+from .thinking_fields import ThinkingField, ThinkingFields
 
 TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -69,7 +70,7 @@ class ToolChoiceField(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class PromptBody(parsing.TemplateFields):
+class PromptBody(ThinkingFields):
     """The fields that make up the prompt: those of `count_tokens`."""
 
     model: str
@@ -78,7 +79,7 @@ class PromptBody(parsing.TemplateFields):
     tools: list[ToolField] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    thinking: parameters.ThinkingField | None = None
+    thinking: ThinkingField | None = None
     output_config: parameters.AnswerConfig | None = None
 
 
@@ -133,9 +134,8 @@ def _notes(body: MessagesBody) -> list[str]:
 
 def _parse_chat(body: PromptBody) -> Chat:
     effort = body.output_config.effort if body.output_config else None
-    asked = body.asked_to_think()
-    thinks = body.thinking is not None and body.thinking.type != "disabled" if asked is None else asked
-    return _parse_messages(body).chat(_parse_tools(body), thinks, body.template_variables(effort))
+    thinks = body.thinks(None if body.thinking is None else body.thinking.wanted)
+    return _parse_messages(body).chat(_parse_tools(body), thinks, body.variables(effort))
 
 
 def _parse_tools(body: PromptBody) -> ToolUse | None:

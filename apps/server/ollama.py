@@ -49,6 +49,7 @@ from .parameters import (
 from .parsing import Fields
 from .request import Chat, GenerationRequest, RawPrompts
 from .settings import ServedModel, Settings
+from .thinking_fields import ThinkingFields
 
 VERSION = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
 REFUSED = {  # field -> why it is not supported
@@ -84,7 +85,7 @@ class OllamaOptions(LimitFields, SharedFields):
 OPTIONS = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
 
 
-class OllamaBody(OpenFields, parsing.TemplateFields):
+class OllamaBody(ThinkingFields, OpenFields):
     """The fields that both routes take. Nothing to answer loads the model, or unloads it."""
 
     model: str | None = None
@@ -187,18 +188,16 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
     """Return True if the model shall think; without `think` it does if it can, as in Ollama."""
-    can, asked = find_card(engine, model).thinks, body.asked_to_think()
+    can = find_card(engine, model).thinks
     if body.think not in (None, True, False, "low", "medium", "high", "max"):
         raise unsupported("think: give true, false, or low, medium, high, max", "think")
     if body.think and can is False:
         raise unsupported(f"think: {model!r} does not support thinking", "think")
-    if asked is not None:
-        return asked
-    return can is not False if body.think is None else bool(body.think)
+    return body.thinks(None if body.think is None else bool(body.think), default=can is not False)
 
 
 def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompts:
-    variables = body.template_variables(body.think if isinstance(body.think, str) else None)
+    variables = body.variables(body.think if isinstance(body.think, str) else None)
     if isinstance(body, OllamaChat):
         if not body.messages:
             return RawPrompts(())

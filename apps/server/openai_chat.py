@@ -17,6 +17,7 @@ from .errors import invalid, unsupported
 from .http import Api, Json, data_event
 from .parsing import Fields, FunctionField, Parts, Texts, part_texts
 from .request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
+from .thinking_fields import Effort, ThinkingField, ThinkingFields
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
@@ -60,7 +61,6 @@ class CompletionBody(LimitFields, parameters.SharedFields):
     stream_options: ChunkOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Texts = None
-    response_format: parameters.FormatField | None = None
     prediction: PredictionField | None = None
 
 
@@ -128,14 +128,14 @@ class ToolChoiceField(NamedTool):
 class ReasoningField(Fields):
     """Thinking as OpenRouter's clients ask for it. No budget is enforced, as for `thinking`."""
 
-    effort: parameters.Effort | None = None
+    effort: Effort | None = None
     enabled: bool | None = None
     exclude: bool | None = None  # think, and leave it out of the answer
     max_tokens: int | None = None
     summary: Any = None  # thinking is returned as it is
 
 
-class ChatBody(CompletionBody, parsing.TemplateFields):
+class ChatBody(ThinkingFields, CompletionBody):
     """The body of a request."""
 
     messages: list[Message] = Field(min_length=1)
@@ -144,16 +144,9 @@ class ChatBody(CompletionBody, parsing.TemplateFields):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: parameters.Effort | None = None
     reasoning: ReasoningField | None = None  # effort and more, as OpenRouter groups them
-    thinking: parameters.ThinkingField | None = None  # the same
+    thinking: ThinkingField | None = None  # as Anthropic's clients ask for it
     service_tier: str | None = None
-
-    @property
-    def effort(self) -> parameters.Effort | None:
-        """Return the effort of thinking."""
-        grouped = self.reasoning.effort if self.reasoning else None
-        return self.reasoning_effort or grouped
 
 
 # --- from a body to a request
@@ -170,7 +163,7 @@ def parse_request(
         body,
         model,
         prompt,
-        parameters.parse_format(body.response_format, "response_format", "json_schema.schema"),
+        None,
         stop=parsing.stop_strings(body.stop),
         n=1 if body.n is None else body.n,
         prediction="".join(expected) or None,
@@ -196,24 +189,18 @@ def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, p
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    chat = _parse_messages(body).chat(use, _thinks(body), body.template_variables(body.effort))
+    grouped = body.reasoning or ReasoningField()
+    own = grouped.enabled if body.thinking is None else body.thinking.wanted
+    thinks = body.thinks(own, grouped.effort)
+    chat = _parse_messages(body).chat(use, thinks, body.variables(grouped.effort))
     return parse_request(
         body,
         model,
         chat,
         max_tokens=parse_limit(body),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
-        shows_thinking=body.reasoning is None or not body.reasoning.exclude,
+        shows_thinking=not grouped.exclude,
     )
-
-
-def _thinks(body: ChatBody) -> bool:
-    wanted = body.asked_to_think()
-    if wanted is None and body.thinking is not None:
-        wanted = body.thinking.type != "disabled"
-    if wanted is None and body.reasoning is not None:
-        wanted = body.reasoning.enabled
-    return body.effort not in parsing.NO_THINKING if wanted is None else wanted
 
 
 def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:

@@ -28,6 +28,7 @@ from .parsing import Fields, FunctionField
 from .request import GenerationRequest, Tool, ToolUse
 from .settings import Settings
 from .stored_responses import ItemField, ResponseStore
+from .thinking_fields import ThinkingFields
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
@@ -70,7 +71,7 @@ class ToolChoiceField(Fields):
     tools: list[ToolField] | None = None
 
 
-class ResponsesBody(parameters.SharedFields, parsing.TemplateFields):
+class ResponsesBody(ThinkingFields, parameters.SharedFields):
     """The body of a request."""
 
     model: str | None = None
@@ -106,9 +107,7 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
     effort = body.reasoning.effort if body.reasoning else None
     with_logprobs = INCLUDE_LOGPROBS in (body.include or ()) or body.top_logprobs
     conversation = _parse_messages(body, store.conversation(body.previous_response_id, body.input))
-    asked = body.asked_to_think()
-    thinks = effort not in parsing.NO_THINKING if asked is None else asked
-    chat = conversation.chat(_parse_tools(body), thinks, body.template_variables(effort))
+    chat = conversation.chat(_parse_tools(body), body.thinks(effort=effort), body.variables(effort))
     form = body.text.format if body.text else None
     if form is not None and form.type == "json_schema":
         parsing.required(form.name, "text.format.name")
@@ -387,7 +386,7 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         **body.model_dump(include=set(ECHOED)),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "reasoning": {"effort": body.reasoning_effort or reasoning.effort, "summary": reasoning.summary},
         "service_tier": "default",
         "store": body.store is not False,
         "background": False,

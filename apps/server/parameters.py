@@ -20,6 +20,7 @@ from mlx_spec.sampling import Sampling
 from .errors import LOG, invalid, missing, unsupported
 from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
+from .thinking_fields import Effort
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
@@ -27,7 +28,6 @@ MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends 
 # Fields that `Sampling` has by the same names.
 SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
 GREEDY_BELOW = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of thinking
 Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
 MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
@@ -123,6 +123,24 @@ class OpenFields(Fields):
     takes_unknown: ClassVar[bool] = False  # one that is not known has no effect, and is no error
 
 
+class JsonSchema(Fields):
+    """A schema and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # refuses a schema with what no grammar enforces; else that is left out
+
+
+class FormatField(JsonSchema):
+    """The form of the answer; `regex` and `lark` are ours, `schema` beside `json_object` is llama.cpp's."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    pattern: str | None = None
+    grammar: str | None = None
+
+
 class SharedFields(OpenFields):
     """The parameters that every route takes."""
 
@@ -140,6 +158,7 @@ class SharedFields(OpenFields):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    response_format: FormatField | None = None
     include_reasoning: bool | None = None  # whether the answer holds the thinking, too
     verbosity: Verbosity | None = None
     keep_alive: Any = None  # a duration
@@ -161,32 +180,6 @@ class StreamOptions(Fields):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-class JsonSchema(Fields):
-    """A schema and its name."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # refuses a schema with what no grammar enforces; else that is left out
-
-
-class FormatField(JsonSchema):
-    """The form of the answer; `regex` and `lark` are ours, `schema` beside `json_object` is llama.cpp's."""
-
-    type: str
-    json_schema: JsonSchema | None = None
-    pattern: str | None = None
-    grammar: str | None = None
-
-
-class ThinkingField(Fields):
-    """Turns thinking on or off. No budget is enforced: the limit of tokens counts thinking and answer."""
-
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
 
 class AnswerConfig(Fields):
@@ -239,7 +232,7 @@ def start_request(
 ) -> GenerationRequest:
     """Return a request with the parameters that all protocols share, and `more`. Raises Failure (400).
 
-    `own` is the form of the answer as the protocol itself gives it.
+    `own` is the form of the answer as a field of the protocol gives it.
     """
     idle = [NO_VERBOSITY] if body.verbosity in ("low", "high") else []
     return GenerationRequest(
@@ -301,11 +294,12 @@ def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
 
 
 def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
-    """Return the form of the answer: `own`, the protocol's, or that of another runtime's parameter.
+    """Return the form of the answer: `own`, the protocol's, or the one of a parameter of others.
 
     Raises Failure (400), also if there are several.
     """
-    found = [] if own is None else [own]
+    shared = parse_format(body.response_format, "response_format", "json_schema.schema")
+    found = [each for each in (own, shared) if each is not None]
     given = body.model_extra or {}
     group = given.get(GROUP) or {}
     if not isinstance(group, Mapping):

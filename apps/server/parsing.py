@@ -28,8 +28,6 @@ TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 ACCOUNTING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
-NO_THINKING = (None, "none", "minimal")  # reasoning efforts without thinking
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
 HEX = "[0-9a-fA-F]{2}"
 # In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
@@ -280,31 +278,6 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 
 
 # --- messages of a conversation, and what else a chat template reads
-
-
-class TemplateFields(Fields):
-    """Variables of the chat template."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None  # as in `chat_template_kwargs`
-
-    def asked_to_think(self) -> bool | None:
-        """Return what the variables say, None if nothing. Raises Failure (400)."""
-        wanted = (self.chat_template_kwargs or {}).get("enable_thinking", self.enable_thinking)
-        if wanted is None or isinstance(wanted, bool):
-            return wanted
-        field = "chat_template_kwargs.enable_thinking"
-        raise invalid(f"{field}: give true or false", field)
-
-    def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Return all variables but that of thinking. Raises Failure (400)."""
-        given = self.chat_template_kwargs or {}
-        for name in OWN_VARIABLES:
-            if name in given:
-                message = f"chat_template_kwargs.{name}: is set by other fields"
-                raise unsupported(message, "chat_template_kwargs")
-        found = {name: value for name, value in given.items() if name != "enable_thinking"}
-        return ({} if effort is None else {"reasoning_effort": effort}) | found
 
 
 def part_texts(parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT) -> list[str]:

@@ -95,7 +95,9 @@ def test_forms_of_response_format(place: str):
     for strict in (None, False, True):
         given = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}}
         expected = schema("response_format.json_schema.schema", bool(strict))
-        assert parsed(CHAT, response_format=given).format == expected
+        assert parsed(path, response_format=given).format == expected
+    both = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
+    assert "leave one of them out" in refused(path, **both)["message"]
     assert not parsed(MESSAGES, output_config={"effort": "low"}).prompt.thinking
 
 
@@ -274,6 +276,21 @@ def test_every_variable_reaches_the_template(path: str):
 def test_thinking_as_openrouter_asks_for_it(given: dict[str, Any], thinks: bool, effort: str | None):
     found = parsed(CHAT, reasoning=given).prompt
     assert (found.thinking, found.variables.get("reasoning_effort")) == (thinks, effort)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
+def test_thinking_is_asked_for_alike(path: str):
+    for given, thinks, variables in (
+        ({"reasoning_effort": "high"}, True, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, False, {"reasoning_effort": "none"}),
+        ({"enable_thinking": True}, True, {}),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, False, {"reasoning_effort": "low"}),
+        ({"chat_template_kwargs": {"enable_thinking": False, "x": 1}}, False, {"x": 1}),
+    ):
+        stub, endpoint = fresh()
+        assert endpoint.client.post(path, json=BODIES.get(path, BODIES[CHAT]) | given).status_code == 200
+        prompt = stub.requests[-1].prompt
+        assert (prompt.thinking, prompt.variables) == (thinks, variables)
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -1,0 +1,59 @@
+"""How a request asks its model to think: what clients send on every route that has a chat template."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .errors import invalid, unsupported
+from .parsing import Fields
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+NO_THINKING = ("none", "minimal")  # efforts without thinking
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
+
+
+class ThinkingField(Fields):
+    """Turns thinking on or off. No budget is enforced: the limit of tokens counts thinking and answer."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if the model shall think."""
+        return self.type != "disabled"
+
+
+class ThinkingFields(Fields):
+    """The fields beside those of each protocol, which have the same meaning."""
+
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None  # as in `chat_template_kwargs`
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+
+    def thinks(self, own: bool | None = None, effort: Effort | None = None, *, default: bool = False) -> bool:
+        """Return True if the model shall think. Raises Failure (400).
+
+        `own` and `effort` are what fields of the protocol say, `default` holds where nothing is said.
+        """
+        wanted = (self.chat_template_kwargs or {}).get("enable_thinking", self.enable_thinking)
+        wanted = own if wanted is None else wanted
+        effort = self.reasoning_effort or effort
+        if wanted is None:
+            return default if effort is None else effort not in NO_THINKING
+        if not isinstance(wanted, bool):
+            field = "chat_template_kwargs.enable_thinking"
+            raise invalid(f"{field}: give true or false", field)
+        return wanted
+
+    def variables(self, effort: str | None = None) -> dict[str, Any]:
+        """Return the variables of the template; `effort` is the one of the protocol. Raises Failure (400)."""
+        given = self.chat_template_kwargs or {}
+        for name in OWN_VARIABLES:
+            if name in given:
+                field = "chat_template_kwargs"
+                raise unsupported(f"{field}.{name}: is set by other fields", field)
+        effort = self.reasoning_effort or effort
+        found = {name: value for name, value in given.items() if name != "enable_thinking"}
+        return ({} if effort is None else {"reasoning_effort": effort}) | found
