@@ -14,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import _get_classes, quantize_model
+from mlx_lm.utils import quantize_model
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.catalog import mlx_lm_module
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
+from mlx_spec.hub.layouts import model_classes
 from mlx_spec.hub.weights import precision
 from mlx_spec.model.read import read_model
 
@@ -97,7 +98,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
     """
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = model_classes(config)
         own = {"sanitize": _recording_sanitize(model_class, config, seen)}
         return type(model_class.__name__, (model_class,), own), args_class
 

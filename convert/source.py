@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
-from mlx_spec.hub.checkpoint import INDEX, WEIGHTS, check_weights, read_published
+from mlx_spec.hub.checkpoint import INDEX, StoredModel, read_checkpoint
 from mlx_spec.hub.download import published_hash
 from mlx_spec.hub.files import sha256
 from mlx_spec.hub.progress import StageProgress
@@ -44,9 +44,22 @@ class Source:
     """One checkpoint in Hugging Face or MLX format."""
 
     name: str  # a path or a repository, as given
-    folder: Path
-    config: Mapping[str, Any] = field(repr=False)  # repaired
-    size: int  # bytes of the weights
+    checkpoint: StoredModel = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that holds it."""
+        return self.checkpoint.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return its config.json, repaired."""
+        return self.checkpoint.config
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the weights."""
+        return self.checkpoint.headers.size
 
     @property
     def revision(self) -> str | None:
@@ -68,8 +81,9 @@ def open_source(name: str) -> Source:
 
     Raises NotFound and BadCheckpoint.
     """
-    folder = find(name)
-    return Source(name, folder, read_published(folder), check_weights(folder))
+    checkpoint = read_checkpoint(find(name))
+    checkpoint.check_weights()
+    return Source(name, checkpoint)
 
 
 def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
@@ -77,7 +91,7 @@ def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
 
     Returns the hashes by file name, none for a folder, whose hashes are not published.
     """
-    files = sorted(source.folder.glob(WEIGHTS))
+    files = source.checkpoint.headers.files
     blobs = {file: file.resolve() for file in files if published_hash(file.resolve())}
     if blobs:
         size = sum(file.stat().st_size for file in blobs)

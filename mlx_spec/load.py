@@ -27,17 +27,17 @@ from mlx_spec.hub.catalog import (
     SMOLLM2,
     drafter_kind,
     made_for,
-    mlx_lm_module,
 )
 from mlx_spec.hub.checkpoint import (
     TOKENIZERS,
-    WEIGHTS,
     check_weights,
+    context_length,
     fingerprint,
-    integer,
+    read_checkpoint,
     read_config,
+    read_headers,
     read_published,
-    text_config,
+    vocab_size,
 )
 from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
 
@@ -98,8 +98,7 @@ def load(
         size // (1 if ranks is None else ranks.size),
         check_weights(found.folder) if found and found.folder else 0,
     )
-    context = integer(text_config(config), "max_position_embeddings", "n_positions")
-    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context, *sizes)
+    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context_length(config), *sizes)
     if not isinstance(ahead, bool):
         _compared(ahead, names, found)
     offered = _offered(found, num_draft_tokens, ahead)
@@ -197,23 +196,19 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
 
 def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
     """Return the folder, the config and the bytes of a target. All ranks must have the same."""
-    folder = find(names.target_path)
-    config = read_config(folder)
-    size = check_weights(folder)
-    kind = config["model_type"]
-    if mlx_lm_module(kind) is None:
-        code = ", and the code it brings is never run" if "auto_map" in config else ""
-        raise BadCheckpoint(f"{folder} is of model_type {kind}, which mlx-lm does not support{code}")
+    checkpoint = read_checkpoint(find(names.target_path))
+    folder, size = checkpoint.folder, checkpoint.check_weights()
+    checkpoint.check_kind()
     if ranks is not None:
         ranks.compare(_identity(folder))
-    return folder, config, size
+    return folder, checkpoint.config, size
 
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
     found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
     files = [folder / name for name in ("config.json", *TOKENIZERS)]
-    for file in [*filter(Path.is_file, files), *folder.glob(WEIGHTS)]:
+    for file in [*filter(Path.is_file, files), *read_headers(folder).files]:
         size = file.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with file.open("rb") as stream:
@@ -371,8 +366,7 @@ def is_dequantized(config: Mapping[str, Any]) -> bool:
 
 def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
     """Return the number of columns of the logits, padding included."""
-    found = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
-    return found or max(text.vocabulary().values()) + 1
+    return vocab_size(config) or max(text.vocabulary().values()) + 1
 
 
 def _raise_wired_limit() -> None:

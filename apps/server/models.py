@@ -20,7 +20,7 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub.checkpoint import integer, read_config, text_config
+from mlx_spec.hub.checkpoint import context_length, read_config
 from mlx_spec.hub.download import on_disk
 from mlx_spec.hub.files import human_bytes, one_line
 from mlx_spec.hub.weights import decode_sizes
@@ -152,7 +152,7 @@ class Models:
                     config, text = read_config(checkpoint_folders(served)[0]), self.text(name)
                     self._cards[name] = replace(
                         self._cards[name],
-                        context_length=integer(text_config(config), "max_position_embeddings"),
+                        context_length=context_length(config),
                         thinks=text.may_think,
                         tools=find_tool_format(text) is not None,
                         template=text.template,
@@ -354,7 +354,7 @@ def memory_need(served: ServedModel) -> MemoryNeed:
     """
     checkpoints = checkpoint_folders(served)
     config = read_config(checkpoints[0])
-    longest = integer(text_config(config), "max_position_embeddings") or MAX_RESERVED_TOKENS
+    longest = context_length(config) or MAX_RESERVED_TOKENS
     context = min(longest, MAX_RESERVED_TOKENS)
     target, *drafter = [decode_sizes(folder, context) for folder in checkpoints]
     return MemoryNeed(

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import WEIGHTS, check_weights, text_config
+from mlx_spec.hub.checkpoint import read_headers, text_config
 from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import TargetParts
 
@@ -104,9 +104,11 @@ def check_tokens(name: str, ids: mx.array, vocab_size: int) -> None:
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """Return every tensor of the safetensors in `folder`, lazily. Raises BadCheckpoint."""
-    check_weights(folder)
+    headers = read_headers(folder)
+    if headers.problem is not None:
+        raise BadCheckpoint(headers.problem)
     tensors: dict[str, mx.array] = {}
-    for file in sorted(folder.glob(WEIGHTS)):
+    for file in headers.files:
         try:
             loaded = mx.load(str(file))
         except RuntimeError as error:  # such as for a type that MLX does not have

@@ -23,7 +23,7 @@ from mlx_spec.drafters.drawing import (
 )
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import Config
-from mlx_spec.hub.checkpoint import check_weights, integer, text_config
+from mlx_spec.hub.checkpoint import read_checkpoint, vocab_size
 from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
@@ -234,10 +234,13 @@ def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.
 
     Raises BadCheckpoint and NotRewindable.
     """
-    check_weights(path)
+    checkpoint = read_checkpoint(path)
+    checkpoint.check_weights()
+    if config is None:
+        checkpoint.check_kind()
     try:
         model, _ = read_model(path, config=config)
-    except LOADING_ERRORS as error:
+    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
         raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence
     return model
@@ -245,7 +248,7 @@ def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.
 
 def vocab_size_of(config: Config, role: str) -> int:
     """Return the size of a model's vocabulary. Raises BadCheckpoint if its config does not say it."""
-    size = integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
+    size = vocab_size(config)
     if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size

@@ -1,6 +1,6 @@
 """Find, download, inspect, list and remove checkpoints.
 
-Only reading a GGUF file needs MLX.
+Only reading a GGUF file and the layouts of weights need MLX.
 """
 
 from mlx_spec.hub.download import cached, fetch, find, on_disk, plan

@@ -1,6 +1,6 @@
 """Facts about published checkpoints, as data.
 
-Short names, drafters made for a target, kinds of drafters, models of mlx-lm, repairs of config.json.
+Short names, drafters made for a target, kinds of drafters, models of mlx-lm.
 
 Sources: the repositories' pages and config.json files as public code and issues cite them, read in 2026;
 shapes of the Gemma 4 family from its conversion script in transformers. mlx-community holds targets that
@@ -9,7 +9,6 @@ mlx-lm quantized. Any other repository can be given as owner/name.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib.util
 import re
@@ -234,70 +233,3 @@ def mlx_lm_module(model_type: str) -> str | None:
     places = (package and package.submodule_search_locations) or ()
     files = [Path(place) / "models" / f"{module}.py" for place in places]
     return module if module.isidentifier() and any(file.is_file() for file in files) else None
-
-
-# --- repairs of config.json
-
-# Keys that transformers leaves out where mlx-lm's defaults are those of another size.
-UNIFIED_DEFAULTS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
-# Model types that mlx-lm reads in their old form: rope by the kind of attention, a period of their layers.
-TWO_ROPES = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
-PERIODIC = ("gemma3", "gemma3_text", "cohere2")
-
-
-def repair_config(config: Config) -> dict[str, Any]:
-    """Return `config` with its values under the keys that mlx-lm reads."""
-    result = copy.deepcopy(dict(config))
-    text = result.get("text_config")
-    for part in (result, text):
-        if isinstance(part, dict):
-            _spread_rope(part)
-            if "num_local_experts" in part:  # of Qwen3 in transformers 5
-                part.setdefault("num_experts", part["num_local_experts"])
-    if result.get("model_type") not in ("gemma4", "gemma4_unified") or not isinstance(text, dict):
-        return result
-    if result["model_type"] == "gemma4_unified":
-        text.update({key: value for key, value in UNIFIED_DEFAULTS.items() if key not in text})
-    if "vocab_size" in text:
-        result.setdefault("vocab_size", text["vocab_size"])  # mlx-lm takes the top-level one
-    if "per_layer_config" in text:
-        _merge_layers(text)
-    return result
-
-
-def repairs(config: Config) -> dict[str, Any]:
-    """Return the keys of `config` that need other values, with these values."""
-    repaired = repair_config(config)
-    return {key: value for key, value in repaired.items() if key not in config or value != config[key]}
-
-
-def _spread_rope(config: dict[str, Any]) -> None:
-    """Copy `rope_parameters` of transformers 5 to the keys that had their values before."""
-    rope, kind = config.get("rope_parameters"), config.get("model_type")
-    if not isinstance(rope, dict):
-        return
-    found: dict[str, Any] = {}
-    if kind in TWO_ROPES and isinstance(rope.get("full_attention"), dict):
-        found["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
-        rope = rope["full_attention"]
-    if "rope_theta" not in rope:
-        return
-    scaled = rope.get("rope_type", "default") != "default"
-    found["rope_scaling"] = {"type": rope["rope_type"], **rope} if scaled else None
-    found["rope_theta"] = rope["rope_theta"]
-    if "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    layers = config.get("layer_types") or []
-    if kind in PERIODIC and "full_attention" in layers:
-        found["sliding_window_pattern"] = layers.index("full_attention") + 1
-    config |= {key: value for key, value in found.items() if config.get(key) is None}
-
-
-def _merge_layers(text: dict[str, Any]) -> None:
-    """Turn `per_layer_config` of transformers 5.23 into keys for all full layers."""
-    layers = text.pop("per_layer_config") or {}
-    full = [i for i, kind in enumerate(text.get("layer_types") or []) if kind == "full_attention"]
-    own = layers.get(str(full[0]), {}) if full else {}
-    text.setdefault("global_head_dim", own.get("head_dim", text.get("head_dim")))
-    if own.get("num_key_value_heads") is not None:
-        text.setdefault("num_global_key_value_heads", own["num_key_value_heads"])

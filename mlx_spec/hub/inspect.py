@@ -27,21 +27,11 @@ from mlx_spec.hub.catalog import (
     is_mtp,
     made_for,
 )
-from mlx_spec.hub.checkpoint import (
-    INDEX,
-    TOKENIZERS,
-    WEIGHTS,
-    Headers,
-    TensorInfo,
-    indexed_tensors,
-    integer,
-    read_headers,
-    read_published,
-    text_config,
-)
+from mlx_spec.hub.checkpoint import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.files import AGAIN, one_line, read_object, shortened
-from mlx_spec.hub.weights import BITS, Tensors, count_parameters, precision, target_shape
+from mlx_spec.hub.headers import INDEX, WEIGHTS, Headers, TensorInfo, Tensors, choose_files, indexed_tensors
+from mlx_spec.hub.weights import BITS, count_parameters, precision, target_shape
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.
@@ -142,10 +132,10 @@ def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
 
 def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
     """Describe the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
-    config, headers = read_published(folder), read_headers(folder)
-    problem = headers.problem or _inconsistency(folder, headers.tensors)
-    headers = dataclasses.replace(headers, problem=problem)
-    return _describe(folder, name, config, headers, {file.name for file in folder.iterdir()})
+    found = read_checkpoint(folder)
+    problem = found.headers.problem or _inconsistency(folder, found.headers)
+    found = dataclasses.replace(found, headers=dataclasses.replace(found.headers, problem=problem))
+    return _describe(name, found, {file.name for file in folder.iterdir()})
 
 
 def misfits(needs: TargetShape, has: TargetShape) -> list[str]:
@@ -170,21 +160,28 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         return {key: TensorInfo(t.dtype, tuple(t.shape), *t.data_offsets) for key, t in found.items()}
 
     with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         try:
-            for wanted in {"config.json", "tokenizer_config.json"} & download.sizes.keys():
+            for wanted in {"config.json", "tokenizer_config.json", INDEX} & download.sizes.keys():
                 api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
             with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-                parts = list(pool.map(tensors_of, weights))
+                parts = dict(zip(weights, pool.map(tensors_of, weights), strict=True))
         except Exception as error:  # the errors of the Hub and of its HTTP library
             raise NotFound(explain(name, error)) from error
-        tensors = {key: tensor for part in parts for key, tensor in part.items()}
-        problem = None if weights else f"{name} holds no weights ({WEIGHTS})"
-        headers = Headers(tensors, sum(download.sizes[file] for file in weights), problem)
-        return _describe(Path(place), name, read_published(Path(place)), headers, set(download.sizes))
+        chosen, missing, problem = choose_files(name, parts, indexed_tensors(folder))
+        if problem is None and (missing or not chosen):
+            problem = (
+                f"{name} lacks {shortened(missing)}" if missing else f"{name} holds no weights ({WEIGHTS})"
+            )
+        tensors = {key: tensor for file in chosen for key, tensor in parts[file].items()}
+        headers = Headers(tensors, sum(download.sizes[file] for file in chosen), problem)
+        found = dataclasses.replace(read_checkpoint(folder), headers=headers)
+        return _describe(name, found, set(download.sizes))
 
 
-def _describe(folder: Path, name: str, config: Config, headers: Headers, files: set[str]) -> CheckpointInfo:
-    """Describe a checkpoint of these files, some of which are in `folder`. Raises BadCheckpoint."""
+def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> CheckpointInfo:
+    """Describe a checkpoint of these files, some of which are in its folder. Raises BadCheckpoint."""
+    config, headers = checkpoint.config, checkpoint.headers
     text, tensors = text_config(config), headers.tensors
     kind, shape = drafter_kind(config, tensors), target_shape(config)
     if kind is None and "model_type" not in config:
@@ -205,9 +202,9 @@ def _describe(folder: Path, name: str, config: Config, headers: Headers, files: 
         precision=precision(tensors, config),
         layer_types=dict(counts) if len(counts) > 1 else {},
         heads=integer(text, "num_attention_heads"),
-        context=integer(text, "max_position_embeddings", "n_positions"),
+        context=checkpoint.context,
         has_tokenizer=has_tokenizer,
-        has_template=_holds_template(folder / "tokenizer_config.json")
+        has_template=_holds_template(checkpoint.folder / "tokenizer_config.json")
         or any(fnmatch(file, "*.jinja") or file == "chat_template.json" for file in files),
         prediction_layers=0 if kind else promised,
         prediction_tensors=0 if kind else heads,
@@ -241,8 +238,9 @@ def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
         return False
 
 
-def _inconsistency(folder: Path, tensors: Tensors) -> str | None:
+def _inconsistency(folder: Path, headers: Headers) -> str | None:
     """Return what is wrong in complete files: odd sizes or missing tensors."""
+    tensors = headers.tensors
     odd = [
         name
         for name, tensor in tensors.items()
@@ -250,7 +248,7 @@ def _inconsistency(folder: Path, tensors: Tensors) -> str | None:
     ]
     if odd:
         return f"{folder} has tensors of another size than their shape: {shortened(odd)}"
-    absent = sorted(indexed_tensors(folder).keys() - tensors.keys())
+    absent = sorted(set(headers.indexed) - tensors.keys())
     return f"{folder / INDEX} lists {shortened(absent)}, which no file holds" if absent else None
 
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import Config, TargetShape
-from mlx_spec.hub.checkpoint import TensorInfo, integer, read_config, read_headers, text_config
-
-Tensors = Mapping[str, TensorInfo]
+from mlx_spec.hub.checkpoint import integer, read_checkpoint, text_config
+from mlx_spec.hub.headers import TensorInfo, Tensors
 
 # --- formats of safetensors and of quantizers
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
@@ -75,9 +73,9 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
 
     A number in K/V takes two bytes; unknown attention counts as full. Raises NotFound or BadCheckpoint.
     """
-    config, headers = read_config(folder), read_headers(folder)
-    if headers.problem is not None:
-        raise BadCheckpoint(headers.problem)
+    checkpoint = read_checkpoint(folder)
+    checkpoint.check_weights()
+    config, headers = checkpoint.config, checkpoint.headers
     text = text_config(config)
     has_head = any(LM_HEADS & set(name.split(".")) for name in headers.tensors)
     read = experts = held = 0.0
