@@ -1,7 +1,7 @@
 """Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint.
 
-Byte-level BPE names how text is cut before merging; a name that is not in `CUTS` is refused, because another
-cut gives other tokens. Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
+Byte-level BPE names how text is cut before merging; a name that is not in `CUTS` is refused.
+Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
 """
 
 from __future__ import annotations
@@ -13,32 +13,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.gguf_cuts import COMPOSED, CUTS, WHOLE_WORDS, WITH_BOS
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"  # its key, and a name in lists of templates
 SPACE = "▁"  # of sentencepiece
 # Tokens that end an answer, whatever the metadata say: chat templates close a turn with them.
 ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
-
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + LINES
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-MISTRAL = CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + LINES
-DIGITS = pre_tokenizers.Digits(individual_digits=True)
-
-# Name -> steps before GPT-2's own cut, or the pattern of a cut in its place.
-CUTS: dict[str, Any] = {
-    "gpt-2": (),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (DIGITS,)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), WORDS % "{1,3}"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % ""),
-    "tekken": MISTRAL,
-}
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token is not merged
-COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought into Unicode's composed form
-WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # unless the metadata say otherwise
 
 
 def read_gguf_tokenizer(
@@ -110,17 +91,20 @@ def _cut(metadata: Mapping[str, Any]) -> str:
 def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     name = _cut(metadata)
     if name not in CUTS:
-        raise BadCheckpoint(
-            f"{file} cuts text as {name} before merging, which is not known: get the model in safetensors"
+        named = "tokenizer.ggml.pre" in metadata
+        why = (
+            f"cuts text as {name} before merging, which is not known"
+            if named
+            else "does not say how text is cut"
         )
+        raise BadCheckpoint(f"{file} {why}: get the model in safetensors")
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=name in WHOLE_WORDS))
     if name in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    cut = CUTS[name]
-    steps = [pre_tokenizers.Split(Regex(cut), "isolated")] if isinstance(cut, str) else list(cut)
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(cut, str))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, whole])
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[name]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

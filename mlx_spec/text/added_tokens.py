@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.files import AGAIN, one_line, read_optional
-from mlx_spec.hub.gguf_tokenizer import MISTRAL
+from mlx_spec.hub.gguf_cuts import MISTRAL
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LIST, EXTRA, OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"

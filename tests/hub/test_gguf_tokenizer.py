@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import sentencepiece
 from gguf_files import tokenizer_metadata
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+from tokenizers import Tokenizer, normalizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    convert_gguf_tokenizer,
+)
 from vocabularies import ROOT, SAMPLES, byte_level, random_text
 
-from mlx_spec.hub.gguf_tokenizer import COMPOSED, CUTS, WITH_BOS, read_gguf_tokenizer
+from mlx_spec.errors import BadCheckpoint
+from mlx_spec.hub.gguf_cuts import COMPOSED, CUTS, WITH_BOS
+from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
 
 CORPUS = [
     *SAMPLES,
@@ -43,14 +48,57 @@ def vocabulary() -> Tokenizer:
     return byte_level(CORPUS, size=1200)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+# A text cut as llama.cpp cuts it, by a name of each cut.
+PIECES = {
+    "gpt-2": "I|'|LL| we|'ve| 12345| HTTPServer|'s|\n\n | ete|\u0301!!/|\n|日本|。|かな|\t| y",
+    "smollm": "I|'|LL| we|'ve| |1|2|3|4|5| HTTPServer|'s|\n\n | ete|\u0301!!/|\n|日本|。|かな|\t| y",
+    "llama-bpe": "I|'LL| we|'ve| |123|45| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+    "qwen2": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+    "tekken": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete\u0301|!!/\n|日本|。かな|\t| y",
+    "gpt-4o": "I'LL| we've| |123|45| AServer's|\n\n| | ete\u0301|!!/\n|日本|。かな|\t| y",
+    "deepseek-llm": "I|'|LL| we|'|ve| |12345| AServer|'|s|\n|\n| | ete|\u0301|!!/|\n|日本|。|かな|\t| y",
+    "deepseek-coder": "I|'|LL| we|'|ve| |1|2|3|4|5| AServer|'|s|\n|\n| | ete|\u0301|!!/|\n|日本|。|かな|\t| y",
+    "deepseek-v3": "I|'LL| we|'ve| |123|45| AServer|'s|\n\n| | ete\u0301|!!/\n|日本|。|かな|\t| y",
+    "spark2_5": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n|\n| | ete\u0301|!!/|\n|日本|。|かな|\t| y",
+    "youtu": "I'LL| we've| |1|2|3|4|5| AServer's|\n\n| | ete\u0301|!!/\n|日本|。|かな|\t| y",
+    "falcon": "I|'|LL| we|'|ve| |123|45| AServer|'|s|\n\n | ete|\u0301|!!/|\n|日本|。|かな|\t| y",
+    "poro-chat": "I'LL| we've| 12345| AServer's|\n\n | ete\u0301|!!|/|\n|日本|。|かな|\t| y",
+    "viking": "I'LL| we've| |1|2|3|4|5| AServer's|\n\n | ete\u0301|!!|/|\n|日本|。|かな|\t| y",
+    "chameleon": "I|'|LL| we|'|ve| |1|2|3|4|5| AServer|'|s|\n|\n|  |ete|\u0301|!|!|/|\n|日本|。|かな|\t| y",
+    "bailingmoe": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+    "exaone-moe": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete\u0301|!!/\n|日本|。かな|\t| y",
+    "seed-coder": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete|\u0301!!/|\n|日本|。かな|\t| y",
+    "ufakzeka": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+    "laguna": "I|'LL| we|'ve| |1|2|3|4|5| AServer|'s|\n\n| | ete|\u0301!!/|\n|日本|。かな|\t| y",
+    "minicpm5": "I|'LL| we|'ve| |123|45| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+    "jais-2": "I|'LL| we|'ve| |123|45| AServer|'s|\n\n| | ete|\u0301!!/\n|日本|。かな|\t| y",
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_text_is_cut_as_its_name_says(name: str) -> None:
+    metadata = tokenizer_metadata(vocabulary(), pre=name)
+    tokenizer, _, _ = read_gguf_tokenizer(Path("x.gguf"), metadata)
+    pieces = next(PIECES[known] for known in PIECES if CUTS[known] == CUTS[name]).split("|")
+    text = "".join(pieces)
+    cuts = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cuts] == pieces
+    assert (tokenizer.encode("a").ids[0] == 1) == (name in WITH_BOS)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text or name in COMPOSED
+
+
+@pytest.mark.parametrize("name", ["default", "qwen35", "kimi-k2", "superbpe", None])
+def test_other_cuts_are_refused_by_name(name: str | None) -> None:
+    metadata = tokenizer_metadata(vocabulary(), pre=name)
+    with pytest.raises(BadCheckpoint, match=f"as {name} before merging|does not say how text is cut"):
+        read_gguf_tokenizer(Path("x.gguf"), {k: v for k, v in metadata.items() if v is not None})
+
+
+@pytest.mark.parametrize("cut", ["gpt-2", *sorted(CUTS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys())])
 def test_tokens_of_byte_level_vocabularies(cut: str) -> None:
     metadata = tokenizer_metadata(vocabulary(), pre=cut)
     tokenizer, config, ends = read_gguf_tokenizer(Path("x.gguf"), metadata)
     expected = reference(metadata)
-    if cut in ("smollm", "starcoder", "refact", "command-r", "codeshell"):  # transformers does not know these
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        expected.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
     if cut in COMPOSED:  # as in the published tokenizer.json of Qwen
         expected.normalizer = normalizers.NFC()
     for text in TEXTS:
