@@ -138,6 +138,15 @@ def restart(results: Results) -> str:
     return f"{markdown(['', 'seconds', 'of first', 'cached tokens'], rows)}\n\n{notes}."
 
 
+def architectures(results: Results) -> str:
+    found: dict[str, list[str]] = results["found"]
+    rows = []
+    for result in results["counts"]:
+        named = [name for name, (what, _) in found.items() if what == result]
+        rows.append([result, len(named), "" if result == "equal" else ", ".join(named)])
+    return markdown(["", "architectures", "which"], rows)
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
@@ -151,6 +160,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {  # by name: the benc
     "decode": ("decode", decode),
     "kinds": ("decode", kinds),
     "restart": ("restart", restart),
+    "architectures": ("architectures", architectures),
 }
 
 

@@ -106,7 +106,7 @@ def load(
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
     pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
     try:
-        pair.open().target.prefill([0])  # refuses caches without exact rollback now, not in an answer
+        pair.check()  # refuses targets without exact rollback now, not in an answer
         pair.calibrate()
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")

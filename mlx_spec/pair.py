@@ -17,6 +17,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.hooks import parts_of
+from mlx_spec.model.probe import check_rows
 from mlx_spec.model.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
@@ -125,6 +126,10 @@ class Pair:
             if source.gains is not None
         }
         return SequenceParts(target, drafters, self.policies.policy(gains=gains))
+
+    def check(self) -> None:
+        """Refuse a target that cannot take back rows exactly. Raises NotRewindable."""
+        check_rows(self._model, lambda: self.open().target)
 
     def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
         """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.

@@ -51,6 +51,7 @@ LAYERS = (
 SYNCS = {
     "mlx_spec/engine.py": "the one copy to the host that decides a round",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
+    "mlx_spec/model/probe.py": "asks a model once whether it reads rows together as one by one",
     "mlx_spec/model/ranks.py": "tells rank 0's address, ends the last pass",
     "mlx_spec/model/shard.py": "loads a part of a target",
     "mlx_spec/model/target_batch.py": "asks a model once whether it can share a pass; ends prompts",

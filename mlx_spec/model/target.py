@@ -30,6 +30,8 @@ CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a r
 # next turn often drops what a chat template appends to begin an answer
 MAX_CHECKPOINTS = 2  # places beside the present one: more keep old windows and states in memory
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
+# What a model raises that calculates with an int where positions of several rows or sequences are given.
+POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 SharedKV = Callable[[], Mapping[str, KVRows]]
 
@@ -185,8 +187,8 @@ class LMTarget:
         runs = runs_of(self._model)
         try:  # builds the graph and computes nothing
             self._model(mx.zeros((1, 3), mx.int32), cache=caches.for_model(views))
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            return f"its model calculates with positions ({one_line(error)})"
+        except POSITION_ERRORS as error:
+            return f"its model calculates with positions ({one_line(error, 80)})"
         if runs_of(self._model) != runs:
             return "some layers rotate all rows from one position on"
         masked = {view.window for view in views if view.has_masked}

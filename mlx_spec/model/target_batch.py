@@ -10,15 +10,16 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.hub.files import one_line
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import decoder_of, start_layers_early
 from mlx_spec.model.layer_caches import lanes_without
-from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget, captures_of, features_of
+from mlx_spec.model.probe import rounding_of
+from mlx_spec.model.target import MAX_REPLAY_TOKENS, POSITION_ERRORS, LMTarget, captures_of, features_of
 from mlx_spec.types import Features, FeatureSpec, KVRows, no_draft
 
 PROBE_LENGTHS = (3, 6)  # prompt tokens of two sequences: unequal, so that rows need positions of their own
 PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so that no wrong shape fits
-MAX_PROBE_ERROR = 0.05  # of the largest logit: above the rounding of 16 bits, below that of a wrong position
 
 
 class SingleTarget:
@@ -63,6 +64,11 @@ class TargetBatch:
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
         return sum(array.nbytes for array in self._caches.arrays())
+
+    def states(self, index: int) -> list[list[mx.array]]:
+        """Return the arrays of each recurrent layer of a target, as committed."""
+        states = [cache.arrays() for cache in self._caches.recurrent]
+        return [[array[index : index + 1] for array in arrays] for arrays in states]
 
     def join(self, home: LMTarget) -> None:
         """Move a target into the shared caches."""
@@ -183,23 +189,27 @@ def probe_batch(model: nn.Module) -> BatchSupport:
     A model that calculates with positions by itself raises, or its logits differ. One that does not mask
     padding in its recurrent state gets wrong logits after an unequal pass.
     """
-    is_recurrent = LMTarget(model).is_recurrent
+    is_recurrent, tolerance = LMTarget(model).is_recurrent, rounding_of(model)
     try:
         error = _probe(model, [[1, 1] if is_recurrent else [PROBE_ROWS, PROBE_ROWS]])
-    except (TypeError, ValueError) as reason:
-        return BatchSupport(f"its model calculates with positions ({reason})", False)
-    if not error <= MAX_PROBE_ERROR:  # NaN, too
+    except POSITION_ERRORS as reason:
+        return BatchSupport(f"its model calculates with positions ({one_line(reason, 80)})", False)
+    if not error <= tolerance:  # NaN, too
         return BatchSupport("its logits for two sequences together are not those of each alone", False)
     if not is_recurrent:
         return BatchSupport(None, True)
     try:
-        return BatchSupport(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= MAX_PROBE_ERROR)
-    except (TypeError, ValueError):
+        return BatchSupport(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= tolerance)
+    except POSITION_ERRORS:
         return BatchSupport(None, False)
 
 
 def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
-    """Return the largest error of two sequences together, over passes with the given rows of each."""
+    """Return the largest error of two sequences together, over passes with the given rows of each.
+
+    It is the error of logits, or of half of the recurrent states: padding that is not masked spoils all of
+    them, and may hardly show in the next logits.
+    """
     shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
     for target, length in zip(alone, PROBE_LENGTHS, strict=True):
         home = LMTarget(model)
@@ -214,5 +224,24 @@ def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
         for target, block, ours in zip(alone, blocks, mx.split(together, sizes[:1]), strict=True):
             theirs = target.verify(block)
             target.commit(block.size)
-            errors.append(mx.abs(ours - theirs).max() / mx.abs(theirs).max())
-    return float(mx.stack(errors).astype(mx.float32).max())
+            errors.append(_difference(ours, theirs))
+        errors += _state_error(shared, alone)
+    return float(mx.stack(errors).max())
+
+
+def _state_error(shared: TargetBatch, alone: Sequence[LMTarget]) -> list[mx.array]:
+    """Return the median error of the recurrent layers, if there are any."""
+    by_layer: list[list[mx.array]] = []
+    for lane, target in enumerate(alone):
+        right = target.lend(target.shared_kv).recurrent
+        target.reclaim(no_draft().tokens)
+        by_layer = by_layer or [[] for _ in right]
+        for errors, ours, theirs in zip(by_layer, shared.states(lane), right, strict=True):
+            errors += [_difference(*pair) for pair in zip(ours, theirs.arrays(), strict=True)]
+    return [mx.sort(mx.stack([mx.stack(e).max() for e in by_layer]))[len(by_layer) // 2]] if by_layer else []
+
+
+def _difference(ours: mx.array, theirs: mx.array) -> mx.array:
+    """Return the largest difference, as a share of the largest value."""
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    return mx.abs(ours - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1e-30)
