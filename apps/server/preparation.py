@@ -46,7 +46,7 @@ def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> 
     ends = (*request.stop_tokens, *controls, *(fill_in_ends(text) if fills_in else ()))
     banned = text.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
-        banned |= {dialect.open}
+        banned |= frozenset(() if dialect.open is None else (dialect.open,))
     ban = dict.fromkeys(banned, float("-inf"))
     sampling = replace(
         request.sampling,
@@ -107,6 +107,9 @@ def _grammar(
         raise invalid(str(error), format.param) from error
     thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not text.thinks)
     found = found.thinking(thinks)  # some models cannot be asked not to
-    if use is not None and dialect is not None and use.choice == "auto" and request.format is None:
-        found = found.with_calls(dialect.open, dialect.close)
-    return found
+    if use is None or dialect is None or format is request.format:
+        return found
+    if dialect.open is None:
+        return found.with_thinking()
+    is_free = use.choice == "auto" and request.format is None
+    return found.with_calls(dialect.open, dialect.close) if is_free else found

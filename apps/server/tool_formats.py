@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,51 +22,36 @@ from mlx_spec.apps.server.answers import Event, SourceSpan, TextDelta, ToolCall
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Tool
+from mlx_spec.apps.server.tool_syntaxes import (
+    DECODER,
+    JSON_SYNTAXES,
+    SURROGATE,
+    ParsedCall,
+    ReadCalls,
+    Syntax,
+    to_json,
+)
 from mlx_spec.errors import InvalidValue
 from mlx_spec.text import Text
 from mlx_spec.text.history import LostText
 from mlx_spec.text.stream import TextPart
-from mlx_spec.text.thinking import Markers
+from mlx_spec.text.thinking import Markers, MessageMarks
 
-# Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: mistral, minicpm5 and kimi_k3 have other
-# markers, kimi_k2 needs call ids of its own, laguna is the same as glm47; json_tools, gemma4 and qwen3_coder
-# lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
+# Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other markers,
+# mistral and kimi_k2 are forms of `tool_syntaxes.py`, laguna is the same as glm47; json_tools, gemma4 and
+# qwen3_coder lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
 LIBRARY_PARSERS = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
 
 PROBE, PROBE_RESULT = "probe_of_calls", "result of the probe"
+# As Kimi K2 names its calls, which writes nothing else of their names, and as Mistral's templates want them.
+SHORT_ID = "abcdefghi"
+PROBE_IDS = ("call_0", f"functions.{PROBE}:0", SHORT_ID)
 PROBE_ARGUMENTS = {"place": "Bahía", "text": "two words"}
 PROBE_TOOL = Tool(
     PROBE, "A probe.", {"type": "object", "properties": {k: {"type": "string"} for k in PROBE_ARGUMENTS}}
 )
 
 Message = Mapping[str, Any]
-WrittenCalls = list[tuple[str, str]]  # names, and arguments as JSON
-ParsedCall = tuple[str, dict[str, Any]]  # name, arguments
-ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  # body, start -> calls, end
-
-
-@dataclass(frozen=True)
-class Syntax:
-    """The syntax of calls between two markers. `read` raises ValueError or RecursionError for no call."""
-
-    name: str
-    marks: Markers
-    read: ReadCalls
-    separator: str = ""  # between two calls
-    needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
-
-    def parse(self, body: str, tools: Sequence[Tool], *, closed: bool = True) -> tuple[WrittenCalls, str]:
-        """Return the calls of a body, each with its arguments as JSON, and the text after the last one."""
-        calls: WrittenCalls = []
-        end = 0
-        while (start := _skip_space(body, end)) < len(body) and (closed or not self.needs_close):
-            try:
-                found, read_to = self.read(body, start, tools)
-                calls += [(name, to_json(arguments)) for name, arguments in found]
-            except (ValueError, RecursionError):
-                return calls, body[end:]
-            end = read_to
-        return calls, "" if start == len(body) else body[end:]
 
 
 @dataclass(frozen=True)
@@ -73,9 +59,15 @@ class ToolFormat:
     """The syntax of one model, with the ids of its tokens."""
 
     syntax: Syntax
-    open: int
-    close: int
+    open: int | None  # None if headers of messages mark calls
+    close: int | None  # None if nothing does but the end of the answer, or the next call
     results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
+    token: Callable[[str], int | None]  # id of a token by its name
+    short_ids: bool = False  # the template takes ids of nine letters only
+
+    def new_id(self) -> str:
+        """Return the id of a call to which the model gives none."""
+        return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallReader:
@@ -86,7 +78,7 @@ class ToolCallReader:
     """
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool], *, one: bool = False) -> None:
-        self._index, self._syntax, self._tools = index, format.syntax, tools
+        self._index, self._format, self._syntax, self._tools = index, format, format.syntax, tools
         self._parts: list[TextPart] = []  # since the opening marker
         self._one = one  # the answer ends with its first call
         self.complete = 0  # calls so far
@@ -111,9 +103,11 @@ class ToolCallReader:
         calls, rest = self._syntax.parse(body, self._tools, closed=closed)
         if self._one and calls:
             calls, rest = calls[:1], ""
-        events: list[Event] = []
-        for name, arguments in calls:
-            call_id = f"call_{secrets.token_hex(12)}"
+        form, events = self._syntax.form, list[Event]()
+        heads = () if form is None else re.finditer(form.head, body)
+        own_ids = [found.groupdict().get("id") for found in heads]
+        for (name, arguments), own in zip_longest(calls, own_ids[: len(calls)]):
+            call_id = own or self._format.new_id()
             events.append(ToolCall(self._index, self.complete, call_id, name, arguments))
             self.complete += 1
         if (text := without_markup(rest, self._syntax.marks)) or (logprobs and not calls):
@@ -124,7 +118,8 @@ class ToolCallReader:
 
 # Special tokens such as <|tool_call>, and the tags of calls, also one that the end of the answer cut off.
 _MARKUP = re.compile(
-    r"<\|[^<>|]+\|?>|<\w+\|>"
+    r"\A[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*<\|message\|>"  # the header of a message
+    r"|<[|｜]tool[^<>|｜]*[|｜]>|\[(?:ARGS|CALL_ID)\]|<\|[^<>|]+\|?>|<\w+\|>"
     r"|</?(?:atem:)?(?:function|parameter|invoke|(?:longcat_)?arg_(?:key|value)|escape)\b[^<>]*(?:>|$)"
 )
 
@@ -162,6 +157,8 @@ def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> 
         raise _no_calls(model, "tools")
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
+    if format is not None and format.syntax.name == "kimi-k2":
+        messages = numbered(messages)
     shown = [_definition(tool) for tool in tools]
     try:
         return text.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
@@ -200,6 +197,23 @@ def results_in_calls(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with the ids that Kimi K2 gives its calls: their names and numbers."""
+    found: list[Message] = []
+    ids: dict[Any, str] = {}
+    count = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
+            calls.append({**call, "id": ids[call.get("id")]})
+            count += 1
+        own = message.get("tool_call_id")
+        answered = {"tool_call_id": ids[own]} if own in ids else {}
+        found.append({**message, **answered, **({"tool_calls": calls} if calls else {})})
+    return found
+
+
 def _definition(tool: Tool) -> dict[str, Any]:
     """A tool as chat templates take it. Templates print the description even if there is none."""
     function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.parameters)}
@@ -210,18 +224,23 @@ def _find_format(text: Text) -> ToolFormat | None:
     if not text.chats:
         return None
     question = {"role": "user", "content": "?"}
-    call = {"id": "call_0", "type": "function", "function": {"name": PROBE, "arguments": PROBE_ARGUMENTS}}
-    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
-    for content in (None, ""):  # each is refused by some templates
-        written = _render(text, [question, {**calling, "content": content}])
+    function = {"name": PROBE, "arguments": PROBE_ARGUMENTS}
+    for content, call_id in product((None, ""), PROBE_IDS):  # each is refused by some templates
+        call = {"id": call_id, "type": "function", "function": function}
+        calling = {"role": "assistant", "content": content, "tool_calls": [call]}
+        written = _render(text, [question, calling])
         if PROBE not in written:
             continue
         for syntax in _syntaxes():
             open, close = text.token_id(syntax.marks.open), text.token_id(syntax.marks.close)
-            if open is not None and close is not None and _reads_probe(syntax, written):
+            has_marks = open is not None and (close is not None or not syntax.marks.close)
+            if has_marks and _reads_probe(syntax, written):
                 answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
                 folds = PROBE_RESULT in _render(text, [question, answered])
-                return ToolFormat(syntax, open, close, folds)
+                in_headers = isinstance(text.marks, MessageMarks) and text.marks.marks_calls
+                return ToolFormat(
+                    syntax, None if in_headers else open, None if in_headers else close, folds, text.token_id
+                )
     return None
 
 
@@ -234,14 +253,20 @@ def _render(text: Text, messages: list[dict[str, Any]]) -> str:
 
 def _reads_probe(syntax: Syntax, written: str) -> bool:
     """Return True if some part of `written` is the call. Prompts may explain the syntax, too."""
-    bodies = [part.split(syntax.marks.close)[0] for part in written.split(syntax.marks.open)[1:]]
-    expected = ([(PROBE, to_json(PROBE_ARGUMENTS))], "")
-    return any(syntax.parse(body, [PROBE_TOOL]) == expected for body in bodies)
+    bodies = [_before(part, syntax.marks.close) for part in written.split(syntax.marks.open)[1:]]
+    expected = [(PROBE, to_json(PROBE_ARGUMENTS))]
+    read = [syntax.parse(body, [PROBE_TOOL]) for body in bodies]
+    return any(calls == expected and (not rest or not syntax.marks.close) for calls, rest in read)
+
+
+def _before(text: str, mark: str) -> str:
+    return text.split(mark)[0] if mark else text
 
 
 def _syntaxes() -> list[Syntax]:
     """All syntaxes; those of mlx-lm last, because some of its parsers read a call in nearly any text."""
-    found = list(SYNTAXES)
+    seed = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read_coder, "\n")
+    found = [*SYNTAXES, seed, *JSON_SYNTAXES]
     for name in LIBRARY_PARSERS:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
         marks = Markers(module.tool_call_start, module.tool_call_end)
@@ -275,13 +300,13 @@ def _read_hermes(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Par
 
     Ours, because mlx_lm's json_tools refuses a second call and line breaks in strings, and checks no types.
     """
-    call, end = _DECODER.raw_decode(body, start)
+    call, end = DECODER.raw_decode(body, start)
     name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not name or _SURROGATE.search(name):
+    if not isinstance(name, str) or not name or SURROGATE.search(name):
         raise ValueError("a call has no name")
     arguments = call.get("arguments")
     if isinstance(arguments, str):  # JSON inside JSON
-        arguments = _DECODER.decode(arguments)
+        arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict | None):
         raise ValueError("the arguments are no object")
     return [(name, arguments or {})], end
@@ -317,7 +342,7 @@ def _read_gemma(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Pars
             is_key = bool(written) and body[at : at + 1] == ":"
             written = json.dumps(written) if is_key else {"None": "null"}.get(written, written)
         found.append(written)
-    arguments = _DECODER.decode("".join(found))
+    arguments = DECODER.decode("".join(found))
     return [(name[1], arguments)], at
 
 
@@ -355,7 +380,7 @@ def _typed(text: str, types: frozenset[str]) -> Any:
     word = text.strip()
     constants = {"true": "true", "false": "false", "null": "null", "none": "null"}  # templates write "True"
     try:
-        value = _DECODER.decode(constants.get(word.lower(), word))
+        value = DECODER.decode(constants.get(word.lower(), word))
     except (ValueError, RecursionError):
         return text
     found = "number" if type_of(value) == "integer" else type_of(value)
@@ -381,28 +406,7 @@ SYNTAXES = (
 # --- JSON and its schemas
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line breaks into strings
-
-
-def to_json(value: Any) -> str:
-    """Return `value` as JSON that can be encoded: half a surrogate pair stays an escape.
-
-    Raises ValueError for infinite numbers.
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return json.dumps(value, separators=(",", ":")) if _SURROGATE.search(text) else text
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
-
-
-def _skip_space(text: str, start: int) -> int:
-    return len(text) - len(text[start:].lstrip(" \t\r\n"))
 
 
 def resolve(reference: str, root: Mapping[str, Any]) -> Any:

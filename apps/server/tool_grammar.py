@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mlx_spec.apps.server.errors import LOG, Failure, invalid, unsupported
+from mlx_spec.apps.server.lark import FREE_TEXT, Rules, either, json_value, quoted
 from mlx_spec.apps.server.models import CompileGrammar
 from mlx_spec.apps.server.parameters import warn_once
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import ToolFormat, resolve, schema_types, type_of
+from mlx_spec.apps.server.tool_syntaxes import FORMS, form_call
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable, enforced
-from mlx_spec.grammar.sandbox import JSON_FORM
 
 UNIONS = ("anyOf", "allOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -40,7 +41,6 @@ UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties",
 STRICT_FIELDS = ("response_format", "text.format")  # of a body, with `strict` beside the schema
 MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
-FREE_TEXT = "/(?s:.*)/"
 GEMMA_QUOTE = '<|"|>'
 CODER_CLOSE = "</parameter>"
 
@@ -52,8 +52,8 @@ def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None
     or calls; without `answer` the calls in free text. Each call is of a tool and as its schema says. Raises
     Failure 400 that names what cannot be enforced, unless that is optional.
     """
-    if use.choice == "none":
-        return None
+    if use.choice == "none" or (format.open is None and is_optional(use, answer)):
+        return None  # a grammar of all messages reads every token of the thinking
     try:
         return _answer_grammar(format, use, answer)
     except Failure:
@@ -83,12 +83,18 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
             "strict and the response format, or ask another model",
             "tools",
         )
-    rules, write = Rules(), CALLS[format.syntax.name]
-    optional, combine = is_optional(use, answer), write is _hermes_call
+    rules, form, write = Rules(format.token), format.syntax.form, CALLS[format.syntax.name]
+    optional, combine = is_optional(use, answer), form is not None or write is _hermes_call
     bodies = [write(_enforceable(tool, optional=optional, combine=combine), rules) for tool in tools]
-    calls = [rules.add("call", f"<[{format.open}]> {body} <[{format.close}]>") for body in bodies]
-    call = rules.define("any_call", either(calls))
+    if format.open is None:
+        return _messages(use, answer, bodies, rules)
+    opening, closing = (f"<[{i}]>" if i is not None else "" for i in (format.open, format.close))
     separator = quoted(format.syntax.separator) + " " if format.syntax.separator else ""
+    if form is not None and form.together and use.parallel:
+        body = rules.define("body", either(bodies))
+        bodies, separator = [f"{body} ({separator}{body})*"], ""
+    calls = [rules.add("call", f"{opening} {body} {closing}") for body in bodies]
+    call = rules.define("any_call", either(calls))
     several = f"{call} ({separator}{call})*" if use.parallel else call
     if use.choice == "required":
         start = several
@@ -97,6 +103,18 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
     else:  # the text around calls is not parsed
         start = f"({call})*" if use.parallel else f"({call})?"
     return f"start: {start}\n{rules.source()}"
+
+
+def _messages(use: ToolUse, answer: OutputFormat | None, calls: Sequence[str], rules: Rules) -> str:
+    """Return the grammar of all messages of gpt-oss that follow the start of the first: one call at most."""
+    start, channel, body, end = map(rules.token, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
+    names = ['"analysis"'] if answer is not None else ['"analysis"', '"commentary"']
+    before = rules.define("message", f'{channel} {either(names)} {body} FREE_TEXT {end} {start} "assistant"')
+    rules.define("FREE_TEXT", FREE_TEXT)
+    written = "FREE_TEXT" if answer is None else rules.define("answer", _answer(answer))
+    final = f'{channel} "final" (" " {rules.token("<|constrain|>")}? "json")? {body} {written}'
+    ways = [*calls] if use.choice == "required" else [*calls, final]
+    return f"start: {before}* {either(ways)}\n{rules.source()}"
 
 
 def answer_schema(schema: str, *, strict: bool = True, param: str = "response_format") -> str:
@@ -172,50 +190,6 @@ def _answer(format: OutputFormat) -> str:
     raise unsupported("a Lark grammar of the answer goes with no tools: leave one of them out", format.param)
 
 
-# --- pieces of Lark
-
-
-class Rules:
-    """The rules of a grammar, by name."""
-
-    def __init__(self) -> None:
-        self._rules: dict[str, str] = {}
-        # The rules of schemas, by their JSON and a tool: its name where they refer to its parameters, else
-        # whether it is strict.
-        self.values: dict[tuple[str | bool, str], str] = {}
-
-    def define(self, name: str, expression: str, options: str = "") -> str:
-        """Set the rule of `name`, with llguidance's `options`. Return the name."""
-        self._rules[name] = f"{name}{options}: {expression}"
-        return name
-
-    def add(self, kind: str, expression: str, options: str = "") -> str:
-        """Add a rule under a new name. Return the name."""
-        return self.define(f"{kind}_{len(self._rules)}", expression, options)
-
-    def source(self) -> str:
-        """Return all rules as text."""
-        return "\n".join(self._rules.values()) + "\n"
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a literal."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def either(expressions: Iterable[str]) -> str:
-    """Return one of `expressions`."""
-    different = list(dict.fromkeys(expressions))
-    return different[0] if len(different) == 1 else "(" + " | ".join(different) + ")"
-
-
-def json_value(schema: Mapping[str, Any]) -> str:
-    """Return a JSON value that `schema` allows, which is as llguidance enforces it."""
-    given = dict(schema)
-    options = {**JSON_FORM, **given.pop("x-guidance", {})}
-    return "%json " + json.dumps({**given, "x-guidance": options})  # as the last key: order matters
-
-
 # --- calls of one tool, between the markers
 
 
@@ -261,6 +235,7 @@ CALLS: Mapping[str, Callable[[Tool, Rules], str]] = {
     "gemma4": _gemma_call,
     "hermes": _hermes_call,
     "qwen3-coder": _coder_call,
+    **{name: form_call(form) for name, form in FORMS.items()},
 }
 
 

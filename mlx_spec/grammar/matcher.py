@@ -65,13 +65,14 @@ class Grammar:
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
     whole: bool = False  # the form is that of all that the model writes, thinking included
-    calls: tuple[int, int] | None = None  # tokens that open and close a call; the text around calls is free
+    # Tokens that open and close a call, if one closes it; the text around calls is free.
+    calls: tuple[int, int | None] | None = None
 
     def thinking(self, thinks: bool) -> Grammar:
         """Return the same grammar for answers that may begin with thinking, or may not."""
         return replace(self, thinks=thinks)
 
-    def with_calls(self, open: int, close: int) -> Grammar:
+    def with_calls(self, open: int, close: int | None) -> Grammar:
         """Return the same grammar, which lets any text stand outside of calls between these tokens."""
         return replace(self, calls=(open, close))
 
@@ -104,7 +105,8 @@ class Matcher:
         self._answer: State = "answer" if self._calls is None else "free"  # where the thinking has ended
         self._free_tokens = vocabulary.all_tokens
         if self._calls is not None:
-            self._free_tokens = vocabulary.all_tokens & ~token_bits(self._calls[1:], vocabulary.size)
+            closing = [token for token in self._calls[1:] if token is not None]
+            self._free_tokens = vocabulary.all_tokens & ~token_bits(closing, vocabulary.size)
         self._unread: dict[State, tuple[int, mx.array, mx.array]] = {}
         self._start = grammar.start
         self._parser = self._start.deep_copy()

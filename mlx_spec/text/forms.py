@@ -51,9 +51,13 @@ def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[
 
 
 def _map_call(call: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": _map_keys(call["function"], ("name", "arguments"), change)}
-    return call
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = _map_keys(call["function"], ("name", "arguments"), change)
+    found, name = {**call, "function": function}, call["function"].get("name")
+    if isinstance(name, str) and str(call.get("id")).startswith(f"functions.{name}:"):
+        found["id"] = found["id"].replace(name, function["name"], 1)  # Kimi K2 shows no other name
+    return found
 
 
 def _map_keys(found: Any, keys: tuple[str, ...], change: Callable[[str], str]) -> Any:

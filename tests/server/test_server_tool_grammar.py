@@ -81,7 +81,7 @@ def text():
 
 def format_of(text, syntax=SYNTAXES[0]):
     ids = [text.token_id(mark) for mark in (syntax.marks.open, syntax.marks.close)]
-    return ToolFormat(syntax, *ids, results_in_calls=False)
+    return ToolFormat(syntax, *ids, results_in_calls=False, token=text.token_id)
 
 
 def compiled(source, text):
