@@ -107,7 +107,8 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
 def _messages(use: ToolUse, answer: OutputFormat | None, calls: Sequence[str], rules: Rules) -> str:
     """Return the grammar of all messages of gpt-oss that follow the start of the first: one call at most."""
     start, channel, body, end = map(rules.token, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
-    names = ['"analysis"'] if answer is not None else ['"analysis"', '"commentary"']
+    is_free = answer is None and use.choice == "auto"  # there may be a preamble
+    names = ['"analysis"', '"commentary"'] if is_free else ['"analysis"']
     before = rules.define("message", f'{channel} {either(names)} {body} FREE_TEXT {end} {start} "assistant"')
     rules.define("FREE_TEXT", FREE_TEXT)
     written = "FREE_TEXT" if answer is None else rules.define("answer", _answer(answer))

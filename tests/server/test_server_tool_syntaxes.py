@@ -232,6 +232,7 @@ def test_the_grammar_of_messages():
     assert not accepts(found, text, thinking)
     found = compiled(text, ToolUse((TOOL,), "required"))
     assert not accepts(found, text, "<|channel|>final<|message|>Hello")
+    assert not accepts(found, text, f'{preamble}{call}{{"a": 1}}')
     found = compiled(text, ToolUse((TOOL,)), OutputFormat("json_schema", json.dumps(SCHEMA)))
     assert accepts(found, text, thinking + '<|channel|>final <|constrain|>json<|message|>{"a": 1}')
     assert accepts(found, text, f'{call}{{"a": 1}}') and not accepts(
