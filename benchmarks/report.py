@@ -5,7 +5,7 @@ In RESULTS.md a block is
     <!-- table: NAME [RECORD] -->
     <!-- end -->
 
-NAME is decode, kinds or restart. RECORD is a file of results/ without its
+NAME is decode, kinds, restart, architectures or templates. RECORD is a file of results/ without its
 ending; without it, the newest record of that benchmark is shown. `--check` writes nothing and fails if
 anything would change.
 """
@@ -147,6 +147,16 @@ def architectures(results: Results) -> str:
     return markdown(["", "architectures", "which"], rows)
 
 
+def templates(results: Results) -> str:
+    verdicts = ("equal", "better", "refused", "wrong")
+    found = {**results["conversations"], "all": results["all"]}
+    rows = [[name, *(counts.get(verdict, 0) for verdict in verdicts)] for name, counts in found.items()]
+    why = results["better because transformers"]
+    notes = f"{results['templates']} templates. Where ours is better, transformers fails {why['fails']}"
+    notes += f" times, loses a text {why['loses']} times and writes parts as data {why['parts']} times."
+    return f"{markdown(['', *verdicts], rows)}\n\n{notes}"
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
@@ -161,6 +171,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {  # by name: the benc
     "kinds": ("decode", kinds),
     "restart": ("restart", restart),
     "architectures": ("architectures", architectures),
+    "templates": ("templates", templates),
 }
 
 

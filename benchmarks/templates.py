@@ -1,4 +1,4 @@
-"""Are prompts those that transformers makes of the same conversation, for the chat templates of a folder?
+"""Are prompts those that transformers makes of the same conversation, with other people's chat templates?
 
 Each file `*.jinja` of the folders renders each of our conversations: here by `Text.prompt`, and by
 `apply_chat_template` of transformers. A conversation is
@@ -228,7 +228,7 @@ def main() -> None:
         "all": dict(total),
         "better because transformers": dict(reasons),
     }
-    settings.folders = [str(folder) for folder in settings.folders]
+    settings.folders = ["/".join(folder.resolve().parts[-2:]) for folder in settings.folders]
     finish("templates", results, settings, started)
 
 

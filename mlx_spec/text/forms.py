@@ -16,7 +16,7 @@ from mlx_spec.text.chat_template import REASONING_KEYS
 
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 SYSTEM_ROLES = ("system", "developer")
-BREAK = "\U0010fffd"  # a private character in a tag, by which no template takes it for one
+BREAK = "\U0002a6d6"  # a rare ideograph in a tag, by which no template takes it for one
 TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z_]{3,}\]")
 INLINE_THINKING = re.compile(  # at the beginning of an answer
     r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
@@ -177,6 +177,18 @@ def filled(messages: Messages) -> Messages:
     return [{**m, "content": ""} if m.get("content") is None else m for m in messages]
 
 
+def _reasoning_as_part(messages: Messages) -> Messages:
+    """Let reasoning alone be the part of a content."""
+    found = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+        if reasoning and not message.get("content") and not message.get("tool_calls"):
+            kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+            message = {**kept, "content": [{"type": "thinking", "thinking": reasoning}]}
+        found.append(message)
+    return found
+
+
 def _as_text(messages: Messages) -> Messages:
     """Let the parts of a content be one text, if all are text."""
     return [{**m, "content": _paragraphs(m.get("content"))} for m in messages]
@@ -195,17 +207,18 @@ def untagged(messages: Messages) -> Messages:
     ]
 
 
-# Groups of forms, of each of which one may be taken. They are made in this order, the last are tried first.
+# Groups of forms, of each of which one may be taken, in the order in which they are tried.
 FORMS: tuple[tuple[Form, ...], ...] = (
-    (_as_text, _as_parts),
-    (_one_call_each,),
-    (_text_apart,),
-    (_arguments_as_text, _arguments_as_object),
-    (_named_system, _led, _in_place, _in_front, _told_by_user),
+    (filled, _reasoning_as_part),
     (_joined,),
-    (filled,),
+    (_named_system, _led, _in_place, _in_front, _told_by_user),
+    (_arguments_as_text, _arguments_as_object),
+    (_text_apart,),
+    (_one_call_each,),
+    (_as_text, _as_parts),
 )
-ORDER: tuple[Form, ...] = (*chain.from_iterable(FORMS), untagged)
+# In this order they are made of each other: what becomes a message of its own gets a content, too.
+ORDER: tuple[Form, ...] = (*chain.from_iterable(reversed(FORMS[:-1])), *FORMS[-1], untagged)
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:

@@ -30,7 +30,7 @@ from mlx_spec.text.forms import (
     untagged,
 )
 
-FIRST_MARK, MARKS = 0xF0000, 0xFFF0  # private characters, one for each text: no template looks for them
+FIRST_MARK, MARKS = 0x20000, 0xA600  # rare ideographs, one for each text: no template looks for them
 NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 SIGN = "a part written as data"  # a key of parts of messages, which no template reads
@@ -106,7 +106,7 @@ class _Attempts:
         if found is not None:
             return found
         useful = [[form for form in group if form(self._given) != self._given] for group in FORMS]
-        groups: list[list[Form]] = [*reversed(useful), [untagged]]
+        groups: list[list[Form]] = [*useful, [untagged]]
         left = [form for group in groups for form in group]
         while left:  # each form shows more of the texts than those before
             form = left.pop(0)
@@ -143,6 +143,8 @@ class _Attempts:
                 return None, -1
             self._loses = True
             return None, error.shown
+        if is_broken and json.dumps(BREAK)[1:-1] in prompt:
+            return None, -1  # a break that was escaped cannot be taken out
         return prompt.replace(BREAK, "") if is_broken else prompt, 0
 
     def _shortest(self, forms: Sequence[Form]) -> str | None:
@@ -248,6 +250,7 @@ def _contains(squeezed: str, text: str) -> bool:
 
 def _written(text: str) -> Iterator[str]:
     yield text
+    yield repr(text)[1:-1]  # within an object that is printed
     for ensure_ascii in (False, True):
         yield (once := json.dumps(text, ensure_ascii=ensure_ascii)[1:-1])
         yield json.dumps(once)[1:-1]  # JSON in JSON

@@ -209,7 +209,9 @@ def test_what_no_form_can_show_is_refused_by_name(
         ("{{ m.content | tojson(ensure_ascii=true) }}", "日本 👍"),
         ("{{ m.content.replace('/no_think', '') }}", "/no_think\nHi /no_think you"),
         ("{{ m.content | replace('\n', ' ') }}{{ m.content | length }}", "a\nb"),
-        ("{{ m.content }}{{ m.content[:2] }}", "\U000f0000 a private character"),
+        ("{{ m.content }}{{ m.content[:2] }}", "\U00020000 a rare character"),
+        ("{{ {'a': m.content} }}", 'it\'s "so"\n<b>'),
+        ("{{ {'a': m.content} }}", "it's so\n<b>"),
         ("{{ m.content }}", "<b>\n[INST] </think>"),
     ],
 )
