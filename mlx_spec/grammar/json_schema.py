@@ -251,11 +251,11 @@ class _Rewriter:
         more: Schema = False if node.get(CLOSED) else node.get("additionalProperties", True)
         patterned = node.get("patternProperties", {})
         if values is not None or "string" not in logic.types(names):
-            allowed = [each for each in values or () if isinstance(each, str)]
-            own = {name: (each if name in allowed else False) for name, each in properties.items()}
-            for name in allowed:
-                fitting = [each for pattern, each in patterned.items() if self._probe.matches(pattern, name)]
-                own.setdefault(name, both(fitting) if fitting else more)
+            own: dict[str, Schema] = dict.fromkeys(properties, False)
+            for name in (each for each in values or () if isinstance(each, str)):
+                fitting = [each for given, each in patterned.items() if self._is_found(given, name)]
+                listed = [properties[name]] if name in properties else [] if fitting else [more]
+                own[name] = both([*listed, *fitting])
             node.pop("patternProperties", None)
             node |= {"properties": own, "additionalProperties": False}
             return
@@ -282,6 +282,9 @@ class _Rewriter:
         node |= {"additionalProperties": False} | (
             {} if more is False else {"patternProperties": {pattern: more}}
         )
+
+    def _is_found(self, pattern: str, name: str) -> bool:
+        return all(self._probe.matches(each, name) for each in translated(pattern))
 
     def _patterns(self, node: dict[str, Any], place: str) -> None:
         """Make patterns of keys exclude each other, and leave some key to each."""
@@ -335,7 +338,7 @@ class _Rewriter:
             node.pop("maxProperties", None)
         least = node.get("minProperties", len(required)) - len(required)
         most = node["maxProperties"] - len(required) if "maxProperties" in node else None
-        if most is not None and most <= 0 and (optional or not closed):
+        if most == 0 and (optional or not closed):
             node["properties"] = {
                 name: (each if name in required else False)
                 for name, each in node.get("properties", {}).items()
@@ -343,6 +346,8 @@ class _Rewriter:
             node["additionalProperties"] = False
             for key in ("patternProperties", "maxProperties", CLOSED):
                 node.pop(key, None)
+        elif most is not None and most < 0:
+            return  # nothing matches it, as llguidance says
         elif optional and (least > 0 or most is not None):
             if not (closed and least <= 1 and most in (None, 1)):
                 for key in ("minProperties", "maxProperties"):

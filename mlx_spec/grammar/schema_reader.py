@@ -391,6 +391,8 @@ def _nudge(found: dict[str, Any]) -> None:
         if bound is None or opposite is None or found.get("type") == "integer":
             continue
         distance = opposite - bound
+        if (distance > 0) is not (key == "exclusiveMinimum"):
+            continue  # no number is within them
         if bound == int(bound) and 0 < abs(distance) < 1:
             digits = 3 - math.floor(math.log10(abs(distance)))
             del found[key]

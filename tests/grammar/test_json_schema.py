@@ -221,6 +221,16 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"a": 1}, {"a": 1, "b": 2}],
         [{"c": 1}],
     ),
+    "names of a list and patterns": (
+        {
+            "type": "object",
+            "properties": {"a": TEXT, "c": TEXT},
+            "patternProperties": {"^(a|b)$": {"maxLength": 1}},
+            "propertyNames": FEW,
+        },
+        [{"a": "x", "b": "y"}, {"b": 1}],
+        [{"a": "xx"}, {"c": ""}],
+    ),
     "names of a pattern": (
         {
             "type": "object",
