@@ -28,7 +28,7 @@ UNIONS = ("anyOf", "allOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
-    "array": ("items", "minItems", "maxItems"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength"),
     "number": BOUNDS,
     "integer": BOUNDS,
@@ -36,7 +36,7 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
-UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties", "prefixItems")
+UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties")
 STRICT_FIELDS = ("response_format", "text.format")  # of a body, with `strict` beside the schema
 MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
@@ -301,7 +301,7 @@ class _SchemaValues(ABC):
                 raise invalid(message, "tools") from error
             return self.value(self._merge(schema, found))
         for keyword in UNIONS:
-            options = schema.pop(keyword, [])
+            options = [each for each in schema.pop(keyword, []) if each is not False]
             if keyword == "allOf" and len(options) > 1:
                 self.refuse("allOf")
                 return self._typed({"type": schema.get("type")})
@@ -413,7 +413,9 @@ class _GemmaValues(_SchemaValues):
         return self._array(schema) if kind == "array" else self._object(schema)
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        item = self.value(schema.get("items", True))
+        if "prefixItems" in schema:
+            self.refuse("prefixItems")
+        item = self.value(True if "prefixItems" in schema else schema.get("items", True))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[]"'

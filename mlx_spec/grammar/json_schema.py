@@ -155,6 +155,8 @@ class _Rewriter:
             node["additionalProperties"] = False
         opens = node.get("additionalProperties", True) is not False or "patternProperties" in node
         self._has_open_keys |= bool(opens and node.get("properties"))
+        if False in members:
+            return False
         if members:
             node["allOf"] = [*node.get("allOf", []), *members]
         return self._inner(node, place)
@@ -174,7 +176,7 @@ class _Rewriter:
 
     def _add(self, members: list[Schema], member: Schema | None, keyword: str, place: str) -> None:
         """Add a schema that has to match, too; None if it is not known."""
-        if member is None or (member is not True and not self._combine):
+        if member is None or (not isinstance(member, bool) and not self._combine):
             self._leave_out(place, keyword)
         elif member is not True:
             members.append(member)

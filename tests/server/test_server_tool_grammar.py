@@ -258,6 +258,21 @@ def test_objects_of_a_response_format(text, schema, allowed, others):
     assert all(map(allows, allowed)) and not any(map(allows, others))
 
 
+@pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda one: one.name)
+def test_what_cannot_be_there_is_left_out(text, syntax):
+    """Generators write "or undefined" as an alternative that nothing matches."""
+    maybe = {"anyOf": [{"not": {}}, {"type": "integer"}]}
+    pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2}
+    schema = {"type": "object", "properties": {"a": maybe, "b": {"not": {}}, "c": pair}}
+    for strict in (False, syntax.name != "gemma4"):  # its grammar has no tuples
+        source = answer_grammar(
+            format_of(text, syntax), ToolUse((Tool("f", None, schema, strict),), "required")
+        )
+        for arguments, allowed in ({"a": 1, "c": [1, "x"]}, True), ({"a": 1.5}, False), ({"b": 1}, False):
+            body = call_texts.WRITERS[syntax.name]("f", arguments)
+            assert accepts(source, text, syntax.marks.open + body + syntax.marks.close) is allowed
+
+
 UNIQUE = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
 WITH_UNIQUE = {"type": "object", "properties": {"x": UNIQUE}, "required": ["x"]}
 
