@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, product
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -210,8 +210,8 @@ def outcome(name: str, lengths: Sequence[int] = LENGTHS, *, long: bool = False) 
     if name in NOT_HERE:
         return "not run", NOT_HERE[name]
     texts, model, most = dict[int, list[int]](), nn.Module(), 0
-    for scale in SCALES:
-        made = tiny_model(name, scale)
+    for signs, scale in product((False, True), SCALES):
+        made = tiny_model(name, scale, signs=signs)
         found = {length: mlx_lm_text(made, prompt_of(length)) for length in lengths}
         varied = min(len(set(truth)) for truth in found.values())
         if varied > most:

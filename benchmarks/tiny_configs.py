@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 Settings = dict[str, Any]
@@ -392,18 +392,24 @@ def has_windows(name: str) -> bool:
     return any(isinstance(cache, RotatingKVCache | ChunkedKVCache) for cache in flat)
 
 
-def tiny_model(name: str, scale: float, seed: int = 0) -> nn.Module:
-    """Return a model with random float32 weights: norms around what they begin with, others around 0."""
+def tiny_model(name: str, scale: float, *, signs: bool = False, seed: int = 0) -> nn.Module:
+    """Return a model with random float32 weights: norms around what they begin with, others around 0.
+
+    With `signs`, norms outside the layers get random signs: a model whose embedding is its head repeats its
+    input otherwise.
+    """
     mx.random.seed(seed)
     model = _built(name)
     model.set_dtype(mx.float32)
 
-    def drawn(x: mx.array) -> mx.array:
+    def drawn(path: str, x: mx.array) -> mx.array:
         if not mx.issubdtype(x.dtype, mx.floating):
             return x
-        return mx.random.normal(x.shape) * scale + (x if x.ndim == 1 else 0.0)
+        is_outside = not any(part.isdigit() for part in path.split("."))
+        width = 2.0 if signs and is_outside and x.ndim == 1 else scale
+        return mx.random.normal(x.shape) * width + (x if x.ndim == 1 else 0.0)
 
-    model.update(tree_map(drawn, model.parameters()))
+    model.update(tree_map_with_path(drawn, model.parameters()))
     model.eval()
     mx.eval(model.parameters())
     return model

@@ -10,11 +10,14 @@ import mlx.nn as nn
 import pytest
 import tiny
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
+from tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK, AttentionCache, QuantizedCache
 from mlx_spec.model.target import CHECKPOINT_TOKENS, LMTarget
+from mlx_spec.model.target_batch import TargetBatch
+from mlx_spec.types import FeatureSpec
 
 KINDS = ["full", "sliding", "shared", "recurrent"]
 # Caches of mlx-lm, and the bits that K and V are quantized to: that of the last layer is not.
@@ -149,6 +152,28 @@ def test_head_dimensions_that_no_group_divides_are_refused() -> None:
 def test_unknown_caches_are_refused_by_name(cache: object) -> None:
     with pytest.raises(NotRewindable, match=r"(Concatenate|Rotating)KVCache"):
         Caches.of_model(Foreign(cache))
+
+
+def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
+    """They were computed with a shorter window. That holds after a batch and in another process, too."""
+    model, prompt = tiny_model("plamo3", 0.2), tiny.prompt(60)
+    target, batch = LMTarget(model), TargetBatch(model, FeatureSpec())
+    target.prefill(prompt[:20])
+    batch.join(target)
+    batch.prefill(mx.array(prompt[20:40]), [20])
+    batch.verify(mx.array(prompt[40:43]), [3])
+    batch.commit([2])
+    batch.leave(0, keep=True)
+    restored = LMTarget(model)
+    restored.restore(target.state())
+    fresh = LMTarget(model)
+    fresh.prefill(prompt[:45])
+    for each in (target, restored):
+        assert each.size == 42
+        assert max(last for _, last in each.reach()) == each.rewind(41) == 40
+        each.prefill(prompt[40:45])
+        assert_same_logits(each, fresh, 3)
+        fresh.commit(0)
 
 
 def test_an_interrupted_prefill_leaves_no_checkpoint() -> None:
