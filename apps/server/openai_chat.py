@@ -146,7 +146,7 @@ class ChatBody(ThinkingFields, CompletionBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning: ReasoningField | None = None  # effort and more, as OpenRouter groups them
     thinking: ThinkingField | None = None  # as Anthropic's clients ask for it
-    service_tier: str | None = None
+    service_tier: Any = None
 
 
 # --- from a body to a request

@@ -92,10 +92,10 @@ class ResponsesBody(ThinkingFields, parameters.SharedFields):
 
     # Without effect, but sent back.
     max_tool_calls: int | None = None
-    metadata: parsing.Schema | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
+    metadata: parsing.Repeated = None
+    prompt_cache_key: parsing.Repeated = None
+    safety_identifier: parsing.Repeated = None
+    user: parsing.Repeated = None
 
 
 # --- from the body to a request

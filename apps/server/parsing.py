@@ -32,6 +32,10 @@ MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
 HEX = "[0-9a-fA-F]{2}"
 # In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
 SURROGATES = rf"\\(?:u[dD][89abAB]{HEX}\\u[dD][c-fC-F]{HEX}|(?P<half>u[dD][89a-fA-F]{HEX})|\\)"
+REPLACEMENT = "\ufffd".encode()
+HALF_BYTES = re.compile(
+    rb"\xed[\xa0-\xbf][\x80-\xbf]"
+)  # half a pair that is no escape; no character has these
 IN_TEXT, IN_BYTES = re.compile(SURROGATES), re.compile(SURROGATES.encode())
 
 M = TypeVar("M", bound=BaseModel)
@@ -60,7 +64,7 @@ class ContentPart(Fields):
     refusal: str | None = None
 
 
-def _check_finite(given: dict[str, Any]) -> dict[str, Any]:
+def _check_finite(given: T) -> T:
     try:
         json.dumps(given, allow_nan=False)
     except ValueError:
@@ -69,6 +73,7 @@ def _check_finite(given: dict[str, Any]) -> dict[str, Any]:
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
+Repeated = Annotated[Any, AfterValidator(_check_finite)]  # what an answer repeats, whatever it is
 
 
 def from_text(make: Callable[[str], Any]) -> BeforeValidator:
@@ -111,7 +116,7 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise unsupported(message, "content-encoding")
     try:
         body = (await request.body()).removeprefix(BOM_UTF8)
-        return model.model_validate_json(IN_BYTES.sub(_whole_bytes, body))
+        return model.model_validate_json(IN_BYTES.sub(_whole_bytes, HALF_BYTES.sub(REPLACEMENT, body)))
     except ClientDisconnect as error:
         raise hung_up() from error
     except ValidationError as error:

@@ -217,7 +217,8 @@ def test_fields_mean_the_same_on_every_route(path: str):
     """Refused on one and ignored on the other, or typed here and not there."""
     idle = {"service_tier": "flex", "store": False, "user": "u", "safety_identifier": "s"}
     idle |= {"metadata": {"n": 1, "x": "y"}, "prompt_cache_key": "k", "n": 1.0, "plugins": []}
-    assert parsed(path, **idle) == parsed(path)
+    for given in (idle, dict.fromkeys(idle.keys() - {"n", "plugins", "store"}, 5)):
+        assert parsed(path, **given) == parsed(path)
     assert parsed(path, verbosity="medium") == parsed(path)
     assert parsed(path, keep_alive="5m").keep_alive == 300
     assert not parsed(path, include_reasoning=False).shows_thinking
@@ -308,6 +309,9 @@ def test_half_a_surrogate_pair_is_the_replacement_character(path: str):
         prompt = stub.requests[-1].prompt
         found = prompt.prompts[0] if path == TEXT else prompt.messages[-1]["content"]
         assert found == read
+        raw = body.replace('"x"', json.dumps(read).replace(r"\ufffd", "#")).encode()
+        assert endpoint.client.post(path, content=raw.replace(b"#", b"\xed\xa0\xbd")).status_code == 200
+        assert stub.requests[-1].prompt == prompt
 
 
 NULLABLE = (
