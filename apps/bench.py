@@ -130,14 +130,15 @@ def in_turns(
     pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    from mlx_spec.engine import decode, prefill
+    from mlx_spec.engine import decode
 
     runs = []
     for parts in arms:
         parts.target.rewind(0)
-        runs.append(Run(decode(pair.prepare(parts, prompt, max_tokens=count))))
-        for _ in prefill(parts.target, parts.drafters, list(prompt)):
+        sequence = pair.prepare(parts, prompt, max_tokens=count)
+        for _ in sequence.prefill():
             pass
+        runs.append(Run(decode(sequence)))
     while not all(run.is_complete for run in runs):
         for i in range(len(runs)):
             run = runs[(start + i) % len(runs)]

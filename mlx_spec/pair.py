@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -173,13 +173,15 @@ class Pair:
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
+        read_prompt: Callable[[], Iterator[object]] | None = None,
     ) -> engine.RunningSequence:
         """Return a sequence that `engine.decode` decodes by itself and a batch with others.
 
         Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
         answer is expected to contain: it is drafted where it fits. The drafters that it and a grammar bring
-        follow `drafter_names` by index. Raises InvalidValue and PromptTooLong.
+        follow `drafter_names` by index. `read_prompt` replaces the prefill. Raises InvalidValue and
+        PromptTooLong.
         """
         prompt, ends = _as_tokens("the prompt", prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
@@ -197,6 +199,7 @@ class Pair:
             limit,
             self.text.eos.union(ends),
             extras,
+            read_prompt,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:

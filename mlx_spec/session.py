@@ -6,11 +6,11 @@ Servers and sessions run generations; each belongs to one request.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mlx_spec import engine
 from mlx_spec.errors import InvalidValue
@@ -167,33 +167,17 @@ def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 # --- one answer
 
 
-class Rounds(Protocol):
-    """The rounds of one sequence. Closing them frees it."""
-
-    def __next__(self) -> Round: ...
-
-    def close(self) -> None:
-        """End the sequence where it is."""
-
-
 class Generation:
     """The answer to one prompt, round by round.
 
-    It continues `sequence`, rewound to what that shares with the prompt. `rounds` come from
-    `engine.decode` or a batch, with the same parts and prompt, and have not begun. `answer` reads their
-    tokens. Any step may be the last: the sequence can be used again as soon as `rounds()` is closed.
+    It continues `sequence`, rewound to what that shares with the prompt. Rounds come from `engine.decode` or
+    a batch, with the same parts and prompt, and have not begun. `answer` reads their tokens. Any round may be
+    the last: once the rounds are closed, and then the generation, the sequence can be used again.
     """
 
-    def __init__(
-        self,
-        sequence: CachedSequence,
-        prompt: list[int],
-        rounds: Rounds,
-        answer: AnswerStream,
-    ) -> None:
+    def __init__(self, sequence: CachedSequence, prompt: list[int], answer: AnswerStream) -> None:
         self._sequence = sequence
         self._prompt = prompt
-        self._rounds = rounds
         self._answer = answer
         self._tokens: list[int] = []
         cached = sequence.rewind_to_prefix(prompt)
@@ -209,40 +193,29 @@ class Generation:
         """Return the kind of text that comes next."""
         return self._answer.kind
 
-    def prefill(self, steps: Iterable[object]) -> Iterator[None]:
-        """Do the steps that process the prompt; yield after each. The first round does what they leave."""
-        todo = iter(steps)
-        while True:
-            start = time.perf_counter()
-            done = next(todo, self) is self
-            self.count_prefill(time.perf_counter() - start)
-            if done:
-                return
-            yield
+    @property
+    def is_complete(self) -> bool:
+        """Return True after a stop token, a stop string or the limit."""
+        return self._answer.ended or self.statistics.finish_reason is not None
 
     def count_prefill(self, seconds: float) -> None:
-        """Add to the time that processing the prompt took."""
+        """Add to the time that reading the prompt took."""
         self.statistics = replace(self.statistics, prefill_seconds=self.statistics.prefill_seconds + seconds)
 
-    def rounds(self) -> Generator[tuple[Round, list[TextPart]], None, None]:
-        """Yield each round and the text that it completed, up to a stop token, a stop string or the limit."""
-        try:
-            while not self._answer.ended:
-                start = time.perf_counter()
-                round = next(self._rounds, None)
-                if round is None:
-                    break
-                self.statistics = self.statistics.plus(round, time.perf_counter() - start)
-                self._sequence.append(round.tokens)
-                self._tokens += round.tokens
-                yield round, self._answer.read(round, round.logprobs)
-        finally:
-            self._rounds.close()
-            self._sequence.truncate(len(self._prompt) + len(self.tokens))
+    def add(self, round: Round, seconds: float = 0.0) -> list[TextPart]:
+        """Add a round, for which the caller waited. Return the text that it completed."""
+        self.statistics = self.statistics.plus(round, seconds)
+        self._sequence.append(round.tokens)
+        self._tokens += round.tokens
+        return self._answer.read(round, round.logprobs)
 
     def end(self) -> list[TextPart]:
         """Return the text that was held back."""
         return self._answer.end()
+
+    def close(self) -> None:
+        """Let the sequence hold the prompt and the tokens of the answer, and no others."""
+        self._sequence.truncate(len(self._prompt) + len(self.tokens))
 
 
 # --- a conversation
@@ -336,15 +309,16 @@ class Session:
         rounds = engine.decode(
             self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
         )
-        answer = AnswerStream(self._text, prompt)
-        self._generation = Generation(self._sequence, prompt, rounds, answer)
-        self._running = self._stream(question, self._generation)
+        self._generation = Generation(self._sequence, prompt, AnswerStream(self._text, prompt))
+        self._running = self._stream(question, self._generation, rounds)
         return self._running
 
-    def _stream(self, question: dict[str, Any], generation: Generation) -> Generator[Piece, None, None]:
+    def _stream(
+        self, question: dict[str, Any], generation: Generation, rounds: Generator[Round, None, None]
+    ) -> Generator[Piece, None, None]:
         texts = {"answer": "", "thinking": ""}
         try:
-            with closing(_pieces(generation)) as pieces:
+            with closing(_pieces(generation, rounds)) as pieces:
                 for piece in pieces:
                     texts[piece.kind] += piece.text
                     yield piece
@@ -361,13 +335,18 @@ class Session:
             self._running = None
 
 
-def _pieces(generation: Generation) -> Generator[Piece, None, None]:
+def _pieces(generation: Generation, rounds: Generator[Round, None, None]) -> Generator[Piece, None, None]:
     """Yield the text of a generation. Each round has at least one piece."""
-    with closing(generation.rounds()) as rounds:
-        for round, parts in rounds:
-            *parts, last = parts or [TextPart(generation.kind, "")]
+    with closing(generation), closing(rounds):
+        start = time.perf_counter()
+        for round in rounds:
+            found = generation.add(round, time.perf_counter() - start)
+            *parts, last = found or [TextPart(generation.kind, "")]
             yield from map(_piece, parts)
             yield replace(_piece(last), round=round)
+            if generation.is_complete:
+                break
+            start = time.perf_counter()
     yield from map(_piece, generation.end())
 
 

@@ -1,8 +1,7 @@
 """The one thread that uses MLX: it loads models and answers requests, each model its own in one batch.
 
-`EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on a thread of its
-own. Its choices are rows. A turn of the thread reads a chunk of one prompt, begins rows while there is room,
-and decodes a round of all rows whose prompts are read.
+`EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on its own thread.
+Then its choices are rows of the batch of its model, which chooses who begins, reads and decodes.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,8 @@ import mlx.core as mx
 
 from mlx_spec.grammar.sandbox import SANDBOX
 
-from .errors import LOG, queue_full, shutting_down, to_failure, unavailable
-from .generation import BatchRow, Job, Send
+from .errors import queue_full, shutting_down, to_failure, unavailable
+from .generation import Job, Send
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
 from .preparation import prompt_tokens
@@ -56,8 +55,6 @@ class EngineThread:
         self._first_loaded = threading.Event()
         self._problem: str | None = None
         self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
-        self._oldest_reads = False  # whose turn it is to read a chunk
-        self._anyone_held = False  # in the last turn rows waited for prompts before they decode
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
         self._status = Status("loading")
@@ -235,7 +232,7 @@ class EngineThread:
             kept = job.request.keep_alive
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
             self._parallel = model.batch.max_running
-            job.begin(model, self._preparers)
+            job.begin(model, self._preparers, self._has_place)
         except Exception as error:
             self._leave_queue(job)
             job.fail(to_failure(error))
@@ -253,56 +250,27 @@ class EngineThread:
             self._waiting = [other for other in self._waiting if other is not job]
 
     def _take_turns(self) -> None:
-        """Read a chunk of one prompt, begin rows, and decode a round of all rows whose prompts are read."""
-        if not any(model.batch.group_sizes for model in self._models.loaded()):
+        """Let the batch of each model begin rows, read a chunk and decode a round."""
+        if not any(model.batch.is_decoding for model in self._models.loaded()):
             wait((future for job in self._running for future in job.preparing), PREPARE_S)
         for job in tuple(self._running):
             if job.cancelled:
                 self._finish(job)
             else:
                 self._attempt(job, job.check)
-        reading = [(job, row) for job in self._running for row in job.rows if row.unread]
-        if reading:
-            # The shortest first, and every other time the oldest: short ones are quick, long ones go on.
-            self._oldest_reads = not self._oldest_reads and not self._anyone_held
-            first = reading[0] if self._oldest_reads else min(reading, key=lambda each: each[1].unread)
-            for job, row in self._read_together(first, reading) or [first]:
-                if job in self._running:  # else reading together failed
-                    self._attempt(job, partial(job.step, row))
-        self._begin_rows()
-        self._anyone_held = False
         for model in self._models.loaded():
-            rows = [row for job in self._running if job.model is model for row in job.rows]
-            if model.batch.holds(row.unread for row in rows if row.unread):
-                self._anyone_held = True
-                continue
             try:
-                model.batch.step()
+                results = model.batch.step()
             except Exception as error:
                 self._replace_batch(model, error)
-        for job in tuple(self._running):
-            for row in [row for row in job.rows if row.arrived]:
+                continue
+            jobs = {id: job for job in self._running if job.model is model for id in job.rows}
+            for job, id, result in [(jobs[id], id, result) for id, result in results if id in jobs]:
                 if job in self._running:  # else another row of it failed
-                    self._attempt(job, partial(job.step, row))
+                    self._attempt(job, partial(job.receive, id, result))
 
-    def _read_together(
-        self, first: tuple[Job, BatchRow], reading: Sequence[tuple[Job, BatchRow]]
-    ) -> list[tuple[Job, BatchRow]]:
-        """Read a prompt and others of its model in one pass, if that saves time. Return their rows."""
-        if first[1].sequence is None:
-            return []
-        model, start = first[0].model, time.perf_counter()
-        rows = [first, *(each for each in reading if each is not first and each[0].model is model)]
-        sequences = [row.sequence for _, row in rows if row.sequence is not None]
-        try:
-            read = model.batch.read_together(sequences)
-        except Exception as error:
-            self._replace_batch(model, error)
-            return []
-        found = [(job, row) for job, row in rows if row.sequence in read]
-        for _, row in found:
-            row.generation.count_prefill(time.perf_counter() - start)
-        return found
+    def _has_place(self) -> bool:
+        return sum(model.batch.begun for model in self._models.loaded()) < self._parallel
 
     def _replace_batch(self, model: LoadedModel, error: Exception) -> None:
         """Fail all requests of a model: if joining or leaving failed, what the batch holds is unknown."""
@@ -310,21 +278,6 @@ class EngineThread:
             job.fail(to_failure(error))
             self._finish(job)
         model.batch = model.pair.batch(self._limits.running)
-
-    def _begin_rows(self) -> None:
-        """Begin rows while there is room, each of the job that has the fewest and came first.
-
-        If memory does not suffice for it, the others wait, too: none is passed by for ever.
-        """
-        while sum(len(job.rows) for job in self._running) < self._parallel:
-            ready = [(job, row) for job in self._running if (row := job.next_row) is not None]
-            if not ready:
-                return
-            job, row = min(ready, key=lambda each: len(each[0].rows))
-            others = [each for other in self._running if other.model is job.model for each in other.rows]
-            if not job.has_room(row, sum(each.unread for each in others)):
-                return
-            self._attempt(job, partial(job.begin_row, row))
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Do something for a job. It ends if the action returns True, and fails if that fails."""
@@ -336,10 +289,7 @@ class EngineThread:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        try:
-            job.close()
-        except Exception:
-            LOG.exception("a request did not end well")
+        job.close()
         with self._changed:
             self._running.remove(job)
         self._blocked = None

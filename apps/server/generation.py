@@ -1,23 +1,19 @@
 """One request, from its prompts to its events: a row in the batch of its model for each of its choices.
 
-A `Job` runs on the engine thread. Its rows go by
-steps: a step is a chunk of the prompt, or a round that the batch has brought.
+A `Job` runs on the engine thread. The batch chooses when a row begins and reads; its rounds become events.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
 
-from mlx_spec import engine
 from mlx_spec.apps.server.tool_formats import ToolCallReader
-from mlx_spec.batch.scheduler import Batch, Result
+from mlx_spec.batch.scheduler import Entry, Result
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
@@ -53,38 +49,25 @@ from .request import Chat, GenerationRequest, RawPrompts
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
 Send = Callable[[Event], None]
-Steps = Generator[None, None, None]
 
 
 @dataclass(eq=False)
 class BatchRow:
-    """A choice that runs: it reads its prompt in steps, then its rounds arrive from the model's batch.
+    """A choice of a request: the sequence that it runs in, and the events that its rounds become.
 
-    Rounds become events. Only the borders of text deltas depend on the rounds.
+    Only the borders of text deltas depend on the rounds.
     """
 
-    batch: Batch
     prompt: list[int]
     place: tuple[int, int]  # which prompt that is, and which choice of it; the first one reads it for all
     index: int  # of the choice in the answer
     sources: Sequence[str]  # names of the drafters, by the index that rounds hold
-    known: int  # tokens of the prompt that its caches will hold from the beginning, at least
-    arrived: deque[Result] = field(default_factory=deque)  # rounds not read yet, or the error that ended it
-    steps: Steps = field(init=False)  # all that it does
-    caches: CachedSequence | None = None  # those that it reads its prompt into
-    sequence: RunningSequence | None = None  # whose prompt may be read together with others
+    entry: Entry = field(init=False)  # in the batch
+    caches: CachedSequence | None = None  # once it has begun
     generation: Generation = field(init=False)
     answer: AnswerStream = field(init=False)
     calls: ToolCallReader | None = None
-    _id: int | None = None  # in the batch
-    _is_last: bool = False  # the last round was read
-
-    @property
-    def unread(self) -> int:
-        """Return the tokens of its prompt that are to be read; 0 if it decodes."""
-        if self._id is not None:
-            return 0
-        return len(self.prompt) - (self.known if self.caches is None else self.caches.parts.target.size)
+    last_round: float = math.inf  # time.perf_counter() of its last round
 
     @property
     def is_first(self) -> bool:
@@ -97,27 +80,9 @@ class BatchRow:
         found = self.generation.statistics
         return found if self.is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
 
-    def join(self, sequence: RunningSequence) -> None:
-        """Let the batch decode a sequence whose prompt was read."""
-        self._id = self.batch.add(sequence, park=True, receive=self.arrived.append)
-
-    def __next__(self) -> Round:
-        if self._is_last:
-            raise StopIteration
-        result = self.arrived.popleft()
-        if isinstance(result, Exception):
-            raise result
-        self._is_last = result.finish_reason is not None
-        return result
-
-    def close(self) -> None:
-        """Leave the batch."""
-        if self._id is not None:
-            self.batch.remove(self._id)
-
-    def read(self, parts: Sequence[TextPart]) -> Iterator[Event]:
-        """Yield the events of a round that completed this text."""
-        yield from self._events(parts)
+    def read(self, round: Round) -> Iterator[Event]:
+        """Yield the events of a round."""
+        yield from self._events(self.generation.add(round))
         yield RoundDone(self.index, self.statistics, self.sources)
 
     def end(self) -> Iterator[Event]:
@@ -161,16 +126,16 @@ class Job:
         self.passed = 0  # later requests that began before it
         self.cancelled = False
         self.model: LoadedModel  # once it has begun
-        self.rows: list[BatchRow] = []  # those that run
+        self.rows: dict[int, BatchRow] = {}  # those that wait or run, by their id in the batch
         self._send = send
         self._wake = wake
         self._counter = counter
+        self._has_place: Callable[[], bool]  # for one more row in the server
         self._preparing: Future[PreparedRequest] | None = None  # None once it is prepared, too
         self._prepared: PreparedRequest
         self._sources: Sequence[str] = ()  # names of the drafters, by the index that rounds hold
-        self._begun: list[BatchRow] = []  # all rows that have begun
-        self._waiting: deque[tuple[int, int]] = deque()  # places of rows that have not begun
-        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts that were read
+        self._all_rows: list[BatchRow] = []
+        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts, for choices that have not begun
         self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
         self._queued_seconds = 0.0
         self._first_token_seconds: float | None = None
@@ -199,9 +164,10 @@ class Job:
             LOG.exception("an event could not be handed over")
             self.cancelled = True
 
-    def begin(self, model: LoadedModel, preparers: Executor) -> None:
+    def begin(self, model: LoadedModel, preparers: Executor, has_place: Callable[[], bool]) -> None:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
+        self._has_place = has_place
         text, compile = model.pair.text, model.compile  # without the weights, which may be unloaded
         self._preparing = preparers.submit(prepare, self.request, text, compile)
         self._preparing.add_done_callback(lambda _: self._wake())
@@ -217,8 +183,10 @@ class Job:
         return [] if self._preparing is None else [self._preparing]
 
     def check(self) -> bool:
-        """Let the rows begin once the request is prepared. Return True if it has none. Raises Failure."""
-        if self._preparing is None or not self._preparing.done():
+        """Enter rows once the request is prepared. Return True if it is done. Raises Failure."""
+        if self._preparing is None:
+            return self._end_if_done()
+        if not self._preparing.done():
             return False
         prepared, pair = self._preparing.result(), self.model.pair
         self._preparing = None
@@ -234,82 +202,129 @@ class Job:
         grammar = () if prepared.sampling.grammar is None else ("grammar",)
         prediction = ("prediction",) if prepared.prediction else ()
         self._sources = (*pair.drafter_names, *grammar, *prediction)
-        self._waiting.extend(product(range(len(prepared.prompts)), range(self.request.n)))
+        for number in range(len(prepared.prompts)):
+            self._enter(number, 0)
         return self._end_if_done()
 
-    @property
-    def next_row(self) -> tuple[int, int] | None:
-        """Return the place of the first row that could begin: one choice reads a prompt for all."""
-        return next((each for each in self._waiting if each[1] == 0 or each[0] in self._snapshots), None)
-
-    def has_room(self, place: tuple[int, int], unread: int) -> bool:
-        """Return True if memory suffices for a row beside others of the model, with so many unread tokens."""
-        return self.model.has_room(len(self._prepared.prompts[place[0]]), unread)
-
-    def begin_row(self, place: tuple[int, int]) -> bool:
-        """Begin a row: it takes caches. Return False. Raises what `step` raises."""
-        self._waiting.remove(place)
-        number, i = place
-        prompt, index = self._prepared.prompts[number], number * self.request.n + i
-        known = 0 if self._snapshots.get(number) is None else len(prompt) - 1
-        row = BatchRow(self.model.batch, prompt, place, index, self._sources, known)
-        row.steps = self._generate(row)
-        self.rows.append(row)
-        self._begun.append(row)
-        return self.step(row)
-
-    def step(self, row: BatchRow) -> bool:
-        """Do a step of a row. Return True if it was the last of the request. Raises Failure and SpecError."""
-        if next(row.steps, row) is not row:
-            return False
-        self.rows.remove(row)
+    def receive(self, id: int, result: Result) -> bool:
+        """Read a round of a row, or raise its error. Return True if it was the last of the request."""
+        row = self.rows[id]
+        try:
+            if isinstance(result, Exception):
+                raise result
+            self._measure(row)
+            for event in row.read(result):
+                self.send(event)
+            if row.generation.is_complete:
+                self._end_row(row)
+        except Exception:
+            self._close_row(row, failed=True)
+            raise
         return self._end_if_done()
 
     def close(self) -> None:
         """End all rows, in whatever state they are. A client may hold the job on, but not its model."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+        for row in tuple(self.rows.values()):
+            self._close_row(row)
+        self._all_rows, self._snapshots = [], {}
+        del self.model
+
+    # --- rows
+
+    def _enter(self, number: int, i: int) -> None:
+        """Let a choice wait in the batch until there is room."""
+        prompt = self._prepared.prompts[number]
+        row = BatchRow(prompt, (number, i), number * self.request.n + i, self._sources)
+        row.entry = Entry(
+            partial(self._begin_row, row),
+            owner=self,
+            has_room=lambda unread: self._has_place() and self.model.has_room(len(prompt), unread),
+            on_progress=partial(self._count_chunk, row),
+            park=True,
+        )
+        self.rows[self.model.batch.enter(row.entry)] = row
+        self._all_rows.append(row)
+
+    def _begin_row(self, row: BatchRow) -> RunningSequence:
+        """Take caches. All choices but the first of a prompt begin with the rows that it has read."""
+        number, i = row.place
+        row.caches = self.model.prefix_cache.take(row.prompt, self._snapshots.get(number))
+        if i == self.request.n - 1:
+            self._snapshots.pop(number, None)
+        is_scored = self._echoes and self.request.top_logprobs is not None and row.is_first
+        if is_scored:
+            row.caches.rewind_to_prefix(())  # no token of the prompt counts as cached
+        running = self._prepare_row(row, row.caches, is_scored)
+        if self.request.progress and running.unread:
+            self._report(row, running.target.size)
+        return running
+
+    def _count_chunk(self, row: BatchRow, seconds: float) -> None:
+        """Count a chunk of a prompt. Once it is read, let its other choices wait for room."""
+        assert row.caches is not None
+        row.generation.count_prefill(seconds)
+        sequence, cached = row.entry.sequence, row.generation.statistics.reused_tokens
+        if self.request.progress and cached < sequence.target.size:
+            self._report(row, sequence.target.size)
+        if sequence.unread:
+            return
+        cache, number = self.model.prefix_cache, row.place[0]
+        cache.shrink()
+        if row.is_first:
+            statistics = row.statistics
+            self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
+            if self.request.n > 1:
+                self._snapshots[number] = cache.snapshot(row.caches)
+            for i in range(1, self.request.n):
+                self._enter(number, i)
+        if self._echoes:
+            self.send(self._echo(row))
+        if self.request.max_tokens == 0:
+            self._end_row(row)
+
+    def _report(self, row: BatchRow, read: int) -> None:
+        self.send(PromptProgress(len(row.prompt), row.generation.statistics.reused_tokens, read))
+
+    def _measure(self, row: BatchRow) -> None:
+        """Measure when the first token came, and the longest pause."""
+        now = time.perf_counter()
+        if self._first_token_seconds is None:
+            self._first_token_seconds = now - self.submitted
+        self._longest_pause, row.last_round = max(self._longest_pause, now - row.last_round), now
+
+    def _end_row(self, row: BatchRow) -> None:
+        for event in row.end():
+            self.send(event)
+        self._close_row(row)
+
+    def _close_row(self, row: BatchRow, *, failed: bool = False) -> None:
+        """Leave the batch and give the caches back. After an error their content is unknown."""
+        del self.rows[row.entry.id]
+        cache = self.model.prefix_cache
         try:
-            if self._preparing is not None:
-                self._preparing.cancel()
-            for row in self.rows:
-                row.steps.close()
-        finally:
-            self.rows, self._begun, self._snapshots = [], [], {}
-            del self.model
+            self.model.batch.remove(row.entry.id)
+            if row.caches is not None and not failed:
+                row.generation.close()
+                cache.give_back(row.caches)
+        except Exception:
+            LOG.exception("a request did not end well")
+            failed = True
+        if row.caches is not None and failed:
+            cache.forget(row.caches)
 
     def _end_if_done(self) -> bool:
-        if self.rows or self._waiting:
+        if self.rows:
             return False
         self.send(self._finished())
         return True
 
-    def _generate(self, row: BatchRow) -> Steps:
-        """Generate a choice. All but the first of a prompt begin with the rows that it has read."""
-        cache, number = self.model.prefix_cache, row.place[0]
-        echo = isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
-        is_scored = echo and self.request.top_logprobs is not None and row.is_first
-        with cache.borrow(row.prompt, self._snapshots.get(number)) as sequence:
-            row.caches = sequence
-            if is_scored:
-                sequence.rewind_to_prefix(())  # no token of the prompt counts as cached
-            running = self._prepare_row(row, sequence)
-            row.sequence = None if is_scored or self.request.progress else running
-            yield
-            yield from self._prefill(row, sequence, self._score_prompt(row, sequence) if is_scored else None)
-            cache.shrink()
-            if row.is_first:
-                statistics = row.statistics
-                self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
-                self._snapshots[number] = cache.snapshot(sequence) if self.request.n > 1 else None
-            if all(number != waiting for waiting, _ in self._waiting):
-                self._snapshots[number] = None  # nobody needs it
-            if echo:
-                self.send(self._echo(row))
-            if self.request.max_tokens != 0:
-                yield from self._decode(row, running)
-            for event in row.end():
-                self.send(event)
+    @property
+    def _echoes(self) -> bool:
+        return isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
 
-    def _prepare_row(self, row: BatchRow, sequence: CachedSequence) -> RunningSequence:
+    def _prepare_row(self, row: BatchRow, sequence: CachedSequence, is_scored: bool) -> RunningSequence:
         request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
         if sampling.seed is not None:  # else all choices would be the same
             sampling = replace(sampling, seed=sampling.seed + row.place[1])
@@ -321,6 +336,7 @@ class Job:
             stop=prepared.ends,
             top_logprobs=request.top_logprobs,
             prediction=prepared.prediction,
+            read_prompt=partial(self._score_prompt, row, sequence) if is_scored else None,
         )
         chat = request.prompt if isinstance(request.prompt, Chat) else None
         markers, last_call = None, None
@@ -339,21 +355,8 @@ class Job:
             before=row.prompt if chat is None else (),
             last_call=last_call,
         )
-        row.generation = Generation(sequence, row.prompt, row, row.answer)
+        row.generation = Generation(sequence, row.prompt, row.answer)
         return running
-
-    def _prefill(self, row: BatchRow, sequence: CachedSequence, scoring: Iterable[None] | None) -> Steps:
-        """Process the prompt in steps, and report them if the request wants it."""
-        parts, batch, length = sequence.parts, self.model.batch, len(row.prompt)
-        target, cached = parts.target, parts.target.size
-        reports = self.request.progress and cached < length - 1
-        if reports:
-            self.send(PromptProgress(length, cached, cached))
-        steps = scoring or engine.prefill(target, parts.drafters, row.prompt, batch.chunk)
-        for _ in row.generation.prefill(batch.timed(steps, target)):
-            if reports:
-                self.send(PromptProgress(length, cached, target.size))
-            yield
 
     def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
         """Process a prompt and keep the logprobs of its tokens; the first token has none."""
@@ -374,24 +377,8 @@ class Job:
         row.answer.count_in_front(echoed)
         return TextDelta(row.index, "answer", echoed, scores, (SourceSpan(echoed, None, 0),))
 
-    def _decode(self, row: BatchRow, running: RunningSequence) -> Steps:
-        """Decode in the batch: a step for each of its rounds."""
-        row.join(running)
-        with closing(row), closing(row.generation.rounds()) as rounds:
-            yield
-            last = math.inf
-            for round, parts in rounds:
-                now = time.perf_counter()
-                if self._first_token_seconds is None:
-                    self._first_token_seconds = now - self.submitted
-                self._longest_pause, last = max(self._longest_pause, now - last), now
-                for event in row.read(parts):
-                    self.send(event)
-                if round.finish_reason is None and not row.answer.ended:
-                    yield
-
     def _finished(self) -> Finished:
-        rows = sorted(self._begun, key=lambda row: row.index)
+        rows = sorted(self._all_rows, key=lambda row: row.index)
         total = added([row.statistics for row in rows])
         expected = self._prepared.prediction
         outputs = [row.generation.tokens for row in rows]

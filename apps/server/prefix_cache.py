@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -70,22 +70,22 @@ class PrefixCache:
         """Return the bytes of the caches of lent sequences."""
         return sum(sequence.nbytes for sequence in self._used)
 
-    @contextmanager
-    def borrow(self, prompt: Sequence[int], snapshot: Snapshot | None = None) -> Iterator[CachedSequence]:
-        """Lend a sequence for a prompt; keep it afterwards unless there was an error.
+    def take(self, prompt: Sequence[int], snapshot: Snapshot | None = None) -> CachedSequence:
+        """Lend a sequence for a prompt until `give_back` or `forget`. It holds the snapshot, if any."""
+        return self._best(prompt) if snapshot is None else self._copy(snapshot)
 
-        With a snapshot it holds at least that.
-        """
-        sequence = self._take(prompt) if snapshot is None else self._copy(snapshot)
-        try:
-            yield sequence
-        except Exception:
-            self._used.remove(sequence)  # the content of its caches is unknown
-            raise
-        except BaseException:  # the request was closed: the content of its caches is known
-            self._give_back(sequence)
-            raise
-        self._give_back(sequence)
+    def give_back(self, sequence: CachedSequence) -> None:
+        """Keep a lent sequence, as it is."""
+        self._used.remove(sequence)
+        if sequence.tokens:
+            self._free.append(sequence)
+            if self.files is not None:
+                self.files.offer(sequence)
+        self.shrink()
+
+    def forget(self, sequence: CachedSequence) -> None:
+        """Drop a lent sequence, because an error left its caches in an unknown state."""
+        self._used = [used for used in self._used if used is not sequence]
 
     def shrink(self, reserved: int = 0) -> None:
         """Forget the sequences used longest ago until both limits hold and `reserved` bytes are left."""
@@ -114,7 +114,7 @@ class PrefixCache:
         self.shrink()
         return sequence
 
-    def _take(self, prompt: Sequence[int]) -> CachedSequence:
+    def _best(self, prompt: Sequence[int]) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)
         stored = None
         if self.files is not None:
@@ -127,14 +127,6 @@ class PrefixCache:
             self._free.remove(sequence)
         self._used.append(sequence)
         return sequence
-
-    def _give_back(self, sequence: CachedSequence) -> None:
-        self._used.remove(sequence)
-        if sequence.tokens:
-            self._free.append(sequence)
-            if self.files is not None:
-                self.files.offer(sequence)
-        self.shrink()
 
     def _best_match(self, prompt: Sequence[int]) -> CachedSequence | None:
         """Return the free sequence with the longest common prefix, if that is most of what it holds.

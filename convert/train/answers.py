@@ -22,7 +22,6 @@ import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.drafters.gemma4 import SLIDING
-from mlx_spec.engine import PREFILL_STEP
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.files import one_line, typed_path
 from mlx_spec.pair import Pair
@@ -159,7 +158,7 @@ def record(
             recorder = parts.drafters[0]
             assert isinstance(recorder, Recorder)
             sequence = pair.prepare(parts, question.tokens, sampling=question.sampling, max_tokens=max_tokens)
-            for _ in sequence.prefill(lambda: PREFILL_STEP):
+            for _ in sequence.prefill():  # in whole chunks: no client waits for tokens meanwhile
                 pass
             running[batch.add(sequence, park=True)] = question, recorder
         if not running:

@@ -1,37 +1,26 @@
-"""Sequences that come and go at any round, and share the passes of their target where that is exact."""
+"""The one scheduler: who begins, whose prompt is read, and who decodes.
+
+Everything that answers several prompts uses `Batch`: the server, `Pair.generate_batch`, training, self-tests.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from heapq import nlargest
 
 import mlx.core as mx
 
 from mlx_spec import engine
+from mlx_spec.batch.pace import Clock, PromptPace
 from mlx_spec.engine import Group, RunningSequence
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
 
-MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
-# Pauses whose errors are remembered, and how many of them may be longer than planned for: 1 %.
-PAUSES, LATE = 300, 3
-MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
-# Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed cost, nearly
-# that of a round, so a chunk as long as a round would hold few tokens.
-SLOW_SHARE = 2.0
-# Seconds that sequences wait for other prompts before the first of them decodes. A second is the longest wait
-# that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
-MAX_HOLD_S = 1.0
-CHUNKS, ROUNDS = 2, 4  # whose times are remembered: prompts may be read by turns, and not all rounds draft
 # Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
 # the weights, on any Mac, so that a pass of their own costs each prompt no more.
 MAX_PROMPT_ROWS = 512
@@ -39,115 +28,34 @@ MAX_PADDED = 1.5  # rows of such a pass for each token that it reads: where rows
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
-Clock = Callable[[], float]
-
-
-class PromptPace:
-    """Chooses how many tokens of a prompt to read between two rounds, so that nobody waits too long.
-
-    The time between the ends of two rounds is that of a chunk, and of the rest: the round itself, sequences
-    that join, and what the caller does. The last ones tell what the next ones will take, and the errors of
-    such predictions how much shorter than the bound the next ones have to be (conformal prediction).
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
-        self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds
-        self._least: deque[float] = deque(maxlen=ROUNDS)  # seconds of chunks of MIN_CHUNK tokens or fewer
-        self._errors: deque[float] = deque(maxlen=PAUSES)  # ratios of what a pause took to what was expected
-        self.reading = 0.0  # seconds of chunks since the last round
-        self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
-        self._last: float | None = None  # time of the end of the last round; None if nobody decodes
-        self._held: float | None = None  # time since which sequences could begin to decode, but wait
-
-    def tokens(self) -> int:
-        """Return how many tokens to read next. Small chunks come first where times are not known.
-
-        Where not even those fit beside the fastest round, pauses are too long whatever is read. Then a chunk
-        may take longer than a round: small ones would keep one client waiting and gain the others little.
-        Times that vary are no reason for that.
-        """
-        worst = nlargest(LATE, self._errors)
-        most = worst[-1] if len(worst) == LATE else 1.0  # times the plan that all but 1 % of pauses took
-        planned = MAX_PAUSE_S * PLANNED_SHARE
-        left = min(planned, MAX_PAUSE_S / most) - max(self._rests, default=MAX_PAUSE_S)
-        fastest = min(self._rests, default=0.0)
-        if min(self._least, default=0.0) > planned - fastest:
-            left = SLOW_SHARE * fastest
-        # A pass has a cost of its own, so a much larger one says too little of a small one.
-        if not self._chunks or any(seconds > 2 * left for _, seconds in self._chunks):
-            return MIN_CHUNK
-        fits = min(math.ceil(tokens * left / seconds) for tokens, seconds in self._chunks)
-        return min(max(fits, MIN_CHUNK), engine.PREFILL_STEP)
-
-    def holds(self, unread: float) -> bool:
-        """Return True if sequences that could begin should wait until so many tokens are read.
-
-        Together their passes cost less, and prompts are read faster while nobody decodes.
-        """
-        if self._last is not None or not self._chunks:  # somebody decodes, or no speed is known
-            return False
-        now = self._clock()
-        if self._held is None:
-            self._held = now
-        tokens, seconds = self._chunks[-1]
-        return now - self._held + unread * seconds / tokens <= MAX_HOLD_S
-
-    def timed(self, steps: Iterable[object], target: LMTarget) -> Iterator[None]:
-        """Do steps that write a prompt to a target, and learn what they take."""
-        todo = iter(steps)
-        while True:
-            start, before = self._clock(), target.size
-            if next(todo, self) is self:
-                return
-            self.read(target.size - before, self._clock() - start)
-            yield
-
-    def read(self, rows: int, seconds: float) -> None:
-        """Learn from a pass that read so many rows of prompts."""
-        self.reading += seconds
-        if rows:
-            self._learn(rows, max(seconds, 1e-6))
-
-    def end_round(self, goes_on: bool) -> None:
-        """Learn from the time since the last round. `goes_on` says whether somebody waits for the next."""
-        now = self._clock()
-        if self._last is not None:
-            expected = max(self._rests, default=math.inf) + self._expected
-            if 0 < expected < math.inf:
-                self._errors.append((now - self._last) / expected)
-            self._rests.append(now - self._last - self.reading)
-        self._last, self._held = now if goes_on else None, None
-        self.reading = self._expected = 0.0
-
-    def _learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a chunk. What it was expected to take is known from chunks of a similar size only."""
-        alike = self._chunks and all(tokens <= 2 * other <= 4 * tokens for other, _ in self._chunks)
-        self._expected += tokens * max(s / n for n, s in self._chunks) if alike else math.inf
-        self._chunks.append((tokens, seconds))
-        if tokens <= MIN_CHUNK:
-            self._least.append(seconds)
 
 
 @dataclass(eq=False)
-class _Member:
-    """A sequence of the batch."""
+class Entry:
+    """A sequence of a batch. It begins once there is room for it.
 
-    id: int
-    sequence: RunningSequence
-    park: bool  # its caches are used again after it has left
-    receive: Callable[[Result], None] | None
+    `begin` makes the sequence, which takes its caches. `on_progress` gets the seconds of each chunk of its
+    prompt, and at least one call; the prompt is read once `sequence.unread` is 0. The first round comes in a
+    later step. It may add and remove entries. An error of either ends this entry and no other.
+    """
+
+    begin: Callable[[], RunningSequence]
+    owner: object = None  # its entries are one request: that with the fewest begun ones is next
+    has_room: Callable[[int], bool] = lambda unread: True  # beside prompts with `unread` tokens to read
+    on_progress: Callable[[float], None] = lambda seconds: None
+    park: bool = False  # its caches are used again after it has left
+    id: int = field(init=False)  # in its batch
+    sequence: RunningSequence = field(init=False)  # once it has begun
 
 
 class Batch:
     """Decodes many sequences: one round of each in every step.
 
     `target_batch` makes the targets of a group, or is None if sequences of this target cannot share a pass.
-    Then they decode in turns. `policies` makes the policy of a group; if it is None, each
-    sequence decides for itself how much to draft. Sequences wait in the order of `add`. Every sequence gets
-    the text that it would get alone. One that fails leaves, and the others go on. Sequences of unequal
-    length share a pass if at most `max_padding` bytes, or half of the buffers, are unused.
+    Then they decode in turns. `policies` makes the policy of a group; if it is None, each sequence decides
+    for itself how much to draft. Every sequence gets the text that it would get alone. One that fails leaves,
+    and the others go on. Sequences of unequal length share a pass if at most `max_padding` bytes, or half of
+    the buffers, are unused.
     """
 
     def __init__(
@@ -161,21 +69,34 @@ class Batch:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
         self.target_batch = target_batch
-        self.max_running = max_running  # sequences that decode at a time; the others wait
+        self.max_running = max_running  # sequences that have begun; the others wait and have no caches
         self._policies = policies
         self._max_padding = max_padding
-        self._members: dict[int, _Member] = {}
-        self._waiting: deque[_Member] = deque()
-        self._reading: tuple[_Member, Iterator[None]] | None = None  # the prompt that is being written
-        self._groups: list[Group] = []
-        self._is_held = False  # sequences could begin, but wait for other prompts
-        self._next_id = 0
         self._clock = clock
         self._pace = PromptPace(clock)
+        self._ids = itertools.count()
+        self._entries: dict[int, Entry] = {}  # all, by id
+        self._waiting: list[Entry] = []
+        self._reading: dict[Entry, Iterator[object]] = {}  # those that have begun, with what reads the prompt
+        self._decoding: dict[RunningSequence, Entry] = {}
+        self._groups: list[Group] = []  # of those that decode
+        self._results: list[tuple[int, Result]] = []  # of this step
+        self._oldest_reads = False  # else the shortest prompt
+        self._waits = False  # sequences could decode, but wait for prompts
 
     def __len__(self) -> int:
-        """Return the number of sequences that run or wait."""
-        return len(self._members)
+        """Return the number of sequences that wait or have begun."""
+        return len(self._entries)
+
+    @property
+    def begun(self) -> int:
+        """Return the number of sequences that read their prompt or decode."""
+        return len(self._reading) + len(self._decoding)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Return True if sequences decode, and do not wait for prompts."""
+        return bool(self._groups) and not self._waits
 
     @property
     def group_sizes(self) -> list[int]:
@@ -188,160 +109,189 @@ class Batch:
         targets = [group.targets for group in self._groups]
         return sum(each.nbytes for each in targets if isinstance(each, TargetBatch))
 
-    def chunk(self) -> int:
-        """Return how many tokens of a prompt to write next, so that nobody who decodes waits too long."""
-        if not self._groups or self._is_held:
-            return engine.PREFILL_STEP
-        return self._pace.tokens()
-
-    def holds(self, unread: Iterable[int]) -> bool:
-        """Return True if sequences could begin to decode, but should wait for others.
-
-        `unread` are the tokens that are to be read of each prompt that could be next.
-        """
-        can_begin = bool(self._groups) or any(not member.sequence.unread for member in self._unstarted())
-        return can_begin and self._pace.holds(min(unread, default=math.inf))
-
-    def timed(self, steps: Iterable[object], target: LMTarget) -> Iterator[None]:
-        """Do steps that write a prompt to a target, and learn what they take."""
-        return self._pace.timed(steps, target)
-
-    def read_together(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
-
-        Returns their sequences. None are read if fewer than two fit, or not the first, or if the pass fails:
-        each by itself finds out whose fault it is.
-        """
-        chosen, count, most = list[RunningSequence](), 0, min(self.chunk(), MAX_PROMPT_ROWS)
-        for each in sorted(sequences, key=lambda sequence: sequence.unread):
-            if each.unread and not each.target.is_recurrent:
-                count += each.unread
-                if each.unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
-                    break
-                chosen.append(each)
-        # What they hold moves to shared caches and back, with lanes as long as the longest.
-        moved = len(chosen) * max((each.target.nbytes for each in chosen), default=0)
-        fits = len(chosen) > 1 and sequences[0] in chosen and moved <= self._max_padding
-        if self.target_batch is None or not fits:
-            return []
-        start, shared = self._clock(), self.target_batch()
-        unread = [each.history[each.target.size : -1] for each in chosen]
-        for each in chosen:
-            shared.join(each.target)
-        try:
-            tokens = list(itertools.chain.from_iterable(unread))
-            features = shared.prefill(mx.array(tokens, dtype=mx.int32), list(map(len, unread)))
-        except Exception:
-            chosen, features = [], []
-        for index in reversed(range(len(unread))):
-            shared.leave(index, keep=True, remember=bool(features))
-        for each, its_features in zip(chosen, features, strict=True):
-            each.attempt(partial(each.observe, its_features), None)
-        self._pace.read(max(map(len, unread)) * len(unread), self._clock() - start)
-        return chosen
-
-    def add(
-        self,
-        sequence: RunningSequence,
-        *,
-        park: bool = False,
-        receive: Callable[[Result], None] | None = None,
-    ) -> int:
-        """Add a sequence. Return its id. `receive` gets what `step` returns of it, at the end of the step.
+    def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
+        """Add a sequence. Return its id.
 
         With `park`, its target and drafters hold the text when it has left, so that another one can go on.
         """
-        member = _Member(self._next_id, sequence, park, receive)
-        self._next_id += 1
-        self._members[member.id] = member
-        self._waiting.append(member)
-        return member.id
+        return self.enter(Entry(lambda: sequence, park=park))
+
+    def enter(self, entry: Entry) -> int:
+        """Add an entry. Return its id."""
+        entry.id = next(self._ids)
+        self._entries[entry.id] = entry
+        self._waiting.append(entry)
+        return entry.id
 
     def remove(self, id: int) -> None:
-        """Remove a sequence, whether it waits or runs. Do nothing if it has left already."""
-        member = self._members.pop(id, None)
-        if member is None:
+        """Remove a sequence in whatever state it is. Do nothing if it has left."""
+        entry = self._entries.pop(id, None)
+        if entry is None:
             return
-        if member in self._waiting:
-            self._waiting.remove(member)
-        elif self._reading is not None and self._reading[0] is member:
-            self._reading = None
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        elif entry in self._reading:
+            del self._reading[entry]
         else:
-            group = next(group for group in self._groups if member.sequence in group.sequences)
-            self._leave(group, member)
+            self._leave(entry)
 
     def step(self) -> list[tuple[int, Result]]:
-        """Write one chunk of a prompt. Decode one round of every running sequence, unless `holds` says wait.
+        """Begin entries, read a chunk of a prompt, and decode a round of all whose prompts are read.
 
         Returns the round of each by its id, or the error that ended it. A sequence leaves with the round that
         has a finish reason, or with its error.
         """
-        unread = [unread for member in self._unstarted() if (unread := member.sequence.unread)]
-        self._is_held = self.holds(unread[:1])
-        results = self._prefill()
-        if not self._is_held:
-            results += self._decode()
-        for member, result in results:
-            if member.receive is not None:
-                member.receive(result)
-        return [(member.id, result) for member, result in results]
+        self._results = []
+        self._begin()
+        self._start()
+        self._waits = self._waits_for_prompts()
+        self._read()
+        if not self._waits:
+            self._decode()
+        return self._results
 
     def run(self) -> Iterator[tuple[int, Result]]:
         """Yield what `step` returns until no sequence is left."""
-        while self._members:
+        while self._entries:
             yield from self.step()
 
-    def _unstarted(self) -> list[_Member]:
-        """Return the sequences whose prompts are read next."""
-        first = [] if self._reading is None else [self._reading[0]]
-        room = self.max_running - sum(self.group_sizes)
-        return [*first, *self._waiting][:room]
+    # --- who begins
 
-    def _decode(self) -> list[tuple[_Member, Result]]:
-        """Decode one round of every running sequence."""
-        results = list[tuple[_Member, Result]]()
+    def _begin(self) -> None:
+        """Begin entries while there is room: the first one of the owner with the fewest begun ones.
+
+        If memory does not suffice for it, later ones wait, too, so none starves.
+        """
+        while self._waiting and self.begun < self.max_running:
+            owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
+            entry = min(self._waiting, key=lambda entry: owners[_owner(entry)])
+            if not entry.has_room(sum(each.sequence.unread for each in self._reading)):
+                return
+            self._waiting.remove(entry)
+            self._attempt(entry, partial(self._begin_entry, entry))
+
+    def _begin_entry(self, entry: Entry) -> None:
+        entry.sequence = entry.begin()
+        self._reading[entry] = entry.sequence.prefill(self._chunk)
+        if not entry.sequence.unread:
+            self._end_chunk(entry, 0.0)
+
+    def _attempt(self, entry: Entry, action: Callable[[], object]) -> None:
+        """Do something for an entry. If that fails, it leaves with the error."""
+        try:
+            action()
+        except Exception as error:  # whatever it is, the others go on
+            self._results.append((entry.id, error))
+            self._entries.pop(entry.id, None)
+            self._reading.pop(entry, None)
+
+    # --- who reads
+
+    def _read(self) -> None:
+        """Read a chunk of one prompt, or several short prompts in one pass.
+
+        The shortest is first, and every other time the oldest: short ones are quick, long ones go on.
+        """
+        if not self._reading:
+            return
+        self._oldest_reads = not self._oldest_reads and not self._waits
+        order = sorted(self._reading, key=lambda entry: entry.sequence.unread)
+        first = next(iter(self._reading)) if self._oldest_reads else order[0]
+        start = self._clock()
+        entries = self._read_together(first, order)
+        if not entries:
+            entries = [first]
+            self._attempt(first, partial(self._read_chunk, first))
+        seconds = self._clock() - start
+        for entry in entries:
+            if entry in self._reading:  # else it failed or was removed
+                self._attempt(entry, partial(self._end_chunk, entry, seconds))
+
+    def _read_chunk(self, entry: Entry) -> None:
+        target, start = entry.sequence.target, self._clock()
+        before = target.size
+        next(self._reading[entry], None)
+        self._pace.read(target.size - before, self._clock() - start)
+
+    def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
+        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
+
+        Returns them. None are read if fewer than two fit, or not the first, or if the pass fails: then they
+        are read one by one, which finds the failing one.
+        """
+        chosen, count, most = list[Entry](), 0, min(self._chunk(), MAX_PROMPT_ROWS)
+        for entry in order:
+            if entry.sequence.can_share_prefill:
+                unread = entry.sequence.unread
+                count += unread
+                if unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
+                    break
+                chosen.append(entry)
+        sequences = [entry.sequence for entry in chosen]
+        # What they hold moves to shared caches and back, with lanes as long as the longest.
+        moved = len(chosen) * max((each.target.nbytes for each in sequences), default=0)
+        fits = len(chosen) > 1 and first in chosen and moved <= self._max_padding
+        if self.target_batch is None or not fits:
+            return []
+        start, targets = self._clock(), self.target_batch()
+        prompts = [each.history[each.target.size : -1] for each in sequences]
+        for each in sequences:
+            targets.join(each.target)
+        try:
+            tokens = mx.array(list(itertools.chain.from_iterable(prompts)), dtype=mx.int32)
+            features = targets.prefill(tokens, list(map(len, prompts)))
+        except Exception:
+            features = []
+        for index in reversed(range(len(prompts))):
+            targets.leave(index, keep=True, remember=bool(features))
+        for each, its_features in zip(sequences, features, strict=False):
+            each.attempt(partial(each.observe, its_features), None)
+        self._pace.read(max(map(len, prompts)) * len(prompts), self._clock() - start)
+        return chosen if features else []
+
+    def _end_chunk(self, entry: Entry, seconds: float) -> None:
+        if not entry.sequence.unread:
+            for _ in self._reading[entry]:  # what follows the last chunk
+                pass
+        entry.on_progress(seconds)
+
+    def _chunk(self) -> int:
+        """Return how many tokens of a prompt to read next, so that no other sequence waits too long."""
+        return self._pace.tokens() if self.is_decoding else engine.PREFILL_STEP
+
+    # --- who decodes
+
+    def _start(self) -> None:
+        """Let sequences decode whose prompts are read, each alone at first."""
+        for entry in [entry for entry in self._reading if not entry.sequence.unread]:
+            self._attempt(entry, partial(self._start_entry, entry))
+
+    def _start_entry(self, entry: Entry) -> None:
+        del self._reading[entry]
+        entry.sequence.begin()
+        policy = None if self._policies is None else self._policies()
+        self._groups.append(Group([entry.sequence], SingleTarget(entry.sequence.target), policy))
+        self._decoding[entry.sequence] = entry
+
+    def _waits_for_prompts(self) -> bool:
+        """Return True if sequences could decode, but should begin together with others."""
+        unread = min((entry.sequence.unread for entry in self._reading), default=None)
+        return bool(self._groups) and unread is not None and self._pace.waits_for_prompts(unread)
+
+    def _decode(self) -> None:
+        """Decode one round of every sequence whose prompt is read."""
         draining = self._regroup()
         for group in list(self._groups):
-            members = [self._member(sequence) for sequence in group.sequences]
+            ids = [self._decoding[sequence].id for sequence in group.sequences]
             try:
                 rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
             except Exception as error:  # of the pass: it ends all sequences of the group
-                rounds = [error] * len(members)
-            for member, round in zip(members, rounds, strict=True):
-                results.append((member, round))
+                rounds = [error] * len(ids)
+            for id, round in zip(ids, rounds, strict=True):
+                self._results.append((id, round))
                 if isinstance(round, Exception) or round.finish_reason is not None:
-                    self.remove(member.id)
+                    self.remove(id)
         self._pace.end_round(goes_on=bool(self._groups))
-        return results
-
-    def _member(self, sequence: RunningSequence) -> _Member:
-        return next(member for member in self._members.values() if member.sequence is sequence)
-
-    def _prefill(self) -> list[tuple[_Member, Result]]:
-        """Write a chunk of the first prompt that waits, or several short prompts.
-
-        Sequences whose prompts are written begin alone.
-        """
-        if self._reading is None and self.read_together([m.sequence for m in self._unstarted()]):
-            return []
-        while self._reading is not None or (self._waiting and sum(self.group_sizes) < self.max_running):
-            if self._reading is None:
-                member = self._waiting.popleft()
-                steps = self.timed(member.sequence.prefill(self.chunk), member.sequence.target)
-                self._reading = member, steps
-            member, steps = self._reading
-            try:
-                if next(steps, self) is not self:
-                    return []
-            except Exception as error:
-                self._reading = None
-                del self._members[member.id]
-                return [(member, error)]
-            self._reading = None
-            member.sequence.begin()
-            policy = None if self._policies is None else self._policies()
-            self._groups.append(Group([member.sequence], SingleTarget(member.sequence.target), policy))
-        return []
 
     def _regroup(self) -> list[Group]:
         """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
@@ -383,16 +333,22 @@ class Batch:
         targets.join(single.sequences[0].target)
         group.sequences += single.sequences
 
-    def _leave(self, group: Group, member: _Member) -> None:
-        index = group.sequences.index(member.sequence)
+    def _leave(self, entry: Entry) -> None:
+        """Remove a sequence from its group. The last one left goes on as a single one."""
+        del self._decoding[entry.sequence]
+        group = next(group for group in self._groups if entry.sequence in group.sequences)
         if not isinstance(group.targets, TargetBatch):
             group.close()
             self._groups.remove(group)
             return
+        index = group.sequences.index(entry.sequence)
         group.remove(index)
-        group.targets.leave(index, keep=member.park)
+        group.targets.leave(index, keep=entry.park)
         if len(group.sequences) == 1:  # a single sequence needs no padding, mask or copy
             group.queued = None
-            last = self._member(group.sequences[0])
             group.targets.leave(0, keep=True)
-            group.targets = SingleTarget(last.sequence.target)
+            group.targets = SingleTarget(group.sequences[0].target)
+
+
+def _owner(entry: Entry) -> object:
+    return entry if entry.owner is None else entry.owner

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from mlx_spec.apps.server import models, tool_grammar
 from mlx_spec.apps.server.answers import (
     ChoiceEnded,
     Failed,
+    Finished,
     PromptProgress,
     PromptRead,
     RoundDone,
@@ -209,7 +211,7 @@ def test_a_prompt_is_read_once_for_all_its_choices(
 def test_choices_and_requests_that_come_at_once_begin_together(
     plain: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_spec.batch.scheduler.MAX_HOLD_S", 60)  # however busy the machine is
+    monkeypatch.setattr("mlx_spec.batch.pace.MAX_WAIT_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
@@ -266,6 +268,51 @@ def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, 
     closed(events)
     assert not any(isinstance(e, RoundDone) for e in tuple(long.events.queue))
     assert closed(long.all()).usage.prompt_tokens > 16 * 30
+
+
+Log = list[tuple[str, int]]
+
+
+def by_batch(pair: Pair, prompts: list[tuple[int, ...]], log: Log) -> None:
+    rounds = pair.generate_batch(prompts, max_tokens=2, max_running=8)
+    log.clear()
+    for index, _ in rounds:
+        log.append(("token", index))
+
+
+def by_server(pair: Pair, prompts: list[tuple[int, ...]], log: Log) -> None:
+    events: queue.Queue[Any] = queue.Queue()
+
+    def send(event: Any) -> None:
+        events.put(event)
+        if isinstance(event, RoundDone):
+            log.append(("token", event.index))
+
+    with working(replace(DEMO, limits=Limits(running=8)), lambda _: pair) as engine:
+        log.clear()
+        engine.submit(raw(*prompts, max_tokens=2), send)
+        while not isinstance(events.get(timeout=served.TIMEOUT_S), Finished):
+            pass
+
+
+@pytest.mark.parametrize("answer_all", [by_batch, by_server])
+def test_a_short_prompt_does_not_wait_for_all_long_ones(
+    monkeypatch: pytest.MonkeyPatch, answer_all: Callable[[Pair, list[tuple[int, ...]], Log], None]
+) -> None:
+    """The oldest prompt and the shortest are read in turns. What is read is counted, not seconds."""
+    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.batch.pace.MAX_WAIT_S", 0.0)
+    log, prefill = Log(), LMTarget.prefill
+
+    def counted(target: LMTarget, tokens: list[int]) -> Any:
+        log.append(("chunk", len(tokens)))
+        return prefill(target, tokens)
+
+    monkeypatch.setattr(LMTarget, "prefill", counted)
+    answer_all(make_pair("full", context=200), [*((5 + i,) * 60 for i in range(5)), (7,) * 4], log)
+    first_tokens = [log.index(("token", index)) for index in range(6)]
+    assert log[:2] == [("chunk", 16), ("chunk", 3)] and first_tokens[5] <= 3
+    assert first_tokens[:5] == sorted(first_tokens[:5])  # long ones do not starve
 
 
 def test_how_much_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
@@ -483,10 +530,10 @@ def test_an_error_fails_one_request(
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         read = BatchRow.read
 
-        def breaks(self: Any, parts: Any) -> Any:
+        def breaks(self: Any, round: Any) -> Any:
             if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 3:
                 raise RuntimeError("a secret of the house")
-            return read(self, parts)
+            return read(self, round)
 
         broken.setattr(BatchRow, "read", breaks)
         found = failure(answer(engine, request))
