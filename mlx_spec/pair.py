@@ -203,9 +203,9 @@ class Pair:
         )
 
     def batch(self, max_running: int | None = None) -> Batch:
-        """Return an empty batch for sequences made by `prepare`, of which so many decode at a time.
+        """Return an empty batch for sequences made by `prepare`, of which `max_running` run at a time.
 
-        If `max_running` is None, measured costs say how many. The first batch of a pair decodes a few tokens
+        If it is None, measured costs say how many. The first batch of a pair decodes a few tokens
         to find out whether this target can share a pass.
         """
         policies = self.policies if isinstance(self.policies, BatchPolicies) else None

@@ -35,6 +35,7 @@ from mlx_spec import demo
 from mlx_spec.apps.server import models, tool_grammar
 from mlx_spec.apps.server.answers import (
     ChoiceEnded,
+    Event,
     Failed,
     Finished,
     PromptProgress,
@@ -151,14 +152,13 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
         read_text(demo.TARGET, read_config(demo.TARGET)),
     )
     written, close = text.encode(f"So. {call}{call} And so on"), text.token_id("<tool_call|>")
-    next_round, rest = BatchRow.__next__, list(written)
+    read, rest = BatchRow.read, list(written)
 
-    def write(row: BatchRow) -> Round:
-        found = next_round(row)
+    def write(row: BatchRow, round: Round) -> Iterator[Event]:
         tokens, rest[:] = rest[:5], rest[5:]
-        return replace(found, tokens=tokens or found.tokens)
+        return read(row, replace(round, tokens=tokens or round.tokens))
 
-    monkeypatch.setattr(BatchRow, "__next__", write)
+    monkeypatch.setattr(BatchRow, "read", write)
     use = ToolUse(TOOLS.tools, parallel=parallel)
     events = answer(engine, chat(QUESTION, tools=use, sampling=ENDLESS, max_tokens=90))
     ends = [event for event in events if isinstance(event, ChoiceEnded)]
