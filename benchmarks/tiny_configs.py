@@ -339,7 +339,6 @@ SPECIAL: dict[str, Settings] = {
 }
 VARIANTS: dict[str, tuple[str, Settings]] = {  # other forms: the architecture, and what differs
     "llama, no windows": ("llama", {"layer_types": [FULL] * LAYERS}),
-    "llama, windows only": ("llama", {"layer_types": [SLIDING] * LAYERS}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, longer windows": ("llama", {"sliding_window": 40}),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
