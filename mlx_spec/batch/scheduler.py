@@ -243,7 +243,7 @@ class Batch:
         except Exception:
             features = []
         for index in reversed(range(len(prompts))):
-            targets.leave(index, keep=True, remember=bool(features))
+            targets.leave(index, keep=True, checkpoint=bool(features))
         for each, its_features in zip(sequences, features, strict=False):
             each.attempt(partial(each.observe, its_features), None)
         self._pace.read(max(map(len, prompts)) * len(prompts), self._clock() - start)

@@ -68,7 +68,7 @@ class LMTarget:
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
         self._checkpoints: list[Checkpoint] = []  # that `rewind` returns to where rows are gone
-        self._lent_kv: SharedKV | None = None  # while the caches are lent
+        self._batch_kv: SharedKV | None = None  # while a batch has the caches
 
     @property
     def size(self) -> int:
@@ -107,13 +107,13 @@ class LMTarget:
         features = self._features(len(tokens))
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval(self._caches.arrays(), hidden)
-        self.record(len(tokens), reads_prompt=True)
+        self.count(len(tokens), reads_prompt=True)
         self._commit_all()
         self._checkpoints += points
-        self.remember()
+        self.checkpoint()
         return features
 
-    def remember(self) -> None:
+    def checkpoint(self) -> None:
         """Let `rewind` return to this place, also when its rows are gone."""
         self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-MAX_CHECKPOINTS:]
 
@@ -145,23 +145,23 @@ class LMTarget:
             self._drop_passes([keep], self._replay)
         return features
 
-    def lend(self, shared_kv: SharedKV) -> Caches:
+    def detach(self, shared_kv: SharedKV) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
-        Until `reclaim`, only `record` may be called, and K and V are those that `shared_kv` returns.
+        Until `attach`, only `count` may be called, and K and V are those that `shared_kv` returns.
         """
-        assert not self._uncommitted, "caches are lent after a commit"
+        assert not self._uncommitted, "caches are detached after a commit"
         if self._replay.size:
             self._write_replay()
-        self._lent_kv = shared_kv
+        self._batch_kv = shared_kv
         return self._caches
 
-    def reclaim(self, replay: mx.array) -> Caches:
-        """Return the caches that were lent, to be filled again with all tokens but those to replay."""
-        self._lent_kv, self._replay = None, replay
+    def attach(self, replay: mx.array) -> Caches:
+        """Return the detached caches, to be filled again with all tokens but those to replay."""
+        self._batch_kv, self._replay = None, replay
         return self._caches
 
-    def record(self, tokens: int, *, reads_prompt: bool = False) -> None:
+    def count(self, tokens: int, *, reads_prompt: bool = False) -> None:
         """Count tokens that a pass committed."""
         self._read += tokens if reads_prompt and self._read == self._size else 0
         self._size += tokens
@@ -321,8 +321,8 @@ class LMTarget:
 
     def shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""
-        if self._lent_kv is not None:
-            return self._lent_kv()
+        if self._batch_kv is not None:
+            return self._batch_kv()
         return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
 
 

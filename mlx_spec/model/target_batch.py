@@ -54,7 +54,7 @@ class TargetBatch:
         self._captures = captures_of(model, needs)
         self._eager = start_layers_early(decoder_of(model).layers)
         self._caches = Caches()
-        self._homes: list[LMTarget] = []
+        self._origins: list[LMTarget] = []
         self._replays: list[mx.array] = []  # by target: committed tokens that its caches lack
         # By target: tokens of the last pass, those replayed included. Only for recurrent states.
         self._rows: list[mx.array] = []
@@ -70,28 +70,28 @@ class TargetBatch:
         states = [cache.arrays() for cache in self._caches.recurrent]
         return [[array[index : index + 1] for array in arrays] for arrays in states]
 
-    def join(self, home: LMTarget) -> None:
+    def join(self, origin: LMTarget) -> None:
         """Move a target into the shared caches."""
-        self._caches.join(home.lend(partial(self._shared_kv, home)))
-        self._homes.append(home)
+        self._caches.join(origin.detach(partial(self._shared_kv, origin)))
+        self._origins.append(origin)
         self._replays.append(no_draft().tokens)
 
-    def leave(self, index: int, *, keep: bool, remember: bool = False) -> None:
+    def leave(self, index: int, *, keep: bool, checkpoint: bool = False) -> None:
         """Remove a target; the last one takes its index. With `keep` it can go on by itself.
 
-        With `remember` it can also return to this place later.
+        With `checkpoint` it can also return to this place later.
         """
-        home, replay = self._homes[index], self._replays[index]
-        self._homes[index], self._replays[index] = self._homes[-1], self._replays[-1]
-        self._homes.pop()
+        origin, replay = self._origins[index], self._replays[index]
+        self._origins[index], self._replays[index] = self._origins[-1], self._replays[-1]
+        self._origins.pop()
         self._replays.pop()
-        lanes = lanes_without(index, len(self._homes) + 1)
+        lanes = lanes_without(index, len(self._origins) + 1)
         if self._rows:
             self._rows = [self._rows[lane] for lane in lanes]
         self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
-        self._caches.leave(index, home.reclaim(replay) if keep else None)
-        if remember:
-            home.remember()
+        self._caches.leave(index, origin.attach(replay) if keep else None)
+        if checkpoint:
+            origin.checkpoint()
 
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         """Write and commit tokens of prompts [R], without logits; `sizes` are the rows of each target.
@@ -164,15 +164,15 @@ class TargetBatch:
         self._caches.commit(written)
         captured, self._captured, self._rows = self._captured, [], []
         features = []
-        for i, (home, replay, count) in enumerate(zip(self._homes, replays, keep, strict=True)):
-            home.record(count, reads_prompt=reads_prompt)
+        for i, (origin, replay, count) in enumerate(zip(self._origins, replays, keep, strict=True)):
+            origin.count(count, reads_prompt=reads_prompt)
             hidden = [each[i, replay.size : replay.size + count] for each in captured]
-            features.append(features_of(self._needs, hidden, home.shared_kv))
+            features.append(features_of(self._needs, hidden, origin.shared_kv))
         return features
 
-    def _shared_kv(self, home: LMTarget) -> Mapping[str, KVRows]:
-        lane = next(i for i, other in enumerate(self._homes) if other is home)
-        return {cache.attention_type: cache.rows(lane, home.size) for cache in self._caches.unquantized}
+    def _shared_kv(self, origin: LMTarget) -> Mapping[str, KVRows]:
+        lane = next(i for i, other in enumerate(self._origins) if other is origin)
+        return {cache.attention_type: cache.rows(lane, origin.size) for cache in self._caches.unquantized}
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,10 @@ def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
     """
     shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
     for target, length in zip(alone, PROBE_LENGTHS, strict=True):
-        home = LMTarget(model)
-        for each in (target, home):
+        origin = LMTarget(model)
+        for each in (target, origin):
             each.prefill([7 * i % 11 for i in range(length)])
-        shared.join(home)
+        shared.join(origin)
     errors = []
     for sizes in passes:
         blocks = [mx.arange(size, dtype=mx.int32) + i for i, size in enumerate(sizes)]
@@ -233,8 +233,8 @@ def _state_error(shared: TargetBatch, alone: Sequence[LMTarget]) -> list[mx.arra
     """Return the median error of the recurrent layers, if there are any."""
     by_layer: list[list[mx.array]] = []
     for lane, target in enumerate(alone):
-        right = target.lend(target.shared_kv).recurrent
-        target.reclaim(no_draft().tokens)
+        right = target.detach(target.shared_kv).recurrent
+        target.attach(no_draft().tokens)
         by_layer = by_layer or [[] for _ in right]
         for errors, ours, theirs in zip(by_layer, shared.states(lane), right, strict=True):
             errors += [_difference(*pair) for pair in zip(ours, theirs.arrays(), strict=True)]

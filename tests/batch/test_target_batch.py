@@ -147,7 +147,7 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
         target.join(home)
     target.prefill(mx.array(new * 2), [30, 30])
     for index in (1, 0):
-        target.leave(index, keep=True, remember=remember)
+        target.leave(index, keep=True, checkpoint=remember)
     for home in homes:
         target.join(home)
     for _ in range(60):
@@ -217,7 +217,7 @@ def test_buffers_follow_the_lengths() -> None:
     for length in (1500, 20, 30, 40, 50):
         target = LMTarget(model)
         target.prefill(tiny.prompt(length))
-        caches.join(target.lend(dict))
+        caches.join(target.detach(dict))
     window, full = caches.attention[:2]
     assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] >= 1501
     caches.leave(0, None)
@@ -240,7 +240,7 @@ def test_writes_are_in_place() -> None:
     for size in (3, 5):
         target = LMTarget(model)
         target.prefill(tiny.prompt(size))
-        caches.join(target.lend(dict))
+        caches.join(target.detach(dict))
     layer = caches.attention[0]
     wide = mx.zeros((2, 2, 1 << 16, 32))
     layer.buffers = [wide, wide + 1]
