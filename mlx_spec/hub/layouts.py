@@ -24,6 +24,8 @@ EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)")
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 PARTS = ("weight", "scales", "biases")  # of a layer
 
+# Model types whose class in mlx-lm takes the table of embeddings for the head.
+ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 # Model type -> what transformers 5 writes in a name, what mlx-lm reads in its place.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("transformer.", ""),),
@@ -54,12 +56,32 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
     def sanitize(self: nn.Module, weights: Weights) -> Weights:
         weights = _before(config, weights)
+        head = (
+            {name: array for name, array in weights.items() if HEAD.search(name)} if "__init__" in own else {}
+        )
         if "sanitize" in dir(model_class):
             weights = dict(model_class.sanitize(self, weights))
-        return _after(self, config, weights)
+        return _after(self, config, {**weights, **head})
 
-    own = {"sanitize": sanitize, "__module__": model_class.__module__}
+    own: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
+    if config["model_type"] in ALWAYS_TIED and text_config(config).get("tie_word_embeddings") is False:
+        own |= _own_head(model_class)
     return type(model_class.__name__, (model_class,), own), args_class
+
+
+def _own_head(model_class: Any) -> dict[str, Any]:
+    """Return the methods of a class of mlx-lm that knows no head of its own, with one."""
+
+    def init(self: Any, args: Any) -> None:
+        model_class.__init__(self, args)
+        self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        # The class calls the table of embeddings as a head; quantizing puts another table there.
+        object.__setattr__(self.model.embed_tokens, "as_linear", self.lm_head)
+        return model_class.__call__(self, *arguments, **options)
+
+    return {"__init__": init, "__call__": call}
 
 
 def _before(config: Mapping[str, Any], weights: Weights) -> Weights:
@@ -81,8 +103,11 @@ def _after(model: nn.Module, config: Mapping[str, Any], weights: Weights) -> Wei
     }
     weights = _stacked(weights, {name for name in expected if ".switch_mlp." in name})
     head = next((name for name in expected if HEAD.search(name) and name not in weights), None)
-    if head is not None and text_config(config).get("tie_word_embeddings"):
-        weights |= _heads(weights, head.removesuffix(".weight"))
+    if text_config(config).get("tie_word_embeddings"):
+        if head is not None:
+            return weights | _heads(weights, head.removesuffix(".weight"))
+        heads = [name for name in weights if HEAD.search(name) and name not in expected]
+        weights = {name: array for name, array in weights.items() if name not in heads}
     return weights
 
 
