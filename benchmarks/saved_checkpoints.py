@@ -24,7 +24,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
-import torch
 import transformers
 from mlx_lm.generate import generate_step
 from timing import finish, parser, table
@@ -35,6 +34,7 @@ import mlx_spec
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.checkpoint import read_checkpoint
 from mlx_spec.hub.progress import StageProgress
 
 VOCABULARY = 300
@@ -164,6 +164,8 @@ def main() -> None:
     options.add_argument("--types", nargs="+", choices=sorted(TYPES), metavar="TYPE")
     options.add_argument("--keep", type=Path, help="a folder for the checkpoints")
     settings = options.parse_args()
+    import torch
+
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -206,6 +208,8 @@ def one(name: str, folder: Path, seed: int) -> dict[str, str]:
 
 def save(name: str, folder: Path, seed: int) -> list[list[int]]:
     """Write a checkpoint by transformers. Return its greedy texts."""
+    import torch
+
     best: list[list[int]] = []
     for attempt in range(seed, seed + 6):
         torch.manual_seed(attempt)
@@ -258,7 +262,10 @@ def fitting(cls: Any, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def spread(model: Any) -> None:
     """Draw weights so large that the text depends on all of them."""
-    tied = model.config.get_text_config().tie_word_embeddings or model.config.tie_word_embeddings
+    import torch
+
+    configs = model.config.to_dict(), model.config.get_text_config().to_dict()
+    tied = any(config.get("tie_word_embeddings") for config in configs)
     with torch.no_grad():
         for name, array in model.named_parameters():
             if array.ndim >= 2:
@@ -270,6 +277,8 @@ def spread(model: Any) -> None:
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     """Return the text of transformers, which reads everything again for each token."""
+    import torch
+
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + TOKENS and not (len(ids) > len(prompt) and ids[-1] in END):
@@ -293,10 +302,10 @@ def verdict(found: list[list[int]], expected: list[list[int]], folder: Path | No
 
 
 def of_mlx_lm(folder: Path) -> list[list[int]]:
-    """Return the texts of mlx-lm's own loop, with its config.json as it is."""
+    """Return the texts of mlx-lm's own classes and loop, with config.json repaired."""
     try:
-        model, _ = mlx_lm.utils.load_model(folder)
-    except Exception:  # it cannot load what transformers 5 saves
+        model, _ = mlx_lm.utils.load_model(folder, model_config=read_checkpoint(folder).changes)
+    except Exception:  # it cannot load tensors as transformers 5 names them
         return []
     result = []
     for prompt in PROMPTS:

@@ -21,6 +21,7 @@ from mlx_spec.hub.catalog import mlx_lm_module
 from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.hub.layouts import model_classes
+from mlx_spec.hub.quantizers import ACTIVATIONS
 from mlx_spec.hub.weights import precision
 from mlx_spec.model.read import read_model
 
@@ -38,6 +39,7 @@ LEFT_OUT = (
     ),
     (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
     (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
+    (ACTIVATIONS, "scales of FP8 activations, which are not quantized here"),
     (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
     (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
 )

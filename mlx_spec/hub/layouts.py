@@ -184,7 +184,10 @@ def _turned_experts(text: Mapping[str, Any], weights: Weights) -> Weights:
         weights = {
             name: mx.swapaxes(a, -1, -2) if name.endswith(stacks) else a for name, a in weights.items()
         }
-    return {**_heads(weights, "lm_head"), **weights} if text.get("tie_word_embeddings") else weights
+    if not text.get("tie_word_embeddings"):
+        return weights
+    inside = any(name.startswith("language_model.") for name in weights)
+    return {**_heads(weights, "language_model.lm_head" if inside else "lm_head"), **weights}
 
 
 def _split_experts(text: Mapping[str, Any], weights: Weights) -> Weights:

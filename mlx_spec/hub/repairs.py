@@ -26,7 +26,7 @@ OTHER_PARTS = re.compile(
 )
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.(weight|scales)$")
 TABLE = re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in|embeddings)\.weight$")
-NORM = re.compile(r"(^|\.)(norm|ln_f|norm_f|final_layernorm|final_layer_norm)\.weight$")
+NORM = re.compile(r"(^|(model|transformer|backbone|gpt_neox)\.)(norm|ln_f|norm_f|final_layer_?norm)\.weight$")
 FEED_FORWARD = re.compile(r"layers\.0\.mlp\.(up_proj|gate_proj|fc1)\.weight$")
 KEYS, OUTPUT = re.compile(r"\.k_proj\.weight$"), re.compile(r"self_attn\.o_proj\.weight$")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -69,6 +69,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "use_double_wide_mlp": False,
     },
+    "gpt_oss": {"max_position_embeddings": 131_072},
     "granite": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "mlp_bias": False},
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 2048},
     "minimax_m2": {"shared_intermediate_size": 0, "rope_theta": 5e6, "head_dim": 128},
@@ -127,6 +128,8 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
                 each.setdefault("num_experts", each["num_local_experts"])
     kind, text = str(result.get("model_type")), result if part is None else part
     own = str(text.get("model_type") or TEXT_TYPES.get(kind, kind))
+    if part is not None and kind in TEXT_TYPES:
+        part.setdefault("model_type", TEXT_TYPES[kind])
     language = {name: info for name, info in (tensors or {}).items() if not OTHER_PARTS.search(name)}
     _fill(text, _sizes(text, language))
     _fill(text, {key: text[old] for key, old in RENAMED.get(own, {}).items() if old in text})
