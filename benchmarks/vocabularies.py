@@ -5,8 +5,8 @@ FOLDER is searched for two kinds of vocabularies:
 - `NAME.gguf` with `NAME.gguf.inp` and `NAME.gguf.out`, texts and the tokens that are expected of them, as
   llama.cpp has. Files without expected tokens are only read.
 - `tokenizer.json`, or other files that transformers reads, in folders of their own: the tokens are compared
-  with transformers' on texts of a seed. Its `PreTrainedTokenizerFast` keeps to tokenizer.json. Classes of some
-  models build another tokenizer in its place, such as GPT-2's cut for GPT-4o, and are not followed.
+  with transformers' on texts of a seed. Its `PreTrainedTokenizerFast` keeps to tokenizer.json. Classes of
+  some models build another tokenizer in its place, such as GPT-2's cut for GPT-4o, and are not followed.
 
 Then each text is streamed from a random token on: the pieces have to make up the text of all tokens less the
 text of those before. So are random tokens; where they are no UTF-8, a decoder may write a character anew that
