@@ -21,7 +21,7 @@ CASES = {
     "traces": (FOLDERS[:4], {"acceptance", "curves", "confidence pays on"}),
     "batch": (FOLDERS, {"2"}),
     "templates": ([TARGET], {"templates", "conversations", "all"}),
-    "vocabularies": ([str(PAIR / "target")], {"right", "wrong", "refused", "each"}),
+    "real_vocabularies": ([str(PAIR / "target")], {"right", "wrong", "refused", "each"}),
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (  # slower, or in need of more

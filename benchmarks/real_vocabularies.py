@@ -79,7 +79,7 @@ def main() -> None:
         "texts": sum(each.texts for each in read),
         "streams": sum(each.streams for each in read),
     }
-    finish("vocabularies", totals | {"each": [asdict(each) for each in found]}, settings, started)
+    finish("real_vocabularies", totals | {"each": [asdict(each) for each in found]}, settings, started)
 
 
 def arguments() -> argparse.Namespace:
