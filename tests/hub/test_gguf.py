@@ -287,7 +287,7 @@ def refused(file: Path, error: type[SpecError] = BadCheckpoint) -> str:
         ({"general.type": "adapter"}, "is of the type adapter: give the file of a whole model"),
         ({"split.count": 3}, "is one of 3 parts: join them with"),
         ({"llama.expert_count": 8}, "of the architecture llama with experts"),
-        ({"tokenizer.ggml.pre": "klingon"}, "cuts text as viking before merging, which is not known"),
+        ({"tokenizer.ggml.pre": "klingon"}, "cuts text as klingon before merging, which is not known"),
         ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of the kind rwkv"),
         ({"tokenizer.ggml.tokens": None}, "has a tokenizer of the kind gpt2"),
         (
