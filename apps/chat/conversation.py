@@ -137,13 +137,17 @@ class Conversation:
             return
         except (SpecError, KeyboardInterrupt) as error:
             failure = error
-        try:
-            self._resume(open_pair(former), former, turns)
-        except SpecError as error:
-            raise NoModelLeft(
-                f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot be "
-                f"either: {error}"
-            ) from error
+        while True:
+            try:
+                self._resume(open_pair(former), former, turns)
+                break
+            except KeyboardInterrupt:  # the first Ctrl-C; one more ends the program
+                continue
+            except SpecError as error:
+                raise NoModelLeft(
+                    f"{str(failure) or 'interrupted'}; and {former.target}, which was loaded before, cannot "
+                    f"be either: {error}"
+                ) from error
         raise failure
 
     def _resume(self, pair: Pair, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:

@@ -69,11 +69,12 @@ def read_headers(folder: Path) -> Headers:
     found: dict[str, Tensors] = {}
     damage: dict[str, str] = {}
     for name in listed:
-        if os.path.isfile(folder / name):  # False for a name that no disk can hold
-            found[name], problem = _read_header(folder / name)
+        path = folder / name  # `exists` is False for a name that no disk can hold; a pipe may hold weights
+        if os.path.exists(path) and not os.path.isdir(path):
+            found[name], problem = _read_header(path)
             damage |= {name: problem} if problem else {}
     chosen, missing, problem = choose_files(str(folder), found, index)
-    links = {file.name for file in folder.glob(WEIGHTS) if not file.is_file()}  # to blobs that are gone
+    links = {file.name for file in folder.glob(WEIGHTS) if not file.exists()}  # to blobs that are gone
     if problem is None and (missing := sorted({*missing, *(links if not chosen else ())})):
         problem = f"{folder} lacks {shortened(missing)}: {AGAIN}"
     if problem is None and not chosen:
