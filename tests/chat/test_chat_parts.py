@@ -211,6 +211,25 @@ def test_drafts_without_loading_again(model):
     assert model.policies is own
 
 
+def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypatch):
+    """The new one is refused at once, so the first Ctrl-C comes while the former one is loaded again."""
+    opened = []
+
+    def interrupted_once(choice: PairChoice, **settings: bool) -> Pair:
+        opened.append(choice)
+        if len(opened) == 2:
+            raise KeyboardInterrupt
+        return open_pair(choice, **settings)
+
+    talk = Conversation(open_pair(CHOICE), CHOICE, AnswerSettings(), None)
+    monkeypatch.setattr(files, "open_pair", interrupted_once)
+    nothing = PairChoice(str(tmp_path))
+    with pytest.raises(NotFound, match="config.json"):
+        talk.switch(nothing)
+    assert opened == [nothing, CHOICE, CHOICE] and talk.choice == CHOICE
+    assert "".join(piece.text for piece in talk.stream("hello"))
+
+
 # --- Markdown
 
 
