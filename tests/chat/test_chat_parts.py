@@ -224,7 +224,7 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
     talk = Conversation(open_pair(CHOICE), CHOICE, AnswerSettings(), None)
     monkeypatch.setattr(files, "open_pair", interrupted_once)
     nothing = PairChoice(str(tmp_path))
-    with pytest.raises(NotFound, match="config.json"):
+    with pytest.raises(NotFound, match=r"config\.json"):
         talk.switch(nothing)
     assert opened == [nothing, CHOICE, CHOICE] and talk.choice == CHOICE
     assert "".join(piece.text for piece in talk.stream("hello"))
