@@ -16,15 +16,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
+from mlx_spec.cli.command import Ahead, Json, KvBits, PairOptions, option, program, show, table
 from mlx_spec.device import device_name, require_backend
 from mlx_spec.hub.catalog import DEMO
 
-from .command import Ahead, Json, KvBits, PairOptions, option, program, show, table
-
 if TYPE_CHECKING:
-    from mlx_spec.model.sequence import SequenceParts
+    from mlx_spec.decode.sequence import SequenceParts
     from mlx_spec.pair import Pair
-    from mlx_spec.text import Text
+    from mlx_spec.tokenizer import Text
     from mlx_spec.types import Round
 
 FIXED = (2, 4)  # draft tokens of the arms between plain decoding and the pair's own policy
@@ -107,7 +106,7 @@ class Speed:
 
 def chat_questions(text: Text) -> list[Question]:
     """Return built-in questions as chat prompts, or texts to continue if there is no chat template."""
-    from mlx_spec.convert.selftest import TEXTS
+    from mlx_spec.cli.texts import TEXTS
 
     if not text.chats:
         return [Question(f"text {i + 1}", tuple(text.prompt_tokens(t))) for i, t in enumerate(TEXTS)]
@@ -116,7 +115,7 @@ def chat_questions(text: Text) -> list[Question]:
 
 def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
     """Return a way to decode with fixed drafts of the pair's first drafter; None is the pair's own policy."""
-    from mlx_spec.model.sequence import SequenceParts
+    from mlx_spec.decode.sequence import SequenceParts
     from mlx_spec.policy import FixedPolicy
 
     parts = pair.open()
@@ -130,7 +129,7 @@ def in_turns(
     pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    from mlx_spec.engine import decode
+    from mlx_spec.decode.round import decode
 
     runs = []
     for parts in arms:

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import typer
 from typer.main import get_command
 
-from .command import INTERRUPTED, STATUSES, Version, guarded, run_app, tell
+from mlx_spec.cli.command import INTERRUPTED, STATUSES, Version, guarded, run_app, tell
 
 NAME = "mlx-spec"
 COMPLETION = "_MLX_SPEC_COMPLETE"  # set by the scripts of --install-completion

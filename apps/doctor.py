@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from mlx_spec import __version__, hub, load
+from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.cli.command import ERROR, Json, PairOptions, flag, program, show, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO, LOOKUP
-from mlx_spec.hub.files import human_bytes
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import cache_folder, local_models
 
-from .command import ERROR, Json, PairOptions, flag, program, show, tell
 from .models import shown_number
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _run(options: Options) -> int:
 
 def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
     """Return target and drafter in words, and the result of the self-test."""
-    from mlx_spec.hub.progress import StageProgress
+    from mlx_spec.cli.progress import StageProgress
 
     from . import selftest
 

@@ -23,10 +23,10 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument
 
+from mlx_spec.checkpoint.files import typed_path
+from mlx_spec.cli.command import MODEL, BadOptions, flag, option, program, show, tell
 from mlx_spec.errors import InvalidValue, NotFound
-from mlx_spec.hub.files import typed_path
 
-from .command import MODEL, BadOptions, flag, option, program, show, tell
 from .menubar import server_process
 from .menubar.menu import Selection
 from .menubar.server_process import Address, candidates, get_json, health, last_words

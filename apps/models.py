@@ -14,14 +14,15 @@ from typing import Annotated, Any
 from typer import Argument
 
 from mlx_spec import hub
+from mlx_spec.checkpoint.families import TargetShape
+from mlx_spec.checkpoint.files import default_folder, human_bytes, typed_path
+from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, table
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.hub.catalog import DEMO, TargetShape, find_alias, made_for, resolve
-from mlx_spec.hub.files import default_folder, human_bytes, typed_path
+from mlx_spec.hub.catalog import DEMO, find_alias, made_for, resolve
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
 
 from .chat.interrupts import Interrupts
-from .command import ERROR, Json, flag, note, option, program, show, table
 
 AUTO, NONE = "auto", "none"
 

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from mlx_spec import hub
+from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
+from mlx_spec.cli.command import BadOptions, Json, PairOptions, option, program, show, table, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.catalog import DEMO
-from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
-
-from .command import BadOptions, Json, PairOptions, option, program, show, table, tell
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra

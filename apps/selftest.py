@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_spec.convert.selftest import TEXTS
+from mlx_spec.checkpoint.files import one_line
+from mlx_spec.cli.progress import StageProgress
+from mlx_spec.cli.texts import TEXTS
+from mlx_spec.decode.round import RunningSequence, decode
+from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.engine import RunningSequence, decode
-from mlx_spec.hub.files import one_line
-from mlx_spec.hub.progress import StageProgress
-from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.sampling import gumbel, noise_key
 from mlx_spec.session import Statistics
-from mlx_spec.text import Text, common_prefix
+from mlx_spec.tokenizer import Text, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
 from .bench import Question, arm, chat_questions

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mlx_spec.cli.command import BadOptions, Json, KvBits, PairOptions, expanded, option, program, table
 from mlx_spec.errors import InvalidValue, Mismatch
 from mlx_spec.hub.catalog import DEMO
-
-from .command import BadOptions, Json, KvBits, PairOptions, expanded, option, program, table
 
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel

@@ -26,9 +26,9 @@ from mlx.utils import tree_flatten
 from timing import Run, finish, in_turns, interval, parser, table
 
 from mlx_spec import load
+from mlx_spec.distributed.ranks import Ranks, join
 from mlx_spec.hub import find
 from mlx_spec.load import draft_for
-from mlx_spec.model.ranks import Ranks, join
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 

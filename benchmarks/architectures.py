@@ -23,11 +23,11 @@ from mlx_lm.generate import generate_step
 from timing import finish, parser, table
 from tiny_configs import NOT_HERE, VOCAB, has_windows, names, tiny_model
 
-from mlx_spec.batch.scheduler import Batch
+from mlx_spec.checkpoint.files import one_line
+from mlx_spec.decode.round import RunningSequence, generate
+from mlx_spec.decode.scheduler import Batch
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.files import one_line
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch, probe_batch

@@ -23,13 +23,13 @@ import mlx_lm
 from mlx_lm.utils import dequantize_model, save
 
 from mlx_spec import demo, hub, load
-from mlx_spec.engine import generate, prefill
+from mlx_spec.decode.round import generate, prefill
+from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.hub.catalog import SMOLLM2
-from mlx_spec.model.sequence import SequenceParts
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.text.chat_template import special_tokens
+from mlx_spec.tokenizer.chat_template import special_tokens
 
 Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
 Read = Callable[[], None]  # what to call when the prompt has been read

@@ -35,11 +35,12 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.utils import dequantize_model
 from timing import finish, interval, parser, table
 
-from mlx_spec import engine, load
-from mlx_spec.batch import Batch
-from mlx_spec.batch.policy import BatchPolicies
+from mlx_spec import load
+from mlx_spec.decode import Batch
+from mlx_spec.decode import round as engine
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy.batch import BatchPolicies
 from mlx_spec.policy.calibrate import measure as calibrate
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter

@@ -38,8 +38,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
-from mlx_spec.batch.policy import BatchPolicies
 from mlx_spec.policy import AdaptivePolicies
+from mlx_spec.policy.batch import BatchPolicies
 from mlx_spec.types import Round
 
 RECORDED = Path(__file__).parent / "results" / "policy-45e2a53.jsonl.gz"

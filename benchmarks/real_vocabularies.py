@@ -25,12 +25,12 @@ from pathlib import Path
 from timing import finish, parser, table
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mlx_spec.checkpoint.gguf import read_gguf
+from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.gguf import read_gguf
-from mlx_spec.hub.gguf_tokenizer import read_gguf_tokenizer
-from mlx_spec.text import Text, read_tokenizer
-from mlx_spec.text.detokenizer import REPLACEMENT
-from mlx_spec.text.stream import AnswerStream
+from mlx_spec.tokenizer import Text, read_tokenizer
+from mlx_spec.tokenizer.detokenizer import REPLACEMENT
+from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
 
 BETWEEN = "\n__ggml_vocab_test__\n"  # the texts of a file .inp

@@ -31,11 +31,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.checkpoint import read_checkpoint
-from mlx_spec.hub.progress import StageProgress
 
 VOCABULARY = 300
 END = (2, 256)  # tokens at which both sides stop: of config.json and of the tokenizer

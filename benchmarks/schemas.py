@@ -31,7 +31,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.text import Text, read_text
+from mlx_spec.tokenizer import Text, read_text
 
 LONGEST = 600  # tokens of an answer
 DRAFT_SHARE = 0.1  # of the tokens, before which a draft is looked at and taken back

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from mlx_spec import load
 from mlx_spec.hub import find
-from mlx_spec.text import Text
+from mlx_spec.tokenizer import Text
 
 CHARACTERS = 120_000
 WORDS = (

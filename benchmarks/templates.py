@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.errors import SpecError
-from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.apps.command import program
+from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.cli.command import program
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.files import human_bytes
-from mlx_spec.hub.progress import StageProgress
 
 from .options import ConversionOptions, TrainingOptions
 

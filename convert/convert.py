@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import demo
+from mlx_spec.checkpoint.files import check_space, new_folder, sha256, write_json
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.hub.files import check_space, new_folder, sha256, write_json
-from mlx_spec.hub.progress import StageProgress
-from mlx_spec.text import Text, differing_token, read_text
+from mlx_spec.tokenizer import Text, differing_token, read_text
 
 from .families import Converted, Family, family_of
 from .options import ConversionOptions

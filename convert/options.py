@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from typer import Argument
 
-from mlx_spec.apps.command import MODEL, flag, option
+from mlx_spec.cli.command import MODEL, flag, option
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model
 
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.families import mlx_lm_module
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
+from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.checkpoint.quantizers import ACTIVATIONS
+from mlx_spec.checkpoint.weights import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.catalog import mlx_lm_module
-from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, shortened
-from mlx_spec.hub.layouts import model_classes
-from mlx_spec.hub.quantizers import ACTIVATIONS
-from mlx_spec.hub.weights import precision
 from mlx_spec.model.read import read_model
 
 from .families import Converted, Family, family_of

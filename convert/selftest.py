@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,18 +21,19 @@ import numpy as np
 from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
+from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
+from mlx_spec.cli.progress import StageProgress
+from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
-from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.hub.files import LOADING_ERRORS, human_bytes, one_line, shortened
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import is_dequantized, load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
-from mlx_spec.text import Text, read_text
+from mlx_spec.tokenizer import Text, read_text
 
 from .families import Family
 from .parts import convert_drafter, convert_model, load_unread
@@ -44,11 +44,6 @@ Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
 ROWS = 4  # last rows of each text, whose logits are compared
 UNQUANTIZED = ".unquantized"  # for the time of the test: the drafter in our form but not quantized
-
-# Built in, so that the self-test needs no network: prompts to be continued as they are, and questions to be
-# answered where the target has a chat template.
-BUILT_IN: dict[str, list[str]] = json.loads(Path(__file__).with_name("texts.json").read_text("utf-8"))
-TEXTS, PROMPTS, QUESTIONS = (BUILT_IN[key] for key in ("texts", "prompts", "questions"))
 
 SAME_TYPE, NARROWED = 1e-4, 0.5  # tolerated differences of logits
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original

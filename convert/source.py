@@ -9,13 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.config import INDEX, StoredModel, read_checkpoint
+from mlx_spec.checkpoint.files import sha256
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
-from mlx_spec.hub.checkpoint import INDEX, StoredModel, read_checkpoint
 from mlx_spec.hub.download import published_hash
-from mlx_spec.hub.files import sha256
-from mlx_spec.hub.progress import StageProgress
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 COPIED = ("*.json", "*.jinja", "*chat_templates/*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")

@@ -16,19 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec import demo
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
-from mlx_spec.hub import find
-from mlx_spec.hub.catalog import (
-    ASSISTANT,
-    DEMO,
-    LOOKUP,
-    MANIFEST,
-    NONE,
-    SMOLLM2,
-    drafter_kind,
-    made_for,
-)
-from mlx_spec.hub.checkpoint import (
+from mlx_spec.checkpoint.config import (
     TOKENIZERS,
     check_weights,
     context_length,
@@ -39,16 +27,20 @@ from mlx_spec.hub.checkpoint import (
     read_published,
     vocab_size,
 )
-from mlx_spec.hub.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.checkpoint.families import ASSISTANT, MANIFEST, drafter_kind
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
+from mlx_spec.hub import find
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, made_for
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from mlx_spec.distributed.ranks import Ranks
     from mlx_spec.drafters import DrafterSource
-    from mlx_spec.model.ranks import Ranks
     from mlx_spec.pair import Pair
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-    from mlx_spec.text import Text
+    from mlx_spec.tokenizer import Text
 
 KV_BITS = (4, 8)
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
@@ -82,7 +74,7 @@ def load(
     names = _named(str(target), None if drafter is None else str(drafter))
     folder, config, size = _find_target(names, ranks)
     from mlx_spec.pair import Pair, PairInfo
-    from mlx_spec.text import read_text
+    from mlx_spec.tokenizer import read_text
 
     _raise_wired_limit()
     text = read_text(folder, config)
@@ -124,8 +116,8 @@ def follow(target: str, ranks: Ranks) -> int:
 
 def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
     """Load a drafter on rank 1 and draft ahead for rank 0, which has the target. Return its exit status."""
-    from mlx_spec.drafters.ahead_rank import draft_for_rank_0
-    from mlx_spec.text import read_text
+    from mlx_spec.distributed.ahead_rank import draft_for_rank_0
+    from mlx_spec.tokenizer import read_text
 
     names = _named(target, drafter)
     folder = find(names.target_path)
@@ -266,7 +258,7 @@ def _source(
 ) -> DrafterSource:
     """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
     from mlx_spec.drafters import FAMILIES, open_drafter, open_retokenized
-    from mlx_spec.text import differing_token, has_tokenizer, read_text
+    from mlx_spec.tokenizer import differing_token, has_tokenizer, read_text
 
     if own["model_type"] not in FAMILIES and not has_tokenizer(folder):
         sizes = _vocab_size(own, text), _vocab_size(config, text)
@@ -287,8 +279,8 @@ def _offered(
     found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool | Ranks
 ) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
+    from mlx_spec.distributed.ahead_rank import RemoteDrafter
     from mlx_spec.drafters.ahead import ahead_source
-    from mlx_spec.drafters.ahead_rank import RemoteDrafter
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
@@ -310,9 +302,9 @@ def _policies(
     kv_bits: int | None,
 ) -> AdaptivePolicies | FixedPolicy:
     """Return what makes the policy of a sequence: the draft length that pays, or the one the user wants."""
-    from mlx_spec.batch.policy import BatchPolicies
     from mlx_spec.device import device_name
     from mlx_spec.policy import FixedPolicy, Key, saved_costs
+    from mlx_spec.policy.batch import BatchPolicies
     from mlx_spec.types import Reason
 
     if not offered or num_draft_tokens == 0:

@@ -10,24 +10,24 @@ from functools import cached_property
 import mlx.nn as nn
 import numpy as np
 
-from mlx_spec import engine
-from mlx_spec.batch.policy import FEWEST_RUNNING, BatchPolicies
-from mlx_spec.batch.scheduler import Batch
+from mlx_spec.decode import round as engine
+from mlx_spec.decode.scheduler import Batch
+from mlx_spec.decode.sequence import CachedSequence, SequenceParts
+from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
-from mlx_spec.model.ranks import Ranks, RankTarget, RankTargetBatch
-from mlx_spec.model.sequence import CachedSequence, SequenceParts
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.policy.calibrate import TIME_LIMIT, measure
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
-from mlx_spec.text import Text
+from mlx_spec.tokenizer import Text
 from mlx_spec.types import FeatureSpec, Round, TargetParts
 
 GREEDY = Sampling()

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from mlx_spec import engine
+from mlx_spec.decode import round as engine
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.stream import AnswerStream, Span, TextPart
-from mlx_spec.text.thinking import TextKind
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
+from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import DraftLengthPolicy, Reason, Round
 
 GREEDY = Sampling()

@@ -6,11 +6,11 @@ import os
 import select
 import sys
 
+from mlx_spec.cli.command import ERROR, program, refuse
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.load import follow
 
-from ..command import ERROR, program, refuse
 from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import Terminal, checked
@@ -31,7 +31,7 @@ def _run(options: Options) -> int:
 
 def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     require_backend()
-    from mlx_spec.model.ranks import join
+    from mlx_spec.distributed.ranks import join
 
     ranks = join()
     if ranks is not None and options.prompt is None:

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import human_bytes
 from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Statistics
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ..command import AHEAD, MODEL_PANEL, PairOptions, Version, expanded, flag, option
+from mlx_spec.cli.command import AHEAD, MODEL_PANEL, PairOptions, Version, expanded, flag, option
 
 OUTPUT, SAMPLING = "Output", "Sampling (at temperature 0 the others have no effect)"
 _output, _model, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, MODEL_PANEL, SAMPLING))

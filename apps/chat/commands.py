@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from prompt_toolkit.completion import PathCompleter, WordCompleter
 
+from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE
-from mlx_spec.hub.files import human_bytes, typed_path
 
 from . import conversation as files
 from . import models

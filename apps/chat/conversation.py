@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_spec.checkpoint.files import typed_path, write_atomically
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub.files import typed_path, write_atomically
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.session import Piece

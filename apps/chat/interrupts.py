@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self
 
-from ..command import INTERRUPTED
+from mlx_spec.cli.command import INTERRUPTED
 
 
 class CtrlC(enum.Enum):

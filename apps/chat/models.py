@@ -13,17 +13,17 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from mlx_spec import hub, load
+from mlx_spec.checkpoint.files import default_folder, human_bytes, read_pair, typed_path, write_atomically
+from mlx_spec.cli.command import table
 from mlx_spec.device import memory_for_models
+from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, made_for, resolve
-from mlx_spec.hub.files import default_folder, human_bytes, read_pair, typed_path, write_atomically
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import cache_folder, local_models, partners
-from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
-from ..command import table
 from ..models import summary
 from .arguments import Options
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from mlx_spec.cli.command import INTERRUPTED, refuse
+from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
-from mlx_spec.model.ranks import Ranks
 from mlx_spec.policy import FixedPolicy
 
-from ..command import INTERRUPTED, refuse
 from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
 from .commands import Commands

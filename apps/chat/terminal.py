@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, TextIO
 from prompt_toolkit.utils import is_dumb_terminal
 from rich.cells import cell_len, chop_cells
 
+from mlx_spec.cli.command import CONTROLS, note
 from mlx_spec.errors import InvalidValue
 
-from ..command import CONTROLS, note
-
 if TYPE_CHECKING:
-    from mlx_spec.text.stream import Span
+    from mlx_spec.tokenizer.stream import Span
 
 # Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
 DIM = "2"

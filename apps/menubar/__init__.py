@@ -14,11 +14,11 @@ from typing import Annotated
 from platformdirs import user_state_path
 from typer import Context, Option
 
+from mlx_spec.checkpoint.files import locked
+from mlx_spec.cli import command
+from mlx_spec.cli.command import ERROR, BadOptions, flag, guarded, tell
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import locked
 
-from .. import command
-from ..command import ERROR, BadOptions, flag, guarded, tell
 from ..server.settings import parse as parse_server
 from . import macos
 from .app import QUIT, App, Folder, MenuPlan

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec.checkpoint.files import read_pair, write_atomically
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE
-from mlx_spec.hub.files import read_pair, write_atomically
 
 from . import macos
 from .menu import Action, Click, Menu, Phase, Selection, State, environment_example, menu

@@ -11,10 +11,9 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_spec.checkpoint.files import write_atomically
+from mlx_spec.cli.command import tell
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import write_atomically
-
-from ..command import tell
 
 HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"

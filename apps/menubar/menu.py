@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
-from mlx_spec.hub.files import human_bytes
 
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message

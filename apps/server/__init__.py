@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mlx_spec.apps.command import guarded
+from mlx_spec.cli.command import guarded
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.load import draft_for, follow
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     require_backend()
-    from mlx_spec.model.ranks import join
+    from mlx_spec.distributed.ranks import join
 
     try:
         from .app import run  # imports MLX and what only servers need

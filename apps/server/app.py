@@ -29,8 +29,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
+from mlx_spec.checkpoint.config import read_config
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.checkpoint import read_config
 
 from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
 from .engine_thread import EngineThread

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mlx_spec.apps.server.tool_formats import ToolCallReader
-from mlx_spec.batch.scheduler import Entry, Result
+from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.scheduler import Entry, Result
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters.model_free import prediction_counts
-from mlx_spec.engine import RunningSequence
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
-from mlx_spec.text.detokenizer import placed
-from mlx_spec.text.stream import AnswerStream, TextPart
+from mlx_spec.tokenizer.detokenizer import placed
+from mlx_spec.tokenizer.stream import AnswerStream, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
 from .answers import (

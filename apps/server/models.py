@@ -15,19 +15,19 @@ import mlx.core as mx
 
 from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
-from mlx_spec.batch import Batch
+from mlx_spec.checkpoint.config import context_length, read_config
+from mlx_spec.checkpoint.files import human_bytes, one_line
+from mlx_spec.checkpoint.weights import decode_sizes
+from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
+from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.hub.checkpoint import context_length, read_config
 from mlx_spec.hub.download import on_disk
-from mlx_spec.hub.files import human_bytes, one_line
-from mlx_spec.hub.weights import decode_sizes
 from mlx_spec.load import folders
-from mlx_spec.model.ranks import Ranks
 from mlx_spec.pair import Pair
-from mlx_spec.text import Text, read_text
+from mlx_spec.tokenizer import Text, read_text
 
 from .errors import LOG, Failure, unavailable, unknown_model
 from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key

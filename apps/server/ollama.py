@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec import __version__
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
-from mlx_spec.text.fill_in import FillIn
+from mlx_spec.tokenizer.fill_in import FillIn
 
 from . import answers, parsing
 from .engine_thread import EngineThread

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
-from mlx_spec.text.fill_in import FillIn
+from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
 
 from . import answers

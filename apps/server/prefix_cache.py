@@ -26,13 +26,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec import __version__
-from mlx_spec.convert.write import safetensors_header
+from mlx_spec.checkpoint.config import WEIGHTS, fingerprint
+from mlx_spec.checkpoint.files import check_space, human_bytes, one_line
+from mlx_spec.checkpoint.writer import safetensors_header
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.device import device_name
-from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.checkpoint import WEIGHTS, fingerprint
-from mlx_spec.hub.files import check_space, human_bytes, one_line
-from mlx_spec.model.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.pair import CALIBRATION_TEXT, Pair
 from mlx_spec.types import CacheState
 

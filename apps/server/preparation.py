@@ -12,8 +12,8 @@ from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, c
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 
 from .errors import LOG, invalid, unsupported
 from .models import CompileGrammar

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_spec.sampling import Sampling
-from mlx_spec.text.fill_in import FillIn
+from mlx_spec.tokenizer.fill_in import FillIn
 
 ToolChoice = Literal["auto", "none", "required"]
 

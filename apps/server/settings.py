@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from mlx_spec.hub.catalog import DEMO
-from mlx_spec.hub.files import typed_path
-
-from .. import command
-from ..command import (
+from mlx_spec.checkpoint.files import typed_path
+from mlx_spec.cli import command
+from mlx_spec.cli.command import (
     AHEAD,
     MODEL_PANEL,
     BadOptions,
@@ -28,6 +26,7 @@ from ..command import (
     flag,
     option,
 )
+from mlx_spec.hub.catalog import DEMO
 
 GB = 10**9
 ANY_ORIGIN = "*"

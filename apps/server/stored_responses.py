@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_spec.checkpoint.files import write_atomically
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import write_atomically
 
 from .errors import LOG, MAX_NAME_CHARS, Failure, invalid
 from .http import Json

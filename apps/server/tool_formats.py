@@ -32,10 +32,10 @@ from mlx_spec.apps.server.tool_syntaxes import (
     to_json,
 )
 from mlx_spec.errors import InvalidValue
-from mlx_spec.text import Text
-from mlx_spec.text.history import LostText
-from mlx_spec.text.stream import TextPart
-from mlx_spec.text.thinking import Markers, MessageMarks
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.history import LostText
+from mlx_spec.tokenizer.stream import TextPart
+from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other markers,
 # mistral and kimi_k2 are forms of `tool_syntaxes.py`, laguna is the same as glm47; json_tools, gemma4 and

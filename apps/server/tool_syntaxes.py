@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_spec.apps.server.request import Tool
 from mlx_spec.grammar.sandbox import JSON_FORM
-from mlx_spec.text.thinking import Markers
+from mlx_spec.tokenizer.thinking import Markers
 
 WrittenCalls = list[tuple[str, str]]  # names, and arguments as JSON
 ParsedCall = tuple[str, dict[str, Any]]  # name, arguments

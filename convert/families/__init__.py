@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mlx_spec.checkpoint.families import drafter_kind
+from mlx_spec.checkpoint.files import shortened
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import drafter_kind
-from mlx_spec.hub.files import shortened
 
 from .common import Converted, Family
 from .dflash import DFLASH

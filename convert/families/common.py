@@ -15,11 +15,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.files import shortened
 from mlx_spec.drafters.checkpoint import KEY, Conventions, required
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import shortened
 
 Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json

@@ -9,10 +9,10 @@ Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers,
 
 from __future__ import annotations
 
+from mlx_spec.checkpoint.families import DFLASH as KIND
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.dflash import DFlashNetwork
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import DFLASH as KIND
 
 from . import common
 from .common import Config, Converted, Family, Tensors

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from mlx_spec.checkpoint import families
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub import catalog
 
 from . import common
 from .common import Config, Converted, Family, Tensors
@@ -82,5 +82,5 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
 
 
-EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE), catalog.EAGLE3)
-PEAGLE = Family("peagle", _convert_peagle, catalog.PEAGLE)
+EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE), families.EAGLE3)
+PEAGLE = Family("peagle", _convert_peagle, families.PEAGLE)

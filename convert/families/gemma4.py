@@ -9,10 +9,10 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.families import ASSISTANT
 from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import ASSISTANT
 
 from .common import Config, Converted, Family, Tensors, finish, read
 

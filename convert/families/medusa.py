@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from mlx_spec.checkpoint.families import MEDUSA as KIND
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.medusa import MedusaNetwork
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import MEDUSA as KIND
 
 from . import common
 from .common import Config, Converted, Family, Tensors

@@ -20,12 +20,12 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import one_line, shortened
 
 from . import common
 from .common import Config, Converted, Family, Prefixes, PublishedTensors, Tensors

@@ -8,10 +8,10 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
+from mlx_spec.checkpoint.families import PARD as KIND
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.catalog import PARD as KIND
-from mlx_spec.hub.files import LOADING_ERRORS, one_line
 
 from . import common
 from .common import Config, Converted, Family, Tensors

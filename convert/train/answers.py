@@ -20,17 +20,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.files import one_line, typed_path
+from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.drafters.gemma4 import SLIDING
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.hub.files import one_line, typed_path
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
+from mlx_spec.tokenizer import Text
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
-
-from ..write import write_safetensors
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)

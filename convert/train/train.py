@@ -19,6 +19,21 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import __version__
+from mlx_spec.checkpoint.config import read_config, text_config
+from mlx_spec.checkpoint.files import (
+    check_space,
+    human_bytes,
+    locked,
+    new_folder,
+    read_object,
+    refuse_existing,
+    sha256,
+    typed_path,
+    write_atomically,
+    write_json,
+)
+from mlx_spec.checkpoint.writer import write_safetensors
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.drafters.gemma4 import (
     FULL,
@@ -31,20 +46,6 @@ from mlx_spec.drafters.gemma4 import (
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE
-from mlx_spec.hub.checkpoint import read_config, text_config
-from mlx_spec.hub.files import (
-    check_space,
-    human_bytes,
-    locked,
-    new_folder,
-    read_object,
-    refuse_existing,
-    sha256,
-    typed_path,
-    write_atomically,
-    write_json,
-)
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.load import folders, load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
@@ -52,7 +53,6 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
 from ..options import TrainingOptions
-from ..write import write_safetensors
 from .answers import AnswerPlan, TrainingPrompt, encode, own_prompts, recording
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 

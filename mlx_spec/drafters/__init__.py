@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_spec.checkpoint.families import mlx_lm_module
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.drafters.dflash import open_dflash
 from mlx_spec.drafters.draft_model import open_draft_model, open_pard
 from mlx_spec.drafters.drawing import DrafterSource
@@ -15,8 +17,6 @@ from mlx_spec.drafters.medusa import open_medusa
 from mlx_spec.drafters.mtp import open_mtp
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import mlx_lm_module
-from mlx_spec.hub.files import LOADING_ERRORS, one_line
 
 __all__ = ["FAMILIES", "DrafterSource", "Opener", "open_drafter", "open_retokenized"]
 

@@ -14,9 +14,9 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
+from mlx_spec.checkpoint.config import read_headers, text_config
+from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import read_headers, text_config
-from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import TargetParts
 
 KEY = "mlx_spec"  # key of the conventions in config.json

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import text_config
 from mlx_spec.drafters.checkpoint import CONFIG, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
@@ -30,7 +31,6 @@ from mlx_spec.drafters.layers import (
     load_layers,
 )
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 SLIDING, FULL = "sliding_attention", "full_attention"

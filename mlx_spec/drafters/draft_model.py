@@ -11,6 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import read_checkpoint, vocab_size
+from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
     AheadRequest,
@@ -22,12 +25,9 @@ from mlx_spec.drafters.drawing import (
     draw_rows,
 )
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.catalog import Config
-from mlx_spec.hub.checkpoint import read_checkpoint, vocab_size
-from mlx_spec.hub.files import AGAIN, LOADING_ERRORS, one_line
 from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
-from mlx_spec.text import common_prefix
+from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt

@@ -22,10 +22,10 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from mlx_spec.checkpoint.config import text_config
 from mlx_spec.drafters.checkpoint import CONFIG, check_tokens, load_weights, required, widened
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.checkpoint import text_config
 from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -12,6 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,
@@ -23,9 +26,6 @@ from mlx_spec.drafters.checkpoint import (
 )
 from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.hub.catalog import Config
-from mlx_spec.hub.checkpoint import text_config
-from mlx_spec.hub.files import one_line
 
 LAYER_CONFIG = f"layer_config in {CONFIG}"
 ACTIVATION = "silu"

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper, SequenceDrafter
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
-from mlx_spec.text import common_prefix
+from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, RequestDrafter, Sampler, no_draft
 
 MIN_MATCH = 2  # tokens that must match before anything is copied

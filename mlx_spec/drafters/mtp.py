@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 
+from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     POST_NORM,
@@ -30,7 +31,6 @@ from mlx_spec.drafters.conditioned import Rows, check_conventions, network_sourc
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.files import AGAIN, one_line
 from mlx_spec.types import FeatureSpec
 
 # --- the decoder layer: mlx-lm's own, as the target has it with full attention and, if any, with experts

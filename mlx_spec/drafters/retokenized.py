@@ -35,7 +35,7 @@ from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text, common_prefix
+from mlx_spec.tokenizer import Text, common_prefix
 from mlx_spec.types import Draft, Features, Sampler, no_draft
 
 MAX_STEPS = 48  # the drafter's tokens in one draft

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.patterns import Probe, translated
 from mlx_spec.grammar.references import escaped
 from mlx_spec.grammar.schema_logic import CLOSED, UNIONS, Logic, both, either, name_of, type_list, values_of
 from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
-from mlx_spec.hub.files import one_line
 
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
-from mlx_spec.hub.files import one_line
-from mlx_spec.text import Text, common_prefix
-from mlx_spec.text.thinking import AnswerPlace
+from mlx_spec.tokenizer import Text, common_prefix
+from mlx_spec.tokenizer.thinking import AnswerPlace
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

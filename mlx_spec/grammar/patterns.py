@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
-from mlx_spec.hub.files import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -16,10 +16,10 @@ from fnmatch import fnmatch
 from functools import partialmethod
 from pathlib import Path
 
+from mlx_spec.checkpoint.config import WEIGHTS, has_weights, other_format
+from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
-from mlx_spec.hub.checkpoint import WEIGHTS, has_weights, other_format
-from mlx_spec.hub.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
 
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
@@ -85,11 +85,11 @@ def local_folder(name: str) -> Path | None:
         if folder.suffix.lower() == ".gguf":
             raise NotFound(f"there is no file {name}: give the path of a GGUF file on this machine")
         return None
-    from mlx_spec.hub.gguf import is_gguf
+    from mlx_spec.checkpoint.gguf import is_gguf
 
     if not is_gguf(folder):
         raise NotFound(f"{name} is a file: give the folder that holds it")
-    from mlx_spec.hub.gguf_model import gguf_folder
+    from mlx_spec.checkpoint.gguf_model import gguf_folder
 
     return gguf_folder(folder)
 

@@ -12,26 +12,23 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub import catalog
-from mlx_spec.hub.catalog import (
-    DEMO,
-    DRAFTERS,
-    MADE_FOR,
-    MANIFEST,
-    MEDUSA_TENSOR,
-    SHAPES,
-    Config,
-    TargetShape,
-    drafter_kind,
-    is_mtp,
-    made_for,
+from mlx_spec.checkpoint import families
+from mlx_spec.checkpoint.config import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.families import MANIFEST, MEDUSA_TENSOR, Config, TargetShape, drafter_kind, is_mtp
+from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
+from mlx_spec.checkpoint.headers import (
+    INDEX,
+    WEIGHTS,
+    Headers,
+    TensorInfo,
+    Tensors,
+    choose_files,
+    indexed_tensors,
 )
-from mlx_spec.hub.checkpoint import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, target_shape
+from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
+from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
-from mlx_spec.hub.files import AGAIN, one_line, read_object, shortened
-from mlx_spec.hub.headers import INDEX, WEIGHTS, Headers, TensorInfo, Tensors, choose_files, indexed_tensors
-from mlx_spec.hub.weights import BITS, count_parameters, precision, target_shape
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.
@@ -228,7 +225,7 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
 
 def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
-    from mlx_spec.text import differing_token, read_text
+    from mlx_spec.tokenizer import differing_token, read_text
 
     target = folder / manifest.get("target", ".")
     try:
@@ -262,23 +259,23 @@ def _holds_template(file: Path) -> bool:
 def _needed_shape(kind: str, config: Config, tensors: Tensors) -> TargetShape:
     """Return what a drafter of this kind asks of its target."""
     converted = config.get("target")  # our converter records what it converted for
-    if kind != catalog.ASSISTANT and isinstance(converted, Mapping):
+    if kind != families.ASSISTANT and isinstance(converted, Mapping):
         keys = ("hidden_size", "vocab_size", "num_hidden_layers")
         return TargetShape(*(integer(converted, key) for key in keys))
     own = target_shape(config)
     vocab = _axis(tensors, "t2d", 0) or own.vocab_size
-    if kind == catalog.ASSISTANT:
+    if kind == families.ASSISTANT:
         hidden = integer(config, "backbone_hidden_size")
         return dataclasses.replace(own, hidden_size=hidden, layers=None)
-    if kind in (catalog.EAGLE3, catalog.PEAGLE):
+    if kind in (families.EAGLE3, families.PEAGLE):
         fused = (_axis(tensors, "fc.weight", 1) or 0) // 3  # [D, 3 D of the target]
         return TargetShape(integer(config, "target_hidden_size") or fused or own.hidden_size, vocab)
-    if kind == catalog.DFLASH:
+    if kind == families.DFLASH:
         return TargetShape(own.hidden_size, vocab, integer(config, "num_target_layers"))
-    if kind == catalog.MEDUSA:
+    if kind == families.MEDUSA:
         head = next((name for name in tensors if MEDUSA_TENSOR.match(name)), "")
         return TargetShape(_axis(tensors, head, 1) or own.hidden_size, own.vocab_size)
-    if kind == catalog.PARD:  # it needs the same tokenizer, which no shape tells
+    if kind == families.PARD:  # it needs the same tokenizer, which no shape tells
         return TargetShape()
     return TargetShape(own.hidden_size, vocab)
 

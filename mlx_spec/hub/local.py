@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_spec import demo
+from mlx_spec.checkpoint.config import WEIGHTS, other_format
+from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
+from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.errors import NotFound, SpecError
-from mlx_spec.hub.catalog import DEMO, MANIFEST, TargetShape, mlx_lm_module, suggested_drafter
-from mlx_spec.hub.checkpoint import WEIGHTS, other_format
+from mlx_spec.hub.catalog import DEMO, suggested_drafter
 from mlx_spec.hub.download import cached
-from mlx_spec.hub.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 
 PREFIX = "models--"  # of the folder of a repository in the cache

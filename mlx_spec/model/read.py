@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.hub.checkpoint import WEIGHTS, StoredModel, read_checkpoint
-from mlx_spec.hub.layouts import model_classes
+from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, read_checkpoint
+from mlx_spec.checkpoint.layouts import model_classes
 
 NEVER_INTEGERS = (nn.Linear, nn.Embedding)  # quantized ones are of other classes
 CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")  # that mlx-lm reads

@@ -9,8 +9,8 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import NotRewindable
-from mlx_spec.hub.files import one_line
 from mlx_spec.model.caches import Caches, Checkpoint
 from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED

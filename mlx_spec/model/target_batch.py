@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.hub.files import one_line
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import decoder_of, start_layers_early
 from mlx_spec.model.layer_caches import lanes_without

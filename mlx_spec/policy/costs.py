@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.files import one_line
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
 Floats = NDArray[np.float64]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from mlx_spec.checkpoint.files import one_line, write_atomically
 from mlx_spec.errors import Mismatch, NotFound
-from mlx_spec.hub.files import one_line, write_atomically
 from mlx_spec.policy.costs import BadCosts, Table
 
 FORMAT = 2  # of the files; raised when older ones can no longer be read

@@ -15,7 +15,7 @@ from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
-from mlx_spec.text import Text
+from mlx_spec.tokenizer import Text
 from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 
 

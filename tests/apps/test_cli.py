@@ -15,8 +15,8 @@ from typer.main import get_command
 from mlx_spec import __version__
 from mlx_spec.apps import cli
 from mlx_spec.apps.cli import PROGRAMS, main
-from mlx_spec.apps.command import guarded, parse, show, tell
 from mlx_spec.apps.tune import Options as settings_of_tune
+from mlx_spec.cli.command import guarded, parse, show, tell
 from mlx_spec.errors import NotFound
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)

@@ -30,7 +30,7 @@ from mlx_spec.apps.selftest import (
     SelfTest,
     self_test,
 )
-from mlx_spec.hub.progress import StageProgress
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_spec import demo
 from mlx_spec.apps.roofline import CHIPS, Chip, gains, main, pass_seconds, round_cost, weight_seconds
-from mlx_spec.hub.weights import DecodeSizes, WeightFormat, decode_sizes
+from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 G64, G128 = WeightFormat(4, 64), WeightFormat(4, 128)

@@ -28,7 +28,7 @@ from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.apps.command import parse
+from mlx_spec.cli.command import parse
 
 
 def only_line(text: str) -> str:

@@ -23,7 +23,7 @@ from mlx_spec.apps.chat import models, repl
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.apps.command import parse
+from mlx_spec.cli.command import parse
 from mlx_spec.policy import saved_costs
 
 SCHEMA = {

@@ -22,11 +22,11 @@ from mlx_lm.utils import load_model
 from test_load import exchanged
 
 import mlx_spec
+from mlx_spec.cli.progress import StageProgress
+from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert.parts import sources_of
-from mlx_spec.convert.selftest import PROMPTS
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
-from mlx_spec.hub.progress import StageProgress
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")

@@ -13,9 +13,10 @@ from commands import run
 from test_convert import GOLDEN, converted
 from waiting import wait_until
 
+from mlx_spec.checkpoint import files
+from mlx_spec.checkpoint.files import new_folder
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub import NoSpace, files
-from mlx_spec.hub.files import new_folder
+from mlx_spec.hub import NoSpace
 
 ROOT = Path(__file__).parents[2]
 PAIR = GOLDEN / "e2b"

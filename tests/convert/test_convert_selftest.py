@@ -17,12 +17,12 @@ from mlx_lm.models.gemma4 import Model as Gemma4
 from test_convert import GOLDEN, converted, refusal
 
 import mlx_spec
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.selftest import ConversionPlan, SelfTestFailed, check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub.progress import StageProgress
 
 QUIET = StageProgress(io.StringIO())
 PAIR = "12b-trained"

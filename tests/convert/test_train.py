@@ -21,6 +21,8 @@ from tokenizers import processors
 from vocabularies import byte_level
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_config
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.command import _describe_training, long_run, run_training
 from mlx_spec.convert.options import TrainingOptions
 from mlx_spec.convert.train import train
@@ -49,11 +51,9 @@ from mlx_spec.convert.train.train import WORK, of_all_kinds
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.gemma4 import AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
-from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.hub.progress import StageProgress
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
+from mlx_spec.tokenizer import Text
 from mlx_spec.types import Features, KVRows
 
 ROOT = Path(__file__).parents[2]

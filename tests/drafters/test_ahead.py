@@ -34,14 +34,14 @@ from lossless import emitted
 from mlx.utils import tree_map
 from waiting import wait_until
 
-from mlx_spec.batch import Batch
+from mlx_spec.decode import Batch
+from mlx_spec.decode.round import RunningSequence, generate
+from mlx_spec.distributed.ahead_rank import RemoteDrafter, draft_for_rank_0
 from mlx_spec.drafters import DrafterSource, ahead
 from mlx_spec.drafters.ahead import Ahead, CPUThread, DrafterCopy
-from mlx_spec.drafters.ahead_rank import RemoteDrafter, draft_for_rank_0
 from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import AheadRequest, Outcome
 from mlx_spec.drafters.model_free import lookup_source
-from mlx_spec.engine import RunningSequence, generate
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget

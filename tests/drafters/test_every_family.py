@@ -19,17 +19,17 @@ from fitted import MADE, largest, logits_of, opened, random_rows, replay
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.conditioned import MAX_WAITING
-from mlx_spec.engine import decode
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.types import Features
 
 CHAINS = ("eagle3", "mtp")

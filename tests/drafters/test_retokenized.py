@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from vocabularies import byte_level
 
 import mlx_spec.drafters.retokenized as module
-from mlx_spec import engine
+from mlx_spec.decode import round as engine
 from mlx_spec.drafters.retokenized import (
     MAX_PIECE,
     Retokenized,
@@ -35,8 +35,8 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.types import Features, Round
 
 GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)

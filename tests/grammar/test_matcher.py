@@ -22,7 +22,7 @@ from mlx_spec.grammar.matcher import MAX_SOURCE_CHARS, compile_grammar
 from mlx_spec.grammar.sandbox import SANDBOX
 from mlx_spec.sampling import Sampling, sampling
 from mlx_spec.sampling.sampling import GrammarMask
-from mlx_spec.text.stream import AnswerStream
+from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
 
 PATTERN = "(ab|cd){1,2}x?|b(a|c){0,3}d"

@@ -21,9 +21,9 @@ from huggingface_hub import constants
 from waiting import wait_until
 
 from mlx_spec import hub
+from mlx_spec.checkpoint.config import check_weights
+from mlx_spec.checkpoint.files import sha256
 from mlx_spec.errors import BadCheckpoint, NotFound
-from mlx_spec.hub.checkpoint import check_weights
-from mlx_spec.hub.files import sha256
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -18,10 +18,11 @@ from hub_stand_in import ASSISTANT, E2B, ROOT
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec import hub
+from mlx_spec.checkpoint import families
+from mlx_spec.checkpoint.files import read_object, write_atomically
+from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
-from mlx_spec.hub.files import read_object, write_atomically
-from mlx_spec.hub.repairs import repair_config
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -103,9 +104,9 @@ def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_model_types_of_mlx_lm() -> None:
-    assert MODEL_REMAPPING == catalog.REMAPPED
-    assert catalog.mlx_lm_module("kimi_k2") == "deepseek_v3"
-    assert catalog.mlx_lm_module("../llama") is None and catalog.mlx_lm_module("bert") is None
+    assert MODEL_REMAPPING == families.REMAPPED
+    assert families.mlx_lm_module("kimi_k2") == "deepseek_v3"
+    assert families.mlx_lm_module("../llama") is None and families.mlx_lm_module("bert") is None
 
 
 # --- rm

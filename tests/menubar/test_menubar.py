@@ -13,8 +13,8 @@ from mlx_spec.apps.menubar import macos, parse
 from mlx_spec.apps.menubar.app import Folder
 from mlx_spec.apps.menubar.menu import Selection
 from mlx_spec.apps.menubar.server_process import Address, ServerOptions
+from mlx_spec.checkpoint.files import locked
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.files import locked
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="there it would be shown")

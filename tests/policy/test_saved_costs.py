@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from virtual_clock import CURVES
 
+from mlx_spec.checkpoint.config import fingerprint
 from mlx_spec.errors import Mismatch, NotFound
-from mlx_spec.hub.checkpoint import fingerprint
 from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, saved_costs
 
 KEY = Key("Some Chip", "0123456789abcdef", ("mtp", "lookup"), "4-bit, groups of 64", None, "1.2.3")

@@ -16,7 +16,7 @@ from exact_distribution import reference as distribution
 from grammars import byte_text
 from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
-from mlx_spec import engine
+from mlx_spec.decode import round as engine
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy

@@ -19,7 +19,7 @@ import mlx_spec
 from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.pair import Pair
-from mlx_spec.text.fill_in import FillIn
+from mlx_spec.tokenizer.fill_in import FillIn
 
 PROMPTS = ("the cat", "日本", "x.  ", "")
 COUNT = 8

@@ -51,14 +51,14 @@ from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
-from mlx_spec.hub.checkpoint import read_config
+from mlx_spec.checkpoint.config import read_config
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import read_text
+from mlx_spec.tokenizer import read_text
 from mlx_spec.types import Round
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
@@ -211,7 +211,7 @@ def test_a_prompt_is_read_once_for_all_its_choices(
 def test_choices_and_requests_that_come_at_once_begin_together(
     plain: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_spec.batch.pace.MAX_WAIT_S", 60)  # however busy the machine is
+    monkeypatch.setattr("mlx_spec.decode.pace.MAX_WAIT_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
@@ -260,7 +260,7 @@ def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
     short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25))
     short.until(RoundDone)
     long = begin(engine, chat("And now " + 4 * LONG, max_tokens=4))
@@ -300,8 +300,8 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
     monkeypatch: pytest.MonkeyPatch, answer_all: Callable[[Pair, list[tuple[int, ...]], Log], None]
 ) -> None:
     """The oldest prompt and the shortest are read in turns. What is read is counted, not seconds."""
-    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
-    monkeypatch.setattr("mlx_spec.batch.pace.MAX_WAIT_S", 0.0)
+    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.pace.MAX_WAIT_S", 0.0)
     log, prefill = Log(), LMTarget.prefill
 
     def counted(target: LMTarget, tokens: list[int]) -> Any:
@@ -316,7 +316,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
 
 
 def test_how_much_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    monkeypatch.setattr("mlx_spec.engine.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
     quiet = answer(engine, chat("Once more " + LONG, max_tokens=1))
     assert not any(isinstance(event, PromptProgress) for event in quiet)
     events = answer(engine, chat("Now again " + LONG, max_tokens=1, progress=True))

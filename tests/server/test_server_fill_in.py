@@ -20,8 +20,8 @@ from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
-from mlx_spec.text import Text
-from mlx_spec.text.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
 
 INFILL = "/infill"
 GAP = FillIn("def f(", ": pass")

@@ -11,8 +11,8 @@ from test_sequence import generate
 from test_session import alone, make_pair
 
 from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.engine import decode
-from mlx_spec.model.sequence import CachedSequence
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 

@@ -19,16 +19,16 @@ from served import DEMO, answer, body, closed, working
 from served import raw as raw_request
 from test_session import KINDS, MODELS, alone, make_pair
 
-from mlx_spec import engine
 from mlx_spec.apps.server import prefix_cache
 from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key
+from mlx_spec.decode import round as engine
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.retokenized import retokenized_source
-from mlx_spec.engine import decode
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling

@@ -24,10 +24,10 @@ from mlx_spec.apps.server.tool_formats import (
     results_in_calls,
     without_markup,
 )
-from mlx_spec.hub.checkpoint import read_config
-from mlx_spec.text import Text, read_text
-from mlx_spec.text.chat_template import ChatTemplate
-from mlx_spec.text.stream import AnswerStream, TextPart
+from mlx_spec.checkpoint.config import read_config
+from mlx_spec.tokenizer import Text, read_text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
+from mlx_spec.tokenizer.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
 
 Q = '<|"|>'

@@ -21,8 +21,8 @@ from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_format
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.text import Text
-from mlx_spec.text.chat_template import ChatTemplate
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -15,7 +15,7 @@ from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_
 from mlx_spec.apps.server.tool_grammar import answer_grammar
 from mlx_spec.apps.server.tool_syntaxes import FORMS
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.text.stream import AnswerStream
+from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

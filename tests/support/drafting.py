@@ -18,14 +18,14 @@ from lossless import GREEDY, emitted
 from synthetic import Checkpoint
 
 import mlx_spec
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.options import ConversionOptions
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.engine import decode
-from mlx_spec.hub.progress import StageProgress
-from mlx_spec.model.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling

@@ -19,9 +19,9 @@ from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
+from mlx_spec.decode.round import generate
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
-from mlx_spec.engine import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded

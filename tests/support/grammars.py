@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.grammar import Grammar, GrammarKind, Matcher
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.text import Text
-from mlx_spec.text.tokenizer import _byte_of_letter
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.tokenizer import _byte_of_letter
 
 V = 256
 OPEN, CLOSE, END, STOP = 251, 252, 253, 254  # bytes of no character

@@ -11,8 +11,8 @@ import os
 import sys
 
 from mlx_spec import Sampling, load
+from mlx_spec.distributed import ranks as module
 from mlx_spec.load import draft_for, follow
-from mlx_spec.model import ranks as module
 from mlx_spec.pair import Pair
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8], [11, 12, 13, 14, 11, 12, 13, 14, 11], [21, 22, 23, 24, 21, 22, 23]]

@@ -1,10 +1,10 @@
 """A device that exists only as a cost curve, scripted texts, and the engine's rounds on it.
 
 All times are SIMULATED and no arrays are computed. The device is a queue: work starts after the work
-submitted before it, and a read waits for the work that it reads. So a plain token that was queued ahead hides
-the host's time, and a round with a draft does not. `decode` makes the rounds of `mlx_spec.engine`; a test
-compares the two. The benchmark `policy.py` and the tests of `mlx_spec/policy` use this file. A "step" is the
-time of one plain token.
+submitted before it, and a read waits for the work that it reads. So a plain token that was queued ahead
+hides the host's time, and a round with a draft does not. `decode` makes the rounds of
+`mlx_spec.decode.round`; a test compares the two. The benchmark `policy.py` and the tests of
+`mlx_spec/policy` use this file. A "step" is the time of one plain token.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def decode(
     tokens: int,
     request_drafters: Sequence[RequestDrafter] = (),
 ) -> Answer:
-    """Decode one answer in the rounds of `mlx_spec.engine`. The history starts with one token."""
+    """Decode one answer in the rounds of `mlx_spec.decode.round`. The history starts with one token."""
     place, remaining, misses = 1, tokens, 0
     queued: float | None = None  # when the queued token is done
     answer, start = Answer(), device.now

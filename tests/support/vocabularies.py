@@ -17,9 +17,9 @@ from tokenizers import (
     trainers,
 )
 
-from mlx_spec.text import Text, read_tokenizer
-from mlx_spec.text.chat_template import ChatTemplate
-from mlx_spec.text.thinking import Markers
+from mlx_spec.tokenizer import Text, read_tokenizer
+from mlx_spec.tokenizer.chat_template import ChatTemplate
+from mlx_spec.tokenizer.thinking import Markers
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "12b" / "target"  # the others have the same tokenizer

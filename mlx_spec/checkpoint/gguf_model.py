@@ -1,0 +1,391 @@
+"""Turn a GGUF file into a checkpoint that mlx-lm runs: `mlx-spec convert` and every `--target` come here.
+
+It is written once, beside the converted pairs, under a name of the file's place, size and time: a file that
+changed is read again. Quantized tensors stay quantized. Llama keeps the file's float16 scales; activations of
+other families exceed float16, so that theirs become bfloat16.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlx_spec.checkpoint.families import MANIFEST, Config
+from mlx_spec.checkpoint.files import (
+    AGAIN,
+    NoSpace,
+    check_space,
+    default_folder,
+    human_bytes,
+    locked,
+    new_folder,
+    one_line,
+    shortened,
+    write_json,
+)
+from mlx_spec.checkpoint.gguf import GGUF, GROUP, read_gguf
+from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from mlx_spec.errors import BadCheckpoint, SpecError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+FORMAT = 1  # of the folders written here; raised when older ones must be written again
+SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
+MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
+ROPE_FREQS = "rope_freqs.weight"
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GEMMA2 = LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the tensors of an architecture are named and changed."""
+
+    model_type: str  # of mlx-lm
+    layer: Mapping[str, str] = field(repr=False)
+    interleaved: bool = False  # the halves that rope turns are interleaved in the rows of q and k
+    norms_plus_one: bool = False  # 1 is added to the weights of norms
+    wide_range: bool = True  # activations exceed float16
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", LAYER, interleaved=True, wide_range=False),
+    "qwen2": Architecture("qwen2", LAYER),
+    "qwen3": Architecture("qwen3", LAYER | HEAD_NORMS),
+    "gemma2": Architecture("gemma2", GEMMA2, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, norms_plus_one=True),
+    "gemma4": Architecture("gemma4_text", GEMMA2 | HEAD_NORMS | GEMMA4),
+}
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the checkpoint of a GGUF file; write it if there is none of the file as it is now.
+
+    Raises BadCheckpoint for a file that cannot be read, NoSpace before anything is written.
+    """
+    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
+    status = file.stat()
+    identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
+    prefix = f"{file.stem[:MAX_STEM]}-{place}-"
+    parent = default_folder()
+    out = parent / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:8])
+    if not out.is_dir():
+        _write(file, out)
+        for stale in parent.glob(f"{escape(prefix)}*"):
+            if stale != out:
+                shutil.rmtree(stale, ignore_errors=True)
+    return out / "target"
+
+
+def _write(file: Path, out: Path) -> None:
+    """Write the checkpoint of a file. Raises SpecError for all that a file or the disk can cause."""
+    try:
+        gguf = read_gguf(file)
+        found = _architecture(gguf)
+        tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
+        config = _config(gguf, found)
+        names = _names(gguf, found)
+        size = sum(tensor.mlx_bytes for tensor in gguf.tensors.values())
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with locked(out.with_name(f"{out.name}.reading"), wait=True):
+            if out.is_dir():  # another run, such as another rank on this machine, has read it meanwhile
+                return
+            print(f"Reading {file.name} into {out} ({human_bytes(size)})", file=sys.stderr, flush=True)
+            check_space(file.name, size, out.parent, "remove a model that `mlx-spec models` lists")
+            with new_folder(out) as folder:
+                target = folder / "target"
+                target.mkdir()
+                tokenizer.save(str(target / "tokenizer.json"))
+                write_json(target / "tokenizer_config.json", tokenizer_config)
+                write_json(target / "generation_config.json", {"eos_token_id": ends})
+                config |= {"gguf": file.name} | _write_weights(gguf, found, config, names, target)
+                write_json(target / "config.json", config)
+                test = {"result": "not run", "why": f"read from {file}"}
+                write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
+    except SpecError:
+        raise
+    except OSError as error:
+        raise NoSpace(
+            f"{file.name} cannot be written to {out} ({error.strerror}): make room there"
+        ) from error
+    except Exception as error:  # of damaged metadata; the tokenizers library raises nothing narrower
+        raise BadCheckpoint(f"{file} is damaged ({one_line(error)}): {AGAIN}") from error
+
+
+# --- what it is
+
+
+def _architecture(gguf: GGUF) -> Architecture:
+    """Return the architecture. Raises BadCheckpoint if it is not read, or the file is no whole model."""
+    metadata, file = gguf.metadata, gguf.file
+    name, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+    if name == "clip" or kind == "mmproj":
+        raise BadCheckpoint(f"{file} is a vision projector: give the file of the language model beside it")
+    if kind != "model":
+        raise BadCheckpoint(f"{file} is of the type {kind}: give the file of a whole model")
+    if metadata.get("split.count", 0) > 1:
+        raise BadCheckpoint(
+            f"{file} is one of {metadata['split.count']} parts: join them with `llama-gguf-split --merge`"
+        )
+    if name not in ARCHITECTURES or metadata.get(f"{name}.expert_count"):
+        experts = " with experts" if name in ARCHITECTURES else ""
+        raise BadCheckpoint(
+            f"{file} is of the architecture {name}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
+            "get the model in safetensors"
+        )
+    return ARCHITECTURES[name]
+
+
+def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
+    """Return config.json without the quantization. Raises BadCheckpoint."""
+    metadata, prefix = gguf.metadata, gguf.metadata["general.architecture"]
+    values = {key.removeprefix(f"{prefix}."): value for key, value in metadata.items()}
+    if "token_embd.weight" not in gguf.tensors:
+        raise BadCheckpoint(f"{gguf.file} has no tensor token_embd.weight: give the file of a whole model")
+    heads, hidden = values["attention.head_count"], values["embedding_length"]
+    vocab, width = gguf.tensors["token_embd.weight"].shape
+    layers, stored = values["block_count"], len(_layers(gguf))
+    if (layers, hidden) != (stored, width):  # MLX ends the process for some widths
+        raise BadCheckpoint(
+            f"{gguf.file} has {stored} layers of width {width}, its metadata promise {layers} of {hidden}: "
+            f"{AGAIN}"
+        )
+    config = {
+        "model_type": found.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": values["feed_forward_length"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length") or hidden // heads,
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "vocab_size": vocab,
+        "max_position_embeddings": values["context_length"],
+        "rope_theta": values.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+    }
+    if prefix in FAMILIES:
+        config |= FAMILIES[prefix](gguf, values, config)
+    scaling = _rope_scaling(gguf, values, config) if prefix != "gemma4" else None
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any] | None:
+    kind = values.get("rope.scaling.type", "none")
+    if ROPE_FREQS in gguf.tensors:
+        return _llama3_scaling(gguf, config)
+    if kind == "linear":
+        return {"rope_type": "linear", "type": "linear", "factor": values["rope.scaling.factor"]}
+    if kind != "none":
+        raise BadCheckpoint(
+            f"{gguf.file} scales rope by {kind}, which is not read: get the model in safetensors"
+        )
+    return None
+
+
+def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
+    """Return the parameters of which the file holds only the result. Raises BadCheckpoint for other ones."""
+    stored = gguf.read(ROPE_FREQS)["weight"].astype(np.float64)
+    factor = float(stored.max())
+    low, high, old = LLAMA3_ROPE.values()
+    exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    waves = 2 * np.pi * config["rope_theta"] ** exponents
+    smooth = np.clip((old / waves - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-3):
+        raise BadCheckpoint(
+            f"{gguf.file} scales rope unlike Llama 3.1, which is not read: get the model in safetensors"
+        )
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+
+
+def _gemma2(gguf: GGUF, values: Mapping[str, Any], config: Config, largest: int = 46) -> dict[str, Any]:
+    """Return Gemma's own values. Only the model with `largest` layers scales queries by its mean head."""
+    mean = config["hidden_size"] // config["num_attention_heads"]
+    is_largest = config["num_hidden_layers"] == largest
+    soft = {
+        key: values[key] for key in ("attn_logit_softcapping", "final_logit_softcapping") if key in values
+    }
+    return {"query_pre_attn_scalar": mean if is_largest else config["head_dim"], **soft}
+
+
+def _gemma3(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    return _gemma2(gguf, values, config, 62) | {
+        "rope_theta": values.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": values.get("rope.freq_base_swa", 1e4),
+        "sliding_window": values["attention.sliding_window"],
+        "sliding_window_pattern": values.get("attention.sliding_window_pattern", 6),
+    }
+
+
+def _gemma4(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    slides = values["attention.sliding_window_pattern"]
+    kv = _for_layers(config["num_key_value_heads"], layers)
+    widths = _for_layers(config["intermediate_size"], layers)
+    full = slides.index(False)
+    turned = 1.0
+    if ROPE_FREQS in gguf.tensors:  # 1 where full attention turns, else beyond all positions
+        turned = float((gguf.read(ROPE_FREQS)["weight"] == 1).mean())
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": turned}
+    return {
+        "head_dim": values["attention.key_length_swa"],
+        "global_head_dim": values["attention.key_length"],
+        "num_key_value_heads": kv[slides.index(True)],
+        "num_global_key_value_heads": kv[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in gguf.tensors,
+        "num_kv_shared_layers": values.get("attention.shared_kv_layers", 0),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": values.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "sliding_window": values["attention.sliding_window"],
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {"rope_theta": config["rope_theta"], **full_rope},
+            "sliding_attention": {"rope_theta": values["rope.freq_base_swa"], "rope_type": "default"},
+        },
+    }
+
+
+def _for_layers(value: Any, layers: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * layers
+
+
+FAMILIES = {"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4}
+
+
+# --- tensors
+
+
+def _layers(gguf: GGUF) -> set[str]:
+    return {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
+
+
+def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
+    """Return the name in the checkpoint of each tensor, without ".weight". Raises BadCheckpoint."""
+    parts = {
+        f"blk.{i}.{part}": f"model.layers.{i}.{new}"
+        for i in _layers(gguf)
+        for part, new in found.layer.items()
+    }
+    parts |= MODEL
+    names = {f"{part}.weight": new for part, new in parts.items()}
+    names |= {f"{part}.bias": f"{new}.bias" for part, new in parts.items()}
+    unknown = [name for name in gguf.tensors if name not in names and name != ROPE_FREQS]
+    if unknown:
+        raise BadCheckpoint(
+            f"{gguf.file} has tensors that {gguf.metadata['general.architecture']} is not known to have "
+            f"({shortened(unknown)}): get the model in safetensors"
+        )
+    return {name: names[name] for name in gguf.tensors if name != ROPE_FREQS}
+
+
+def _write_weights(
+    gguf: GGUF, found: Architecture, config: Config, names: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
+    """Write all tensors. Return the keys of config.json that describe their types."""
+    import mlx.core as mx
+
+    kinds = {tensor.kind.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    wide = found.wide_range or kinds <= {"BF16", "F32"}
+    dtype = mx.float32 if kinds <= {"F32"} else mx.bfloat16 if wide else mx.float16
+    shard: dict[str, mx.array] = {}
+    count = held = 0
+    bits = {}
+    for name, new in names.items():
+        arrays = _arrays(gguf, name, found, config, dtype)
+        if len(arrays) > 1:
+            bits[new] = gguf.tensors[name].kind.bits
+        alone = new.endswith((".bias", ".layer_scalar"))
+        shard |= {new if alone else f"{new}.{part}": array for part, array in arrays.items()}
+        held += sum(array.nbytes for array in arrays.values())
+        if held > SHARD_BYTES:
+            _save(folder, count, shard)
+            count, held = count + 1, 0
+    _save(folder, count, shard)
+    result: dict[str, Any] = {"dtype": str(dtype).removeprefix("mlx.core.")}
+    if bits:
+        usual = Counter(bits.values()).most_common(1)[0][0]
+        settings: dict[str, Any] = {"group_size": GROUP, "mode": "affine"}
+        others = {name: settings | {"bits": own} for name, own in bits.items() if own != usual}
+        result["quantization"] = settings | {"bits": usual} | others
+    return result
+
+
+def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
+    import mlx.core as mx
+
+    file = folder / f"model-{count + 1:05d}.safetensors"
+    try:
+        mx.save_safetensors(str(file), shard, {"format": "mlx"})
+    except RuntimeError as error:  # MLX's own error for a disk that is full
+        raise OSError(errno.ENOSPC, one_line(error)) from error
+    shard.clear()
+
+
+def _arrays(
+    gguf: GGUF, name: str, found: Architecture, config: Config, dtype: mx.Dtype
+) -> dict[str, mx.array]:
+    """Return the arrays of a tensor as the checkpoint holds them."""
+    import mlx.core as mx
+
+    part = name.split(".")[-2]
+    result = {}
+    for key, values in gguf.read(name).items():
+        if found.interleaved and part in ("attn_q", "attn_k"):
+            heads = "num_key_value_heads" if part == "attn_k" else "num_attention_heads"
+            pairs = values.reshape(config[heads], -1, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        array = mx.array(values)
+        if gguf.tensors[name].kind.name == "BF16":
+            array = array.view(mx.bfloat16)
+        if found.norms_plus_one and part.endswith("norm"):
+            array = array - 1
+        result[key] = array if array.dtype == mx.uint32 else array.astype(dtype)
+    return result

@@ -1,0 +1,163 @@
+"""Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint.
+
+Byte-level BPE names how text is cut before merging; a name that is not in `CUTS` is refused.
+Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from mlx_spec.checkpoint.gguf_cuts import COMPOSED, CUTS, WHOLE_WORDS, WITH_BOS
+from mlx_spec.errors import BadCheckpoint
+
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"  # its key, and a name in lists of templates
+SPACE = "▁"  # of sentencepiece
+# Tokens that end an answer, whatever the metadata say: chat templates close a turn with them.
+ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
+
+
+def read_gguf_tokenizer(
+    file: Path, metadata: Mapping[str, Any]
+) -> tuple[Tokenizer, dict[str, Any], list[int]]:
+    """Return the tokenizer, the content of tokenizer_config.json, and the tokens that end an answer.
+
+    Raises BadCheckpoint for a kind or a cut that is not known.
+    """
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or kind not in KINDS:
+        raise BadCheckpoint(
+            f"{file} has a tokenizer of the kind {kind}, {', '.join(KINDS)} are read: get the model in "
+            "safetensors"
+        )
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if kind != "gpt2":  # spaces of the tokens that users define are written as such
+        tokens = [
+            t.replace(" ", SPACE) if y == USER_DEFINED else t for t, y in zip(tokens, types, strict=True)
+        ]
+    tokenizer = KINDS[kind](file, metadata, tokens)
+    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+        names = [token for token, found in zip(tokens, types, strict=True) if found == wanted]
+        if kind != "gpt2" and not special:  # runs of spaces and lines are merged like others
+            names = [name for name in names if name.strip(SPACE + "\n\t")]
+        added = [AddedToken(name, special=special, normalized=False) for name in names]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    known = {
+        name: tokens[index]
+        for name, key in keys.items()
+        if (index := _named(metadata, key, tokens)) is not None
+    }
+    with_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _cut(metadata) in WITH_BOS)
+    if with_bos and kind != "gemma4" and "bos" in known:  # Gemma 4's template writes it
+        bos = known["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
+        )
+    config = {f"{name}_token": token for name, token in known.items()}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    templates = _templates(metadata)
+    if templates.keys() == {DEFAULT}:
+        config["chat_template"] = templates[DEFAULT]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    named = (_named(metadata, key, tokens) for key in ("eos", "eot", "eom"))
+    closing = [i for i, t in enumerate(tokens) if t in ENDS and types[i] in (CONTROL, USER_DEFINED)]
+    return tokenizer, config, list(dict.fromkeys([*(i for i in named if i is not None), *closing]))
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by their names."""
+    found = {key: text for key, text in metadata.items() if isinstance(text, str)}
+    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in found.items() if f"{TEMPLATE}." in key}
+    return ({DEFAULT: found[TEMPLATE]} if TEMPLATE in found else {}) | named
+
+
+def _named(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+    """Return the id of a named token, None if the vocabulary has none: some files say -1, in 32 bits."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return found if isinstance(found, int) and 0 <= found < len(tokens) else None
+
+
+def _cut(metadata: Mapping[str, Any]) -> str:
+    return str(metadata.get("tokenizer.ggml.pre"))
+
+
+def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    name = _cut(metadata)
+    if name not in CUTS:
+        named = "tokenizer.ggml.pre" in metadata
+        why = (
+            f"cuts text as {name} before merging, which is not known"
+            if named
+            else "does not say how text is cut"
+        )
+        raise BadCheckpoint(f"{file} {why}: get the model in safetensors")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=name in WHOLE_WORDS))
+    if name in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[name]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = _written_merges(metadata) or _merges_by_rank(vocab, _ranks(metadata, tokens))
+    unknown = _named(metadata, "unknown", tokens)
+    name = None if unknown is None else tokens[unknown]
+    model = models.BPE(vocab, merges, unk_token=name, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    prefixed = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get(
+        "tokenizer.ggml.add_space_prefix", True
+    )
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer
+
+
+def _written_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    # The second half may begin with a space, the first may not.
+    pairs = (merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges") or ())
+    return [(left, right) for left, _, right in pairs]
+
+
+def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
+    """Return the rank of each token, the first to be merged lowest.
+
+    Tokens that users define, such as runs of spaces, come first and grow as long as they can. Gemma's scores
+    are no ranks, but its order is.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    by_order = str(metadata.get("general.architecture")).startswith("gemma") or not scores
+    ranks = list(range(len(tokens))) if by_order else [-score for score in scores or ()]
+    lowest = min(ranks)
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    return [
+        lowest - len(token) if kind == USER_DEFINED else rank
+        for token, kind, rank in zip(tokens, types, ranks, strict=True)
+    ]
+
+
+def _merges_by_rank(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every way to make a token of two, the best token first; of one token the best parts first."""
+    found = []
+    for token, index in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((ranks[index], left, right, token[:cut], token[cut:]))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}

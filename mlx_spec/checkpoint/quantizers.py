@@ -1,0 +1,111 @@
+"""Say which program quantized a checkpoint, and whether its weights can be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.headers import Tensors
+
+# Method in config.json -> name for people. Others keep the name that config.json has.
+NAMES = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "spqr": "SpQR",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+# Ends of names of tensors that one method alone writes, for a config.json that does not name it.
+TRACES = {
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".qzeros": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".W_q": "HQQ",
+    ".codebooks": "AQLM",
+}
+# Methods that mlx-lm reads. Of compressed-tensors, ModelOpt, AWQ and GPTQ it reads some settings.
+READ = ("awq", "bitnet", "compressed-tensors", "gptq", "modelopt", "mxfp4", "mxfp8")
+FP8_METHODS = ("fp8", "fbgemm_fp8")
+FP8_FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
+FP8 = "F8_E4M3"
+SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
+ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of no weight
+BLOCK = (128, 128)  # weights that share a scale, where config.json is silent
+WAY_OUT = (
+    "get the model in full precision, which `mlx-spec convert` quantizes, or a copy that mlx-lm quantized, "
+    "such as mlx-community has"
+)
+
+
+def foreign_settings(config: Config) -> Config:
+    """Return the `quantization_config` that transformers reads, empty if there is none."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    found = (part["quantization_config"] for part in parts if part.get("quantization_config"))
+    settings: object = next(found, {})
+    if not isinstance(settings, Mapping):
+        return {}
+    inner = settings.get("quantization")  # ModelOpt nests it in a file of its own
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) else settings
+
+
+def quantizer(config: Config, tensors: Tensors) -> str | None:
+    """Return the name of the program that quantized these weights, None if mlx-lm did or none."""
+    settings = foreign_settings(config)
+    if isinstance(config.get("quantization"), Mapping) or (
+        "bits" in settings and "group_size" in settings and "quant_method" not in settings
+    ):
+        return None
+    if "load_in_4bit" in settings or "load_in_8bit" in settings:
+        return NAMES["bitsandbytes"]
+    method = settings.get("quant_method") or settings.get("quant_algo")
+    if method:
+        return NAMES.get(str(method).lower(), str(method))
+    traces = (name for end, name in TRACES.items() if any(tensor.endswith(end) for tensor in tensors))
+    return next(traces, "FP8" if any(info.dtype == FP8 for info in tensors.values()) else None)
+
+
+def is_fp8(config: Config, tensors: Tensors) -> bool:
+    """Return True if weights are FP8 with scales beside them, so that they can be dequantized.
+
+    mlx-lm keeps blocks of 32 with scales that are powers of two as they are.
+    """
+    settings = foreign_settings(config)
+    if isinstance(config.get("quantization"), Mapping):
+        return False
+    method, block = str(settings.get("quant_method", "fp8")).lower(), settings.get("weight_block_size")
+    if settings.get("scale_fmt") == "ue8m0" and list(block or ()) == [32, 32]:
+        return False
+    named = (
+        method in FP8_METHODS
+        or settings.get("format") in FP8_FORMATS
+        or str(settings.get("quant_algo", "")).upper() == "FP8"
+    )
+    weights = [name for name, info in tensors.items() if info.dtype == FP8]
+    return named and bool(weights) and all(any(name + end in tensors for end in SCALES) for name in weights)
+
+
+def obstacle(config: Config, tensors: Tensors) -> str | None:
+    """Return why mlx-lm cannot read weights that are quantized like these, None if it can."""
+    name, settings = quantizer(config, tensors), foreign_settings(config)
+    if name is None or is_fp8(config, tensors):
+        return None
+    method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits")
+    if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
+        return None
+    if method in READ and not (method in ("awq", "gptq") and bits not in (None, 4)):
+        return None
+    how = f" to {bits} bits" if isinstance(bits, int) else ""
+    return f"is quantized{how} by {name}, which MLX cannot read: {WAY_OUT}"

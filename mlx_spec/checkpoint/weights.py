@@ -1,0 +1,252 @@
+"""Tell parameters, precision and the bytes that decoding reads from headers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_spec.checkpoint.config import integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.families import Config, TargetShape
+from mlx_spec.checkpoint.headers import TensorInfo, Tensors
+
+# --- formats of safetensors and of quantizers
+BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
+BITS |= {"U64": 64, "U32": 32, "U16": 16, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
+QUANTIZER_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
+DEFAULT_GROUP_SIZE = 64  # of mlx
+# Last parts of the names of tensors that belong to quantized weights: they are no parameters.
+SCALES = frozenset(
+    "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv weight_scale_2 "
+    "weight_global_scale weight_zero_point weight_shape".split()
+)
+
+# --- parts of tensor names, between dots
+NOT_DECODING = frozenset(  # images and sound
+    "vision_tower audio_tower vision_model vision_encoder visual audio_encoder embed_vision embed_audio "
+    "multi_modal_projector".split()
+)
+EXPERTS = frozenset(("experts", "switch_mlp", "switch_glu"))
+EMBEDDINGS = frozenset(("embed_tokens", "wte", "tok_embeddings", "embeddings"))
+PER_LAYER_EMBEDDINGS = "embed_tokens_per_layer"
+LM_HEADS = frozenset(("lm_head", "output"))
+
+# --- keys of config.json
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+KV_BYTES = 2  # of a number in K or V
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored."""
+
+    bits: int
+    group_size: int | None = None  # weights that share a scale, None if not quantized
+    mode: str = "affine"  # or mxfp4, mxfp8, nvfp4
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Return the bytes of a weight: a group has two scales of 16 bits, or one of 8."""
+        if self.group_size is None:
+            return self.bits / 8
+        return self.bits / 8 + (4 if self.mode == "affine" else 1) / self.group_size
+
+
+@dataclass(frozen=True)
+class DecodeSizes:
+    """The bytes that decoding reads and holds of a model."""
+
+    read: float  # weights for one token, its experts included
+    held: float  # all weights
+    format: WeightFormat
+    experts: float = 0.0  # the part of `read` that is experts: every row reads others
+    layers: int | None = None  # None if not known
+    kv_read: float = 0.0  # K/V for one token, at a given context
+    kv_held: float = 0.0
+
+
+def decode_sizes(folder: Path, context: int) -> DecodeSizes:
+    """Return what one token after `context` others reads of the checkpoint in `folder`.
+
+    A number in K/V takes two bytes; unknown attention counts as full. Raises NotFound or BadCheckpoint.
+    """
+    checkpoint = read_checkpoint(folder)
+    checkpoint.check_weights()
+    config, headers = checkpoint.config, checkpoint.headers
+    text = text_config(config)
+    has_head = any(LM_HEADS & set(name.split(".")) for name in headers.tensors)
+    read = experts = held = 0.0
+    for name, tensor in headers.tensors.items():
+        parts = frozenset(name.split("."))
+        share = tensor.nbytes * _share_read(parts, config, text, has_head=has_head)
+        read += share
+        held += tensor.nbytes
+        experts += share if parts & EXPERTS else 0
+    kv_read, kv_held = _kv_bytes(text, context)
+    return DecodeSizes(
+        read=read,
+        held=held,
+        format=_format(config, headers.tensors),
+        experts=experts,
+        layers=integer(text, "num_hidden_layers"),
+        kv_read=kv_read,
+        kv_held=kv_held,
+    )
+
+
+def target_shape(config: Config) -> TargetShape:
+    """Return what a target with this config.json offers to a drafter."""
+    text = text_config(config)
+    heads = integer(text, "num_attention_heads")
+    kv_heads = integer(text, "num_key_value_heads") or heads
+    hidden, head_dim = integer(text, "hidden_size"), integer(text, "head_dim")
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
+    return TargetShape(
+        hidden,
+        integer(text, "vocab_size") or integer(config, "vocab_size"),
+        integer(text, "num_hidden_layers"),
+        integer(text, "sliding_window") if text.get("use_sliding_window") is not False else None,
+        kv_heads,
+        head_dim,
+        integer(text, "num_global_key_value_heads") or kv_heads,
+        integer(text, "global_head_dim") or head_dim,
+    )
+
+
+def count_parameters(tensors: Tensors, config: Config) -> int:
+    """Return the parameters of a model; tables of indices do not count."""
+    return sum(_parameters(name, tensor, tensors, config) for name, tensor in tensors.items())
+
+
+def precision(tensors: Tensors, config: Config) -> str:
+    """Return the quantization, or the dtype of most parameters, in words."""
+    ours = config.get("quantization")
+    if isinstance(ours, Mapping):
+        return _mlx_precision(ours)
+    theirs = _foreign_quantization(config)
+    if theirs:
+        return _foreign_precision(theirs)
+    most = _common_dtype(tensors)
+    return DTYPE_NAMES.get(most, most)
+
+
+def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
+    """Return the part of a tensor that one token reads."""
+    if parts & NOT_DECODING or PER_LAYER_EMBEDDINGS in parts:
+        return 0.0  # one row of a table is next to nothing
+    if parts & EXPERTS:
+        return _ratio(integer(text, *ACTIVE_EXPERTS), integer(text, *NUM_EXPERTS))
+    if not parts & EMBEDDINGS:
+        return 1.0
+    if has_head:
+        return 0.0
+    if config.get("use_ordered_embeddings"):  # a head that reads the tokens of the best clusters alone
+        clusters = integer(config, "num_centroids")
+        return _ratio(integer(config, "centroid_intermediate_top_k"), clusters)
+    return 1.0
+
+
+def _ratio(part: int | None, whole: int | None) -> float:
+    """Return part / whole, at most 1, and 1 if the config lacks one of them."""
+    return min(part / whole, 1.0) if part and whole else 1.0
+
+
+def _format(config: Config, tensors: Tensors) -> WeightFormat:
+    """Return the format of most weights."""
+    found = config.get("quantization") or config.get("quantization_config")
+    if isinstance(found, Mapping):
+        bits, group_size = integer(found, "bits"), integer(found, "group_size")
+        if bits and group_size and bits > 0 < group_size:
+            return WeightFormat(bits, group_size, str(found.get("mode", "affine")))
+    dtype = _common_dtype(tensors)
+    return WeightFormat(BITS[dtype] if dtype in DTYPE_NAMES and dtype != "F8_E4M3" else 16)
+
+
+def _common_dtype(tensors: Tensors) -> str:
+    """Return the dtype of floats that takes most bytes, "unknown" if there is none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if _is_float(tensor.dtype):
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "unknown"
+
+
+def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
+    """Return the bytes of K/V that a token reads and that are held, 0 if not known."""
+    shape = target_shape(text)
+    if shape.layers is None or shape.kv_heads is None or shape.head_dim is None:
+        return 0.0, 0.0
+    full_heads, full_size = shape.global_kv_heads or 0, shape.global_head_dim or 0
+    numbers = {  # in K, and as many in V
+        "full_attention": context * full_heads * full_size,
+        "sliding_attention": min(context, shape.window or context) * shape.kv_heads * shape.head_dim,
+    }
+    kinds = text.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * shape.layers
+    read = [2 * KV_BYTES * numbers.get(str(kind), 0) for kind in kinds]
+    owners = shape.layers - (integer(text, "num_kv_shared_layers") or 0)
+    return float(sum(read)), float(sum(read[:owners]))
+
+
+def _parameters(name: str, tensor: TensorInfo, tensors: Tensors, config: Config) -> int:
+    stem, _, last = name.rpartition(".")
+    scales = tensors.get(f"{stem}.scales")
+    if last == "weight" and tensor.dtype == "U32" and scales is not None:
+        return scales.size * _group_size(stem, config)
+    if last == "qweight" or (last == "weight_packed" and tensor.dtype == "I32"):
+        return tensor.size * 32 // _bits(_foreign_quantization(config))
+    if tensor.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
+        return tensor.size * 2  # two values of 4 bits
+    if last in SCALES or last.endswith(("_scales", "_scale_inv")):
+        return 0
+    return tensor.size if _is_float(tensor.dtype) or (last, tensor.dtype) == ("weight", "I8") else 0
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF"))
+
+
+def _group_size(stem: str, config: Config) -> int:
+    """Return the parameters a scale of layer `stem`, which may have settings of its own."""
+    settings = config.get("quantization") or _foreign_quantization(config)
+    for found in (settings.get(stem), settings):
+        if isinstance(found, Mapping) and (size := integer(found, "group_size")) is not None:
+            return size
+    return DEFAULT_GROUP_SIZE
+
+
+def _foreign_quantization(config: Config) -> Config:
+    """Return the `quantization_config` that transformers reads, empty if there is none."""
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _bits(settings: Config) -> int:
+    """Return the bits of a weight in a `quantization_config`, 4 if it does not say."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    found = [settings.get("bits"), settings.get("w_bit"), 8 if settings.get("load_in_8bit") else None]
+    found += [each.get("num_bits") for each in weights if each]
+    return next((bits for bits in found if isinstance(bits, int) and bits in (2, 3, 4, 5, 6, 8)), 4)
+
+
+def _mlx_precision(settings: Config) -> str:
+    bits, mode = settings.get("bits"), settings.get("mode", "affine")
+    layers = [own["bits"] for own in settings.values() if isinstance(own, Mapping) and "bits" in own]
+    others = sorted({own for own in layers if own != bits})
+    kind = f"{bits}-bit" if mode == "affine" else str(mode)
+    mixed = f", some layers {' and '.join(map(str, others))}-bit" if others else ""
+    return f"{kind} MLX, groups of {settings.get('group_size', DEFAULT_GROUP_SIZE)}{mixed}"
+
+
+def _foreign_precision(settings: Config) -> str:
+    if "quant_method" not in settings and "bits" in settings:
+        return _mlx_precision(settings)
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
+    name = QUANTIZER_NAMES.get(method.lower(), method)
+    kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
+    return name if name in ("FP8", "MXFP4") else f"{name} {kind}"

@@ -1,0 +1,1 @@
+"""Shared by all programs: options, messages, tables, built-in texts."""

@@ -1,0 +1,254 @@
+"""Shared by all programs: options through typer, one-line errors, exit statuses, tables.
+
+A program declares its options as a dataclass: each field is annotated with `option` or `flag`, the docstring
+is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli.PROGRAMS` names both.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
+
+import typer
+from typer.main import get_command
+
+from mlx_spec import __version__
+from mlx_spec.checkpoint.files import typed_path
+from mlx_spec.errors import SpecError
+
+ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
+STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
+PIPE_COLUMNS = 10_000  # width of a table that no terminal shows: rows are not wrapped
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+MODEL = "REPO_OR_FOLDER"  # the value of --target and --drafter
+MODEL_PANEL = "Model"  # of help pages
+T = TypeVar("T")
+
+
+class BadOptions(typer.TyperException):
+    """Options that make no sense together; the text says what to give instead."""
+
+
+def option(
+    *names: str,
+    help: str,
+    value: str | None = None,
+    default: str | None = None,
+    panel: str | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option that takes a value; `default` is shown instead of the default value."""
+    return typer.Option(
+        *names, metavar=value, help=help, show_default=default or True, rich_help_panel=panel, **settings
+    )
+
+
+def flag(name: str, help: str, panel: str | None = None, **settings: Any) -> Any:
+    """Declare an option without a value."""
+    return option(name, value=" ", help=help, panel=panel, **settings)
+
+
+def _show_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"mlx-spec {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+Version = Annotated[
+    bool, flag("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
+]
+Json = Annotated[bool, flag("--json", "print one JSON object")]
+KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
+AHEAD = "also draft on the CPU while the target verifies, as long as that is measured to pay"
+Ahead = Annotated[bool, flag("--ahead", AHEAD)]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The target and the drafter that a program loads.
+
+    Options that inherit from it import every annotation from here: this file evaluates them at once.
+    """
+
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --target")] = None
+    target: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
+            default="the small bundled demo; in chat the pair used last",
+            panel=MODEL_PANEL,
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            value=MODEL,
+            help='model that drafts; "lookup" copies from the text so far, "none" is plain decoding',
+            default="the one made for the target, if there is one",
+            panel=MODEL_PANEL,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.target is not None:
+            raise BadOptions("a model as an argument and --target: give one of them")
+
+    @property
+    def chosen(self) -> str | None:
+        """Return the target, given either way; None if there is none."""
+        return self.model if self.target is None else self.target
+
+    def target_or(self, default: str) -> str:
+        """Return the target, or a default if none is given; an empty name is a name."""
+        return default if self.chosen is None else self.chosen
+
+
+def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:
+    """Return the options of a command line, as `options` makes them of its annotated parameters.
+
+    Raises SystemExit: with status 2 and one line on stderr for a bad option, with 0 after --help.
+    `settings` are typer's for a command.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command(program, epilog=STATUSES, **settings)(options)
+    return cast(T, run_app(app, f"mlx-spec {program}", arguments))
+
+
+def program(
+    name: str, options: Callable[..., T], run: Callable[[T], int]
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the `main` of a program, which parses a command line and returns the exit status of `run`.
+
+    An error of ours is one line on stderr and status 1. A bad command line raises SystemExit with status 2.
+    """
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parsed = parse(options, name, arguments)
+        return guarded(lambda: run(parsed))
+
+    return main
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> object:
+    """Parse a command line and return what the callback returns. Raises SystemExit as `parse` does."""
+    command = get_command(app)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with command.make_context(name, words) as context:
+            return command.invoke(context)
+    except typer.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except typer.TyperException as error:
+        refuse(name, error.format_message())
+
+
+def refuse(name: str, problem: str) -> NoReturn:
+    """Exit with status 2 and one line on stderr: the problem, and where help is."""
+    text = " ".join(problem.split()).removesuffix(".")
+    tell(f"{text[:1].lower()}{text[1:]} (see {name} --help)")
+    raise SystemExit(BAD_OPTION)
+
+
+def expanded(value: Path | None) -> Path | None:
+    """Return the path of an option; ~ is a home also where a shell leaves it. Raises InvalidValue."""
+    return None if value is None else typed_path(value)
+
+
+def above_zero(value: float | None) -> float | None:
+    """Return the value of an option. Raises BadParameter unless it is a finite number above 0."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter("give a number above 0")
+    return value
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Return the exit status of `run`: 1 and one line on stderr for our errors, 130 for Ctrl-C.
+
+    So is an error of the system, such as a full disk. A closed pipe is 0: a reader such as `head` has seen
+    enough.
+    """
+    _prepare_streams()
+    try:
+        status = run()
+        print(end="", flush=True)
+        return status
+    except SpecError as error:
+        tell(error)
+        return ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        drop(sys.stdout)
+        return 0
+    except OSError as error:
+        place = error.filename
+        if place is None and isinstance(error, FileNotFoundError):
+            place = "the working folder"  # it was removed
+        elif place is None:
+            place = "stdout"
+            drop(sys.stdout)
+        tell(f"{place}: {error.strerror or error}: make room there, or give another place")
+        return ERROR
+
+
+def _prepare_streams() -> None:
+    """Write "?" for what a stream cannot encode; send what goes to a closed stderr to nowhere."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it takes the place of a standard file that is closed: the next file would get its number
+    os.close(number)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def drop(stream: TextIO | None) -> None:
+    """Send what is still buffered to nowhere: the interpreter flushes once more when it exits."""
+    if stream is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def show(*lines: str) -> None:
+    """Print lines to stdout without control characters: a model must not steer the terminal."""
+    print("\n".join(lines).translate(CONTROLS), flush=True)
+
+
+def note(line: str) -> None:
+    """Print a line to stderr, also if it is closed."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        drop(sys.stderr)
+
+
+def tell(what: object) -> None:
+    """Print an error or a message on stderr, as one line without control characters."""
+    note(f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS))
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; the columns in `right` are aligned to the right.
+
+    On a terminal long cells are wrapped within their column.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for column in range(len(rows[0])):
+        grid.add_column(justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    is_watched = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(width=None if is_watched else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        console.print(grid)
+    return [line.rstrip() for line in capture.get().splitlines()]

@@ -1,0 +1,354 @@
+"""The one scheduler: who begins, whose prompt is read, and who decodes.
+
+Everything that answers several prompts uses `Batch`: the server, `Pair.generate_batch`, training, self-tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_spec.decode import round as engine
+from mlx_spec.decode.pace import Clock, PromptPace
+from mlx_spec.decode.round import Group, RunningSequence
+from mlx_spec.errors import InvalidValue
+from mlx_spec.model.target_batch import SingleTarget, TargetBatch
+from mlx_spec.types import GroupPolicy, Round
+
+# Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
+# the weights, on any Mac, so that a pass of their own costs each prompt no more.
+MAX_PROMPT_ROWS = 512
+MAX_PADDED = 1.5  # rows of such a pass for each token that it reads: where rows cost time, padding does, too
+MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
+
+Result = Round | Exception
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sequence of a batch. It begins once there is room for it.
+
+    `begin` makes the sequence, which takes its caches. `on_progress` gets the seconds of each chunk of its
+    prompt, and at least one call; the prompt is read once `sequence.unread` is 0. The first round comes in a
+    later step. It may add and remove entries. An error of either ends this entry and no other.
+    """
+
+    begin: Callable[[], RunningSequence]
+    owner: object = None  # its entries are one request: that with the fewest begun ones is next
+    has_room: Callable[[int], bool] = lambda unread: True  # beside prompts with `unread` tokens to read
+    on_progress: Callable[[float], None] = lambda seconds: None
+    park: bool = False  # its caches are used again after it has left
+    id: int = field(init=False)  # in its batch
+    sequence: RunningSequence = field(init=False)  # once it has begun
+
+
+class Batch:
+    """Decodes many sequences: one round of each in every step.
+
+    `target_batch` makes the targets of a group, or is None if sequences of this target cannot share a pass.
+    Then they decode in turns. `policies` makes the policy of a group; if it is None, each sequence decides
+    for itself how much to draft. Every sequence gets the text that it would get alone. One that fails leaves,
+    and the others go on. Sequences of unequal length share a pass if at most `max_padding` bytes, or half of
+    the buffers, are unused.
+    """
+
+    def __init__(
+        self,
+        target_batch: Callable[[], TargetBatch] | None,
+        max_running: int,
+        policies: Callable[[], GroupPolicy] | None = None,
+        max_padding: int = MAX_PADDING,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        if max_running < 1:
+            raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
+        self.target_batch = target_batch
+        self.max_running = max_running  # sequences that have begun; the others wait and have no caches
+        self._policies = policies
+        self._max_padding = max_padding
+        self._clock = clock
+        self._pace = PromptPace(clock)
+        self._ids = itertools.count()
+        self._entries: dict[int, Entry] = {}  # all, by id
+        self._waiting: list[Entry] = []
+        self._reading: dict[Entry, Iterator[object]] = {}  # those that have begun, with what reads the prompt
+        self._decoding: dict[RunningSequence, Entry] = {}
+        self._groups: list[Group] = []  # of those that decode
+        self._results: list[tuple[int, Result]] = []  # of this step
+        self._oldest_reads = False  # else the shortest prompt
+        self._waits = False  # sequences could decode, but wait for prompts
+
+    def __len__(self) -> int:
+        """Return the number of sequences that wait or have begun."""
+        return len(self._entries)
+
+    @property
+    def begun(self) -> int:
+        """Return the number of sequences that read their prompt or decode."""
+        return len(self._reading) + len(self._decoding)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Return True if sequences decode, and do not wait for prompts."""
+        return bool(self._groups) and not self._waits
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Return the number of sequences in each pass of a step."""
+        return [len(group.sequences) for group in self._groups]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of shared caches."""
+        targets = [group.targets for group in self._groups]
+        return sum(each.nbytes for each in targets if isinstance(each, TargetBatch))
+
+    def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
+        """Add a sequence. Return its id.
+
+        With `park`, its target and drafters hold the text when it has left, so that another one can go on.
+        """
+        return self.enter(Entry(lambda: sequence, park=park))
+
+    def enter(self, entry: Entry) -> int:
+        """Add an entry. Return its id."""
+        entry.id = next(self._ids)
+        self._entries[entry.id] = entry
+        self._waiting.append(entry)
+        return entry.id
+
+    def remove(self, id: int) -> None:
+        """Remove a sequence in whatever state it is. Do nothing if it has left."""
+        entry = self._entries.pop(id, None)
+        if entry is None:
+            return
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        elif entry in self._reading:
+            del self._reading[entry]
+        else:
+            self._leave(entry)
+
+    def step(self) -> list[tuple[int, Result]]:
+        """Begin entries, read a chunk of a prompt, and decode a round of all whose prompts are read.
+
+        Returns the round of each by its id, or the error that ended it. A sequence leaves with the round that
+        has a finish reason, or with its error.
+        """
+        self._results = []
+        self._begin()
+        self._start()
+        self._waits = self._waits_for_prompts()
+        self._read()
+        if not self._waits:
+            self._decode()
+        return self._results
+
+    def run(self) -> Iterator[tuple[int, Result]]:
+        """Yield what `step` returns until no sequence is left."""
+        while self._entries:
+            yield from self.step()
+
+    # --- who begins
+
+    def _begin(self) -> None:
+        """Begin entries while there is room: the first one of the owner with the fewest begun ones.
+
+        If memory does not suffice for it, later ones wait, too, so none starves.
+        """
+        while self._waiting and self.begun < self.max_running:
+            owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
+            entry = min(self._waiting, key=lambda entry: owners[_owner(entry)])
+            if not entry.has_room(sum(each.sequence.unread for each in self._reading)):
+                return
+            self._waiting.remove(entry)
+            self._attempt(entry, partial(self._begin_entry, entry))
+
+    def _begin_entry(self, entry: Entry) -> None:
+        entry.sequence = entry.begin()
+        self._reading[entry] = entry.sequence.prefill(self._chunk)
+        if not entry.sequence.unread:
+            self._end_chunk(entry, 0.0)
+
+    def _attempt(self, entry: Entry, action: Callable[[], object]) -> None:
+        """Do something for an entry. If that fails, it leaves with the error."""
+        try:
+            action()
+        except Exception as error:  # whatever it is, the others go on
+            self._results.append((entry.id, error))
+            self._entries.pop(entry.id, None)
+            self._reading.pop(entry, None)
+
+    # --- who reads
+
+    def _read(self) -> None:
+        """Read a chunk of one prompt, or several short prompts in one pass.
+
+        The shortest is first, and every other time the oldest: short ones are quick, long ones go on.
+        """
+        if not self._reading:
+            return
+        self._oldest_reads = not self._oldest_reads and not self._waits
+        order = sorted(self._reading, key=lambda entry: entry.sequence.unread)
+        first = next(iter(self._reading)) if self._oldest_reads else order[0]
+        start = self._clock()
+        entries = self._read_together(first, order)
+        if not entries:
+            entries = [first]
+            self._attempt(first, partial(self._read_chunk, first))
+        seconds = self._clock() - start
+        for entry in entries:
+            if entry in self._reading:  # else it failed or was removed
+                self._attempt(entry, partial(self._end_chunk, entry, seconds))
+
+    def _read_chunk(self, entry: Entry) -> None:
+        target, start = entry.sequence.target, self._clock()
+        before = target.size
+        next(self._reading[entry], None)
+        self._pace.read(target.size - before, self._clock() - start)
+
+    def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
+        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
+
+        Returns them. None are read if fewer than two fit, or not the first, or if the pass fails: then they
+        are read one by one, which finds the failing one.
+        """
+        chosen, count, most = list[Entry](), 0, min(self._chunk(), MAX_PROMPT_ROWS)
+        for entry in order:
+            if entry.sequence.can_share_prefill:
+                unread = entry.sequence.unread
+                count += unread
+                if unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
+                    break
+                chosen.append(entry)
+        sequences = [entry.sequence for entry in chosen]
+        # What they hold moves to shared caches and back, with lanes as long as the longest.
+        moved = len(chosen) * max((each.target.nbytes for each in sequences), default=0)
+        fits = len(chosen) > 1 and first in chosen and moved <= self._max_padding
+        if self.target_batch is None or not fits:
+            return []
+        start, targets = self._clock(), self.target_batch()
+        prompts = [each.history[each.target.size : -1] for each in sequences]
+        for each in sequences:
+            targets.join(each.target)
+        try:
+            tokens = mx.array(list(itertools.chain.from_iterable(prompts)), dtype=mx.int32)
+            features = targets.prefill(tokens, list(map(len, prompts)))
+        except Exception:
+            features = []
+        for index in reversed(range(len(prompts))):
+            targets.leave(index, keep=True, checkpoint=bool(features))
+        for each, its_features in zip(sequences, features, strict=False):
+            each.attempt(partial(each.observe, its_features), None)
+        self._pace.read(max(map(len, prompts)) * len(prompts), self._clock() - start)
+        return chosen if features else []
+
+    def _end_chunk(self, entry: Entry, seconds: float) -> None:
+        if not entry.sequence.unread:
+            for _ in self._reading[entry]:  # what follows the last chunk
+                pass
+        entry.on_progress(seconds)
+
+    def _chunk(self) -> int:
+        """Return how many tokens of a prompt to read next, so that no other sequence waits too long."""
+        return self._pace.tokens() if self.is_decoding else engine.PREFILL_STEP
+
+    # --- who decodes
+
+    def _start(self) -> None:
+        """Let sequences decode whose prompts are read, each alone at first."""
+        for entry in [entry for entry in self._reading if not entry.sequence.unread]:
+            self._attempt(entry, partial(self._start_entry, entry))
+
+    def _start_entry(self, entry: Entry) -> None:
+        del self._reading[entry]
+        entry.sequence.begin()
+        policy = None if self._policies is None else self._policies()
+        self._groups.append(Group([entry.sequence], SingleTarget(entry.sequence.target), policy))
+        self._decoding[entry.sequence] = entry
+
+    def _waits_for_prompts(self) -> bool:
+        """Return True if sequences could decode, but should begin together with others."""
+        unread = min((entry.sequence.unread for entry in self._reading), default=None)
+        return bool(self._groups) and unread is not None and self._pace.waits_for_prompts(unread)
+
+    def _decode(self) -> None:
+        """Decode one round of every sequence whose prompt is read."""
+        draining = self._regroup()
+        for group in list(self._groups):
+            ids = [self._decoding[sequence].id for sequence in group.sequences]
+            try:
+                rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
+            except Exception as error:  # of the pass: it ends all sequences of the group
+                rounds = [error] * len(ids)
+            for id, round in zip(ids, rounds, strict=True):
+                self._results.append((id, round))
+                if isinstance(round, Exception) or round.finish_reason is not None:
+                    self.remove(id)
+        self._pace.end_round(goes_on=bool(self._groups))
+
+    def _regroup(self) -> list[Group]:
+        """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
+
+        Returns the groups that must not queue a token, because a merge waits for them.
+        """
+        draining: list[Group] = []
+        for single in [group for group in self._groups if isinstance(group.targets, SingleTarget)]:
+            if not isinstance(single.targets, SingleTarget):  # another one has joined it
+                continue
+            others = (group for group in self._groups if group is not single and self._fits(group, single))
+            other = next(others, None)
+            if other is None:
+                continue
+            if single.queued is not None or other.queued is not None:
+                draining += [single, other]
+            else:
+                self._merge(other, single)
+        return draining
+
+    def _fits(self, group: Group, single: Group) -> bool:
+        """Return True if a sequence and a group may share buffers: they waste little memory."""
+        sizes = [s.target.size for each in (group, single) for s in each.sequences]
+        # A target without a row has no buffers yet: a prompt of one token.
+        if self.target_batch is None or not min(sizes):
+            return False
+        padding = len(sizes) * max(sizes) - sum(sizes)
+        row_bytes = single.sequences[0].target.row_bytes
+        return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
+
+    def _merge(self, group: Group, single: Group) -> None:
+        """Move the only sequence of `single` to `group`."""
+        assert self.target_batch is not None
+        self._groups.remove(single)
+        targets = group.targets
+        if not isinstance(targets, TargetBatch):
+            targets = group.targets = self.target_batch()
+            targets.join(group.sequences[0].target)
+        targets.join(single.sequences[0].target)
+        group.sequences += single.sequences
+
+    def _leave(self, entry: Entry) -> None:
+        """Remove a sequence from its group. The last one left goes on as a single one."""
+        del self._decoding[entry.sequence]
+        group = next(group for group in self._groups if entry.sequence in group.sequences)
+        if not isinstance(group.targets, TargetBatch):
+            group.close()
+            self._groups.remove(group)
+            return
+        index = group.sequences.index(entry.sequence)
+        group.remove(index)
+        group.targets.leave(index, keep=entry.park)
+        if len(group.sequences) == 1:  # a single sequence needs no padding, mask or copy
+            group.queued = None
+            group.targets.leave(0, keep=True)
+            group.targets = SingleTarget(group.sequences[0].target)
+
+
+def _owner(entry: Entry) -> object:
+    return entry if entry.owner is None else entry.owner

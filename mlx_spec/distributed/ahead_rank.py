@@ -1,0 +1,76 @@
+"""Drafting ahead on another machine: rank 1 of `mlx.launch` has a copy of the drafter and nothing else.
+
+Only tokens are sent. With a seed both machines know the noise, so the drafts are those of rank 0. Without one
+rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself: the text stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.distributed.ranks import Ranks
+from mlx_spec.drafters.ahead import check_ahead
+from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Found, SequenceDrafter
+from mlx_spec.grammar import read_tokens
+from mlx_spec.model.target import LMTarget
+from mlx_spec.sampling import Sampling
+from mlx_spec.tokenizer import common_prefix
+from mlx_spec.types import Draft
+
+
+class RemoteDrafter:
+    """The drafter of one sequence on rank 1, as rank 0 sees it."""
+
+    nbytes = 0  # on this machine
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._number = ranks, ranks.number(self)
+        self._sent: list[int] = []  # the history that the rank has
+
+    def draft_ahead(self, request: AheadRequest) -> Found:
+        """Send what the rank lacks and wait for its drafts. They are none once this process ends."""
+        keep = common_prefix(self._sent, request.history)
+        self._sent = request.history
+        rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
+        sampling, prompt_length = request.sampler.remote_settings()
+        self._ranks.send("ahead", self._number, *rows, _packed(sampling), prompt_length)
+        return {tuple(outcome): _draft_of(tokens) for outcome, tokens in self._ranks.receive()}
+
+
+def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
+    """Draft ahead on this rank until rank 0 ends. Return its exit status."""
+    check_ahead(source)
+    parts = LMTarget(source.network).parts  # it does not read the target's
+    sequences: dict[int, tuple[SequenceDrafter, list[int]]] = {}
+    while True:
+        match ranks.receive():
+            case ["ahead", number, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
+                drafter, sent = sequences.get(number) or (source.make(parts), [])
+                history = [*sent[:keep], *tokens]
+                sequences[number] = drafter, history
+                sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
+                request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
+                drafts = drafter.draft_ahead(request)
+                ranks.send(*([outcome, read_tokens(draft.tokens)] for outcome, draft in drafts.items()))
+            case ["drop", number]:
+                sequences.pop(number, None)
+            case ["end", int(status)]:
+                return status
+
+
+def _draft_of(tokens: list[int]) -> Draft:
+    return Draft(mx.array(tokens, mx.int32))
+
+
+def _packed(sampling: Sampling) -> dict[str, Any]:
+    """Return settings without a grammar as JSON."""
+    bias = sampling.logit_bias and [*sampling.logit_bias.items()]
+    return {**vars(sampling), "logit_bias": bias, "late_tokens": [*sampling.late_tokens]}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Sampling:
+    bias = packed["logit_bias"] and dict(packed["logit_bias"])
+    return Sampling(**{**packed, "logit_bias": bias, "late_tokens": frozenset(packed["late_tokens"])})

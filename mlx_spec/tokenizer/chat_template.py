@@ -1,0 +1,164 @@
+"""Chat templates, rendered as Hugging Face renders them: the same sandbox, whitespace rules and functions.
+
+transformers' own renderer takes a second to import, and commands that only read a checkpoint do without it.
+A malformed template is refused when it is read, before anything is rendered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from mlx_spec.checkpoint.files import one_line, read_optional
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.tokenizer.added_tokens import special_tokens
+
+FOLDERS = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
+DEFAULT, FOR_TOOLS = "default", "tool_use"  # names in a list of templates
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
+
+# raised by templates when messages or tools are not what they expect
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+
+Message = Mapping[str, Any]  # "role", "content" and further keys that a template reads
+
+
+class ChatTemplate:
+    """Turns messages into the text of a prompt. `for_tools` is rendered in its place if there are tools."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], for_tools: ChatTemplate | None = None
+    ) -> None:
+        self.for_tools = for_tools
+        self.source: str = source if for_tools is None else source + for_tools.source  # to look names up in
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _compiled(source)
+        except jinja2.TemplateError as error:
+            raise BadCheckpoint(f"the chat template does not compile ({one_line(error)})") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt as text, special tokens included.
+
+        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
+        Raises InvalidValue if the template refuses the messages, for example an unknown role.
+        """
+        if tools and self.for_tools is not None:
+            return self.for_tools.render(messages, thinking=thinking, tools=tools, variables=variables)
+        # Templates would print a missing value as None.
+        given = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        values = {
+            "documents": None,
+            **self._special_tokens,
+            **(variables or {}),
+            "enable_thinking": thinking,
+            "messages": [_with_all_reasoning_keys(message) for message in given],
+            "add_generation_prompt": True,
+        }
+        shown = list(tools)
+        try:
+            return self._template.render(values, tools=shown or None)
+        except TEMPLATE_ERRORS as error:
+            if not shown and (found := self._with_no_tools(values)) is not None:
+                return found
+            raise InvalidValue(f"the chat template refuses these messages: {one_line(error)}") from error
+
+    def _with_no_tools(self, values: Mapping[str, Any]) -> str | None:
+        """Return the prompt with an empty list of tools, which a template for tools needs."""
+        try:
+            return self._template.render(values, tools=[])
+        except TEMPLATE_ERRORS:
+            return None
+
+
+def read_template(folder: Path) -> ChatTemplate | None:
+    """Return the chat template of a checkpoint; None if it has none. Raises BadCheckpoint if malformed."""
+    try:
+        named = _sources(folder)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
+    tokens = special_tokens(folder)
+    for_tools = named.get(FOR_TOOLS)
+    default = named.get(DEFAULT, for_tools)
+    if default is None and len(named) == 1:
+        default = next(iter(named.values()))
+    if default is None:
+        return None
+    return ChatTemplate(default, tokens, None if for_tools is None else ChatTemplate(for_tools, tokens))
+
+
+def _sources(folder: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint by their names: files go before entries of its config."""
+    config = read_optional(folder / "tokenizer_config.json")
+    source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(source, list):
+        source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+    found: dict[Any, Any] = source if isinstance(source, dict) else {DEFAULT: source}
+    files = {file.stem: file for name in FOLDERS for file in sorted((folder / name).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@lru_cache  # compiling takes longer than reading the rest of a small model
+def _compiled(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment.from_string(source)
+
+
+class _Generation(jinja2.ext.Extension):
+    """Renders `{% generation %}`, which marks the text of the model for training, as its body."""
+
+    tags = {"generation"}  # noqa: RUF012, jinja2's own attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes for HTML of jinja2's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

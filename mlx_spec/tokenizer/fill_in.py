@@ -1,0 +1,105 @@
+"""Filling in the middle: the tokens that code models were trained to see around a prefix and a suffix.
+
+The pieces are tokenized apart, as in training, so that no token spans two of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_spec.tokenizer import Text
+
+PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
+MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
+ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
+
+
+@dataclass(frozen=True)
+class FillIn:
+    """A gap in a text: the answer is its middle."""
+
+    prefix: str
+    suffix: str
+    extra: tuple[tuple[str, str], ...] = ()  # name and text of other files
+    middle: str = ""  # its beginning, if that is given
+    param: str = "suffix"  # the field of the body that asks for it, for error messages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens before prefix, suffix and middle, and before other files, which come first."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""  # empty: the prefix comes last and is continued
+    suffix_first: bool = False
+    project: str = ""
+    file: str = ""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return all tokens of the layout."""
+        named = (self.prefix, self.suffix, self.middle, self.project, self.file)
+        return tuple(token for token in named if token)
+
+
+# The first one whose tokens a vocabulary has is the model's. Each is as its authors published it.
+LAYOUTS = (
+    Layout(  # Qwen2.5-Coder and Qwen3-Coder
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        project="<|repo_name|>",
+        file="<|file_sep|>",
+    ),
+    Layout("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # CodeGemma, Yi-Coder, Granite 4
+    Layout("<fim_prefix>", "<fim_suffix>", "<fim_middle>", file="<file_sep>"),  # StarCoder2
+    Layout("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code, Stable Code
+    Layout("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    Layout("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    Layout("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    Layout("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
+    Layout("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+)
+
+
+def fill_in_prompt(given: FillIn, text: Text) -> list[int] | None:
+    """Return the tokens that ask for a middle; None if the model has no tokens for that."""
+    layout = _find_layout(text)
+    if layout is None:
+        return None
+    before = given.prefix
+    files = text.prompt_tokens("")  # the tokens that begin every prompt
+    if given.extra and not layout.file:
+        before = "".join(f"{name}\n{content}\n" for name, content in given.extra) + before
+    elif given.extra:
+        files += _piece(text, layout.project, f"{PROJECT}\n") if layout.project else []
+        for name, content in given.extra:
+            files += _piece(text, layout.file, f"{name}\n{content}\n")
+        files += _piece(text, layout.file, f"{FILE}\n")
+    pieces = [_piece(text, layout.prefix, before), _piece(text, layout.suffix, given.suffix, joined=True)]
+    pieces = pieces[::-1] if layout.suffix_first else pieces
+    return [*files, *pieces[0], *pieces[1], *_piece(text, layout.middle, given.middle, joined=True)]
+
+
+def fill_in_ends(text: Text) -> tuple[int, ...]:
+    """Return the tokens that end a middle beside the end of text: none of them is code."""
+    layout = _find_layout(text)
+    names = (*ENDS, *layout.tokens) if layout else ()
+    return tuple(id for id in map(text.token_id, names) if id is not None)
+
+
+def _find_layout(text: Text) -> Layout | None:
+    return next((one for one in LAYOUTS if None not in map(text.token_id, one.tokens)), None)
+
+
+def _piece(text: Text, token: str, content: str, *, joined: bool = False) -> list[int]:
+    """Return a token and a text; `joined` without the space that some tokenizers put before a text."""
+    id = text.token_id(token) if token else None
+    found = [] if id is None else [id]
+    if not content:
+        return found
+    mark = text.encode(MARK) if joined else []
+    if mark and mark[0] == text.token_id("▁"):
+        return found + text.encode(MARK + content)[len(mark) :]
+    return found + text.encode(content)

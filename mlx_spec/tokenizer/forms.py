@@ -1,0 +1,274 @@
+"""Other forms of a conversation, for chat templates that refuse a form or leave out a part of it.
+
+Each form says the same as the one that it is made of. System messages stay where they are as long as a
+template allows that: text that moves to the front changes the prompt from its beginning, and no cache fits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain, filterfalse, takewhile
+from typing import Any
+
+from mlx_spec.tokenizer.chat_template import REASONING_KEYS
+
+PARAGRAPH = "\n\n"  # joins texts that were written apart
+SYSTEM_ROLES = ("system", "developer")
+BREAK = "\U0002a6d6"  # a rare ideograph in a tag, by which no template takes it for one
+TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z_]{3,}\]")
+INLINE_THINKING = re.compile(  # at the beginning of an answer
+    r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
+    |<\|think:start\|>.*?<\|think:end\|>|<\|START_THINKING\|>.*?<\|END_THINKING\|>)\s*""",
+    re.DOTALL | re.VERBOSE,
+)
+
+Messages = list[dict[str, Any]]
+Form = Callable[[Messages], Messages]
+
+
+# --- the texts of a message
+
+
+def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a message with its texts changed: content, called functions and their arguments.
+
+    Reasoning stays, also where it begins the content of an answer: it is the template's to drop.
+    """
+    found, content = dict(message), message.get("content")
+    if isinstance(content, str):
+        head = INLINE_THINKING.match(content) if message.get("role") == "assistant" else None
+        end = 0 if head is None else head.end()
+        found["content"] = content[:end] + change(content[end:])
+    elif isinstance(content, list):
+        found["content"] = [_map_keys(part, ("text",), change) for part in content]
+    if isinstance(calls := message.get("tool_calls"), list):
+        found["tool_calls"] = [_map_call(call, change) for call in calls]
+    if isinstance(results := message.get("tool_responses"), list):
+        found["tool_responses"] = [_map_keys(each, ("response",), change) for each in results]
+    return found
+
+
+def _map_call(call: Any, change: Callable[[str], str]) -> Any:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = _map_keys(call["function"], ("name", "arguments"), change)
+    found, name = {**call, "function": function}, call["function"].get("name")
+    if isinstance(name, str) and str(call.get("id")).startswith(f"functions.{name}:"):
+        found["id"] = found["id"].replace(name, function["name"], 1)  # Kimi K2 shows no other name
+    return found
+
+
+def _map_keys(found: Any, keys: tuple[str, ...], change: Callable[[str], str]) -> Any:
+    if not isinstance(found, dict):
+        return found
+    return {key: _map_leaves(each, change) if key in keys else each for key, each in found.items()}
+
+
+def _map_leaves(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_leaves(each, change) for key, each in value.items()}
+    return [_map_leaves(each, change) for each in value] if isinstance(value, list) else value
+
+
+# --- forms
+
+
+def _one_call_each(messages: Messages) -> Messages:
+    """Give each tool call a message of its own, before its result."""
+    found: Messages = []
+    results: Messages = []  # of the calls before, in the order of the calls
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        if message.get("role") == "tool" and results:
+            continue
+        results = []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = list(takewhile(lambda m: m.get("role") == "tool", messages[i + 1 :]))
+        left = results
+        for k, call in enumerate(calls):
+            found.append({**(message if k == 0 else {"role": message["role"]}), "tool_calls": [call]})
+            own = [m for m in left if m.get("tool_call_id") in (None, call.get("id"))][:1]
+            found += own
+            left = [m for m in left if m not in own]
+        found += left
+    return found
+
+
+def _text_apart(messages: Messages) -> Messages:
+    """Give text beside tool calls a message of its own."""
+    found: Messages = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content"):
+            found.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {"role": message["role"], "tool_calls": message["tool_calls"]}
+        found.append(message)
+    return found
+
+
+def _arguments_as_text(messages: Messages) -> Messages:
+    """Write the arguments of calls as JSON."""
+    return _with_arguments(messages, lambda given: given if isinstance(given, str) else _json(given))
+
+
+def _arguments_as_object(messages: Messages) -> Messages:
+    """Read the arguments of calls from JSON."""
+    return _with_arguments(messages, lambda given: _object(given) if isinstance(given, str) else given)
+
+
+def _named_system(messages: Messages) -> Messages:
+    """Call developers system."""
+    return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+
+
+def _led(messages: Messages) -> Messages:
+    """Let the system messages at the beginning be one."""
+    lead = list(takewhile(_is_system, messages))
+    return [*_joined(_named_system(lead)), *messages[len(lead) :]]
+
+
+def _in_place(messages: Messages) -> Messages:
+    """Let system messages after the first one be paragraphs of the user."""
+    lead = list(takewhile(_is_system, messages))
+    return [*_led(lead), *_told_by_user(messages[len(lead) :])]
+
+
+def _in_front(messages: Messages) -> Messages:
+    """Let all system messages be one, the first."""
+    return [*_led(list(filter(_is_system, messages))), *filterfalse(_is_system, messages)]
+
+
+def _told_by_user(messages: Messages) -> Messages:
+    """Let all system messages be paragraphs of the user."""
+    found: Messages = []
+    is_moved = False  # the last message was one of the system
+    for message in messages:
+        was_moved, is_moved = is_moved, _is_system(message)
+        message = {**message, "role": "user"} if is_moved else message
+        is_near = bool(found) and found[-1].get("role") == message.get("role") == "user"
+        if is_near and (is_moved or was_moved):
+            found[-1] = _one_of(found[-1], message)
+            is_moved = True
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(messages: Messages) -> Messages:
+    """Join neighbours of one role; tool calls and their results stay apart."""
+    found: Messages = []
+    for message in messages:
+        before = found[-1] if found else {}
+        apart = before.get("tool_calls") or message.get("tool_calls") or message.get("role") == "tool"
+        if not apart and before.get("role") == message.get("role"):
+            found[-1] = _one_of(before, message)
+        else:
+            found.append(message)
+    return found
+
+
+def filled(messages: Messages) -> Messages:
+    """Give each message a content."""
+    return [{**m, "content": ""} if m.get("content") is None else m for m in messages]
+
+
+def _reasoning_as_part(messages: Messages) -> Messages:
+    """Let reasoning alone be the part of a content."""
+    found = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+        if reasoning and not message.get("content") and not message.get("tool_calls"):
+            kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+            message = {**kept, "content": [{"type": "thinking", "thinking": reasoning}]}
+        found.append(message)
+    return found
+
+
+def _as_text(messages: Messages) -> Messages:
+    """Let the parts of a content be one text, if all are text."""
+    return [{**m, "content": _paragraphs(m.get("content"))} for m in messages]
+
+
+def _as_parts(messages: Messages) -> Messages:
+    """Let each content be a list of parts."""
+    return [m if m.get("content") is None else {**m, "content": _parts(m["content"])} for m in messages]
+
+
+def untagged(messages: Messages) -> Messages:
+    """Break the tags in texts, so that they are read as text. The breaks are taken out of the prompt."""
+    return [
+        map_texts(m, lambda text: TAG.sub(lambda tag: f"{tag[0][0]}{BREAK}{tag[0][1:]}", text))
+        for m in messages
+    ]
+
+
+# Groups of forms, of each of which one may be taken, in the order in which they are tried.
+FORMS: tuple[tuple[Form, ...], ...] = (
+    (filled, _reasoning_as_part),
+    (_joined,),
+    (_named_system, _led, _in_place, _in_front, _told_by_user),
+    (_arguments_as_text, _arguments_as_object),
+    (_text_apart,),
+    (_one_call_each,),
+    (_as_text, _as_parts),
+)
+# In this order they are made of each other: what becomes a message of its own gets a content, too.
+ORDER: tuple[Form, ...] = (*chain.from_iterable(reversed(FORMS[:-1])), *FORMS[-1], untagged)
+
+
+def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return [
+        {**m, "tool_calls": [changed(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in SYSTEM_ROLES
+
+
+def _one_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return two messages of one role as one."""
+    found = {**first, **second}
+    for key in ("content", *REASONING_KEYS):
+        both = [each[key] for each in (first, second) if each.get(key)]
+        if len(both) == 2:
+            a, b = both
+            are_texts = isinstance(a, str) and isinstance(b, str)
+            found[key] = PARAGRAPH.join([a, b]) if are_texts else [*_parts(a), *_parts(b)]
+        elif both:
+            found[key] = both[0]
+    return found
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _paragraphs(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return PARAGRAPH.join(texts) if len(texts) == len(content) else content

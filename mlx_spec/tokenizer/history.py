@@ -1,0 +1,260 @@
+"""A conversation as a prompt: in the form that the chat template takes, and with all of its text.
+
+A template first gets the messages as transformers would give them. If it refuses them or leaves out a text,
+it gets them in other forms, which say the same. What no form can show is refused. The reasoning of earlier
+turns alone is the template's to keep or to drop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.tokenizer.chat_template import ChatTemplate, Message
+from mlx_spec.tokenizer.forms import (
+    BREAK,
+    FORMS,
+    ORDER,
+    TAG,
+    Form,
+    Messages,
+    filled,
+    map_texts,
+    untagged,
+)
+
+FIRST_MARK, MARKS = 0x20000, 0xA600  # rare ideographs, one for each text: no template looks for them
+NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
+MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
+SIGN = "a part written as data"  # a key of parts of messages, which no template reads
+SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # such as /no_think, which templates read and take out
+UNMARKED = re.compile(f"({TAG.pattern}|{SWITCH.pattern})")
+SHOWN_CHARS = 40  # characters of a lost text that an error repeats
+
+Render = Callable[[Sequence[Message], Sequence[Message]], str]  # messages and tools -> prompt
+
+
+class LostText(InvalidValue):
+    """A text that is not in the prompt: of the message at `index`, or of a tool if that is None."""
+
+    def __init__(self, text: str, role: str, index: int | None, shown: int) -> None:
+        short = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+        where = "a tool" if index is None else f"message {index} of role {role!r}"
+        super().__init__(
+            f"the chat template leaves out {json.dumps(short, ensure_ascii=False)} of {where}: send the "
+            "request without it, or ask a model whose template shows it"
+        )
+        self.index = index
+        self.shown = shown  # texts before it that are in the prompt
+
+
+def render_history(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    thinking: bool,
+    tools: Sequence[Message] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the prompt of a conversation.
+
+    Raises InvalidValue if the template refuses the messages in every form, LostText if it leaves out a text.
+    """
+    given = [dict(message) for message in messages]
+    templates = [template]
+    if not tools and template.for_tools is not None and any(m.get("tool_calls") for m in given):
+        templates.append(template.for_tools)  # which may know calls alone
+    problems: list[InvalidValue] = []
+    for each in templates:
+        attempts = _Attempts(partial(_render, each, thinking, variables), given, tools)
+        if (found := attempts.best()) is not None:
+            return found
+        problems += attempts.problems
+    raise next((each for each in problems if isinstance(each, LostText)), problems[0])
+
+
+def _render(
+    template: ChatTemplate,
+    thinking: bool,
+    variables: Mapping[str, Any] | None,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+) -> str:
+    return template.render(messages, thinking=thinking, tools=tools, variables=variables)
+
+
+class _Attempts:
+    """Prompts of one conversation in several forms."""
+
+    def __init__(self, render: Render, given: Messages, tools: Sequence[Message]) -> None:
+        self._render, self._given, self._tools = render, given, tools
+        self._marker = Marker()
+        self._loses = False  # a form was rendered without a text
+        self.problems: list[InvalidValue] = []  # of the messages as they were given
+
+    def best(self) -> str | None:
+        """Return the prompt in as few forms as will do; None if none will."""
+        chosen: list[Form] = []
+        found, reached = self._attempt(chosen)
+        if found is not None:
+            return found
+        useful = [[form for form in group if form(self._given) != self._given] for group in FORMS]
+        groups: list[list[Form]] = [*useful, [untagged]]
+        left = [form for group in groups for form in group]
+        while left:  # each form shows more of the texts than those before
+            form = left.pop(0)
+            found, shown = self._attempt([*chosen, form])
+            if found is not None:
+                return found
+            if shown > reached:
+                chosen, reached = [*chosen, form], shown
+                left = [each for group in groups for each in group if not set(group) & set(chosen)]
+        for some in product(*([*group, None] for group in useful)):
+            forms = [form for form in some if form is not None]
+            for each in (forms, [*forms, untagged]):
+                if self._attempt(each)[0] is not None:
+                    return self._shortest(each)
+        return None
+
+    def _attempt(self, forms: Sequence[Form]) -> tuple[str | None, int]:
+        """Return the prompt, or how many texts it shows before one that is lost: -1 if it is refused."""
+        is_broken = untagged in forms
+        if is_broken and (not self._loses or BREAK in json.dumps(self._given, ensure_ascii=False)):
+            return (
+                None,
+                -1,
+            )  # if a template refuses a tag, it has a reason; one that loses text may look for it
+        messages = self._given
+        for form in sorted(forms, key=ORDER.index):
+            messages = form(messages)
+        try:
+            prompt = self._marker.checked(self._render, messages, self._tools)
+        except InvalidValue as error:
+            if set(forms) <= {filled}:  # the messages are still the given ones
+                self.problems.append(error)
+            if not isinstance(error, LostText):
+                return None, -1
+            self._loses = True
+            return None, error.shown
+        if is_broken and json.dumps(BREAK)[1:-1] in prompt:
+            return None, -1  # a break that was escaped cannot be taken out
+        return prompt.replace(BREAK, "") if is_broken else prompt, 0
+
+    def _shortest(self, forms: Sequence[Form]) -> str | None:
+        """Return the prompt without the forms that are not needed."""
+        needed = list(forms)
+        for form in forms:
+            fewer = [each for each in needed if each is not form]
+            if self._attempt(fewer)[0] is not None:
+                needed = fewer
+        return self._attempt(needed)[0]
+
+
+# --- is all of it there?
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A text that has to be in the prompt."""
+
+    text: str
+    role: str
+    index: int | None
+    mark: str
+    times: int  # as often as this the mark was written into the text
+
+
+class Marker:
+    """Renders with a mark of its own in each line of each text, outside tags, to see what is left out."""
+
+    def __init__(self) -> None:
+        self._wanted: list[_Wanted] = []
+        self._known: dict[str, tuple[str, int]] = {}  # texts with NEW_MARK in each line, and how often
+
+    def checked(self, render: Render, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Return the prompt. Raises InvalidValue, LostText if a text is not in it.
+
+        A text is there if its marks are; if the template does something else because of the marks, the text
+        itself is looked for.
+        """
+        prompt = render(messages, tools)
+        self._wanted = []
+        marked = [self._message(i, message) for i, message in enumerate(messages)]
+        named = [self._tool(tool) for tool in tools]
+        try:
+            shown = render(marked, named)
+        except InvalidValue:
+            shown = ""
+        if SIGN in shown and SIGN not in prompt:
+            raise InvalidValue("the chat template writes the parts of a message as data: send text")
+        is_same = MARK.sub("", shown) == MARK.sub("", prompt)
+        counts = Counter(MARK.findall(shown))
+        counts.subtract(MARK.findall(prompt))
+        squeezed = _squeezed(prompt)
+        for i, each in enumerate(self._wanted):
+            if is_same and each.times:
+                is_there = counts[each.mark] >= each.times
+            else:
+                is_there = all(_contains(squeezed, piece) for piece in SWITCH.split(each.text))
+            if not is_there:
+                raise LostText(each.text, each.role, each.index, shown=i)
+        return prompt
+
+    def _message(self, index: int, message: Message) -> dict[str, Any]:
+        """Return a message with marks, and a sign in its parts."""
+        role = str(message.get("role"))
+        found = map_texts(message, lambda text: self._text(text, role, index))
+        if isinstance(parts := found.get("content"), list):
+            found["content"] = [{**part, SIGN: SIGN} if isinstance(part, dict) else part for part in parts]
+        return found
+
+    def _tool(self, tool: Message) -> dict[str, Any]:
+        """Return a tool with marks in its name."""
+        function = tool.get("function", tool)
+        named = {**function, "name": self._text(str(function.get("name")), "tool", None)}
+        return {**tool, "function": named} if "function" in tool else named
+
+    def _text(self, text: str, role: str, index: int | None) -> str:
+        mark = chr(FIRST_MARK + len(self._wanted) % MARKS)
+        if text not in self._known:
+            pieces = UNMARKED.split(text)
+            pieces[::2] = map(_marked, pieces[::2])  # the others stay
+            marked = "".join(pieces)
+            self._known[text] = marked, marked.count(NEW_MARK) - text.count(NEW_MARK)
+        marked, times = self._known[text]
+        self._wanted.append(_Wanted(text.strip(), role, index, mark, times))
+        return marked.replace(NEW_MARK, mark)
+
+
+def _marked(text: str) -> str:
+    """Return a text with marks after its first character and at the beginning of its other lines."""
+    core = text.strip()
+    if not core:
+        return text
+    start = text.index(core)
+    lines = core[1:].replace("\n", f"\n{NEW_MARK}")
+    return f"{text[:start]}{core[0]}{NEW_MARK}{lines}{text[start + len(core) :]}"
+
+
+def _contains(squeezed: str, text: str) -> bool:
+    """Return True if a prompt has a text, as it is or in JSON, whatever its white space."""
+    return any(_squeezed(each) in squeezed for each in _written(text))
+
+
+def _written(text: str) -> Iterator[str]:
+    yield text
+    yield repr(text)[1:-1]  # within an object that is printed
+    for ensure_ascii in (False, True):
+        yield (once := json.dumps(text, ensure_ascii=ensure_ascii)[1:-1])
+        yield json.dumps(once)[1:-1]  # JSON in JSON
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

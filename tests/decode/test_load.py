@@ -1,0 +1,375 @@
+"""Names to a ready pair; whatever is wrong with them is one line that says what and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import synthetic
+import tiny
+from checkpoints import edit_config, edit_tensors, read, split, to_float32
+from lossless import mlx_lm_greedy
+from mlx.utils import tree_flatten
+from test_session import TEMPLATE, TOKENIZER
+
+import mlx_spec
+from mlx_spec.checkpoint.config import GGUF
+from mlx_spec.convert.source import open_source
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
+from mlx_spec.hub.inspect import CheckpointInfo, inspect
+from mlx_spec.load import WITHOUT, load
+from mlx_spec.types import Reason
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def save(model: nn.Module, folder: Path, **changes: Any) -> Path:
+    """A checkpoint as mlx-lm writes them, with a tokenizer of bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {"max_position_embeddings": 512, "eos_token_id": 2, **dataclasses.asdict(model.args), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small target and, in "drafter", a smaller one of its kind."""
+    folder = tmp_path_factory.mktemp("models")
+    save(tiny.full(), folder / "target")
+    save(tiny.full(1), folder / "drafter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden pairs in float32: without a GPU, MLX has experts in no other type."""
+    folder = tmp_path_factory.mktemp("golden")
+    for name in ("e2b", "12b", "26b"):
+        shutil.copytree(GOLDEN / name, folder / name)
+        for part in ("target", "assistant"):
+            to_float32(folder / name / part)
+    return folder
+
+
+@pytest.fixture
+def target(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the target to damage."""
+    return Path(shutil.copytree(saved / "target", tmp_path / "target"))
+
+
+def refused(error: type[SpecError], *arguments: Any, **options: Any) -> str:
+    """The message of the error that `load` raises: one line."""
+    with pytest.raises(error) as caught:
+        load(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+# --- what loads
+
+
+def test_draft_model_and_lookup(saved: Path) -> None:
+    prompt = tiny.prompt(15) * 2
+    plain = load(saved / "target", "none")
+    expected = [t for r in plain.generate(prompt, max_tokens=20) for t in r.tokens]
+    for drafter in (saved / "drafter", "lookup"):
+        pair = load(saved / "target", drafter, num_draft_tokens=4)
+        rounds = list(pair.generate(prompt, max_tokens=20))
+        assert [t for r in rounds for t in r.tokens] == expected
+        assert {r.reason for r in rounds} == {Reason.FIXED} and sum(r.drafted for r in rounds) > 0
+        assert pair.info.drafter == str(drafter)
+    assert (plain.info.drafter, plain.info.drafter_bytes) == (None, 0)
+
+
+OTHER_NAMES = {
+    "gpt2": {"n_ctx": 64, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "num_hidden_layers": 3,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": False,
+        "time_step_limit": (0.0, 100.0),
+        "time_step_rank": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_a_target_whose_modules_have_other_names(kind: str, tmp_path: Path) -> None:
+    """It was refused. Only drafters that borrow its embedding have to know the name of that."""
+    module = import_module(f"mlx_lm.models.{kind}")
+    sizes = {"model_type": kind, "vocab_size": tiny.VOCAB, "layer_norm_epsilon": 1e-5, **OTHER_NAMES[kind]}
+    model = tiny._random(lambda: module.Model(module.ModelArgs(**sizes)), 0, 0.2)
+    prompt = tiny.prompt(15) * 2
+    pair = load(save(model, tmp_path, max_position_embeddings=None), "lookup", num_draft_tokens=4)
+    rounds = list(pair.generate(prompt, max_tokens=30))
+    assert [t for r in rounds for t in r.tokens] == mlx_lm_greedy(model, prompt, 30)
+    assert any(r.drafted for r in rounds)
+    assert pair.info.context_length == OTHER_NAMES[kind].get("n_positions")
+    with pytest.raises(Mismatch, match=f"reads the embedding of its target, and that of {kind} is not known"):
+        pair.parts.embed(mx.array([1]))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "reason"),
+    [
+        (None, {}, Reason.LEARNING),  # with lookup
+        (None, {"num_draft_tokens": 4}, Reason.FIXED),
+        ("none", {}, Reason.DISABLED),
+        ("lookup", {"num_draft_tokens": 0}, Reason.DISABLED),
+    ],
+)
+def test_reason_is_visible(saved: Path, drafter: str | None, options: dict, reason: Reason) -> None:
+    pair = load(saved / "target", drafter, **options)
+    assert pair.info.drafter == (None if drafter == "none" else "lookup")
+    assert next(iter(pair.generate([1, 2, 3], max_tokens=5))).reason == reason
+
+
+def test_shards(target: Path) -> None:
+    split(target, 2)
+    assert len(list(load(target, "none").generate([1, 2], max_tokens=3))) == 3
+    (target / "model-00002-of-00002.safetensors").unlink()
+    message = refused(BadCheckpoint, target)
+    assert "lacks model-00002-of-00002.safetensors: download or convert it again" in message
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
+    shutil.copytree(saved, tmp_path / "pair")
+    place = tmp_path / "pair" / ("target" if inside else "")
+    manifest = {"drafter": "../drafter"} if inside else {"target": "target", "drafter": "drafter"}
+    (place / "pair.json").write_text(json.dumps(manifest))
+    pair = load(place)
+    assert pair.info.target == str(place) and Path(pair.info.drafter or "").name == "drafter"
+    assert load(place, "none").info.drafter is None
+    (place / "pair.json").write_text('{"drafter": 3}')
+    assert "target and drafter must be paths" in refused(BadCheckpoint, place)
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, mlx_spec
+heavy = {"mlx", "mlx_lm", "transformers", "huggingface_hub"}
+assert not heavy & {name.split(".")[0] for name in sys.modules}
+import mlx_spec.load, mlx_spec.session
+assert callable(mlx_spec.load) and mlx_spec.Session is mlx_spec.session.Session
+assert set(dir(mlx_spec)) >= {"load", "__version__"} and all(hasattr(mlx_spec, n) for n in mlx_spec.__all__)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(AttributeError, match="'mlx_spec' has no attribute 'nothing'"):
+        _ = mlx_spec.nothing
+
+
+# --- what does not
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_draft_tokens": 17}, "num_draft_tokens is 17, it must be 0 to 16"),
+        ({"num_draft_tokens": 2.0}, "num_draft_tokens is 2.0, it must be 0 to 16"),
+        ({"kv_bits": 5}, "kv_bits is 5, it must be 4 or 8"),
+    ],
+)
+def test_values(saved: Path, options: dict, message: str) -> None:
+    assert message in refused(InvalidValue, saved / "target", **options)
+
+
+def test_missing_path(tmp_path: Path) -> None:
+    assert f"there is no folder {tmp_path}/none" in refused(NotFound, tmp_path / "none")
+    (tmp_path / "file").touch()
+    assert "is a file: give the folder that holds it" in refused(NotFound, tmp_path / "file")
+    for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", "./none"):
+        assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name)
+    assert "cannot hold a NUL" in refused(InvalidValue, "a\0b")
+    (tmp_path / "folder").mkdir()
+    assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "llama"', "config.json is not valid JSON"),
+        (
+            '{"model_type": "llama", "model_file": "own.py"}',
+            "needs its own code (own.py), which is never run",
+        ),
+        ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
+        ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
+        ('{"model_type": "llama"}', "cannot be loaded as llama: "),
+        ('{"model_type": "olmo"}', "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
+        ('{"model_type": "llama", "text_config": []}', "has a text_config that is no object"),
+        ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
+    ],
+)
+def test_config(target: Path, content: str, message: str) -> None:
+    (target / "config.json").write_text(content, encoding="latin-1")
+    assert message in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize("layers", [{"num_hidden_layers": 0}, {"num_hidden_layers": 99}])
+def test_layers_that_are_not_there(golden: Path, tmp_path: Path, layers: dict) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(golden / "e2b" / "target", folder)
+    edit_config(folder, lambda config: config["text_config"].update(layers))
+    assert "cannot be loaded as gemma4: " in refused(BadCheckpoint, folder)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "none"])
+def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
+    edit_config(target, lambda config: config.update(rope_traditional="perhaps"))
+    assert "fails in its first pass as llama: " in refused(BadCheckpoint, target, drafter)
+    assert "as llama with kv_bits 8: " in refused(BadCheckpoint, target, drafter, kv_bits=8)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors"])
+def test_other_weights(target: Path, name: str) -> None:
+    (target / "model.safetensors").rename(target / name)
+    said = refused(BadCheckpoint, target)
+    assert f"holds {name} but no model*.safetensors, and nothing else is read" in said
+    (target / name).unlink()
+    assert "holds no weights" in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize(("place", "error"), [("folder", NotFound), ("checkpoint", BadCheckpoint)])
+def test_gguf_beside_other_files(
+    saved: Path, target: Path, tmp_path: Path, place: str, error: type[SpecError]
+) -> None:
+    """One sentence, whoever reads a folder that holds GGUF."""
+    name = target if place == "checkpoint" else tmp_path / "folder"
+    name.mkdir(exist_ok=True)
+    (name / "model.gguf").write_bytes(b"GGUF")
+    (name / "model.safetensors").unlink(missing_ok=True)
+    sentence = GGUF.format(name)
+    assert refused(error, name) == sentence
+    said = refused(error, saved / "target", name)
+    assert said.removeprefix("drafter: ").removesuffix(f"; {WITHOUT}") == sentence
+    with pytest.raises(error, match=sentence):
+        open_source(str(name))
+    if place == "checkpoint":
+        found = inspect(str(name))
+        assert isinstance(found, CheckpointInfo) and found.problem == sentence
+    else:
+        with pytest.raises(NotFound, match=sentence):
+            inspect(str(name))
+
+
+def test_tensors_that_do_not_fit(target: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(target, lambda tensors: tensors.pop(name))
+    assert f"Missing 1 parameters: {name}" in refused(BadCheckpoint, target)
+    edit_tensors(target, lambda tensors: tensors.update({name: mx.zeros((2, 2))}))
+    assert name in refused(BadCheckpoint, target)
+    edit_tensors(target, lambda tensors: tensors.update({"extra.weight": mx.zeros(1)}))
+    assert "extra.weight" in refused(BadCheckpoint, target)
+
+
+# --- pairs that do not fit
+
+
+def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    other = save(tiny.full(1, vocab=288), tmp_path / "drafter")
+    (other / "tokenizer.json").unlink()
+    message = refused(Mismatch, saved / "target", other)
+    assert f"the draft model {other} knows 288 tokens, the target 256, and without its tokenizer" in message
+    same = save(tiny.full(1), tmp_path / "same")
+    (same / "tokenizer.json").unlink()
+    assert load(saved / "target", same, num_draft_tokens=2).drafter_names == ("llama",)
+
+
+def exchanged(folder: Path, first: int = 7, second: int = 9) -> tuple[str, str]:
+    """Two tokens of the tokenizer in `folder` exchange their ids. Returns what they were."""
+    names = {i: token for token, i in read(folder, "tokenizer.json")["model"]["vocab"].items()}
+    swapped = {names[first]: second, names[second]: first}
+    edit_config(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(swapped), "tokenizer.json")
+    return names[first], names[second]
+
+
+def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) -> None:
+    """A language model goes by way of its text, a family that reads the target by the target's ids."""
+    other = Path(shutil.copytree(saved / "drafter", tmp_path / "drafter"))
+    exchanged(other)
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama, re-tokenized",)
+    # written differently, but the same tokens
+    same = json.loads((saved / "target" / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(same, indent=1))
+    assert load(saved / "target", other, num_draft_tokens=2).drafter_names == ("llama",)
+    target, assistant = (
+        Path(shutil.copytree(golden / "e2b" / name, tmp_path / name)) for name in ("target", "assistant")
+    )
+    for folder in (target, assistant):
+        TOKENIZER.save(str(folder / "tokenizer.json"))
+    a, b = exchanged(assistant)
+    message = refused(Mismatch, target, assistant)
+    assert f"token 7 is {b!r} for the drafter" in message and f"{a!r} for the target" in message
+    assert message.endswith(f"use a drafter with the target's vocabulary; {WITHOUT}")
+
+
+def test_drafter_that_was_not_converted(saved: Path, tmp_path: Path) -> None:
+    folder = synthetic.eagle3().write(tmp_path / "published")
+    message = refused(BadCheckpoint, saved / "target", folder)
+    assert message == (
+        f"{folder} is a drafter of the kind EAGLE-3 as published: run `mlx-spec convert {saved / 'target'} "
+        f"--drafter {folder} -o OUT` first, then give OUT as the target"
+    )
+
+
+def test_drafter_that_is_not_there(saved: Path) -> None:
+    message = refused(NotFound, saved / "target", saved / "nothing")
+    assert message.startswith("drafter: there is no folder") and message.endswith(WITHOUT)
+
+
+# --- configs in other writers' words
+
+
+@pytest.mark.parametrize("name", ["26b", "12b"])
+def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden / name / "target", tmp_path / "target"))
+    config = read(folder)
+    text = config["text_config"]
+    full = [i for i, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    own = {"head_dim": text.pop("global_head_dim")}
+    if (heads := text.pop("num_global_key_value_heads")) is not None:
+        own["num_key_value_heads"] = heads
+    text["per_layer_config"] = {str(i): own for i in full}
+    if name == "12b":
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"):
+            text.pop(key)
+    config.pop("vocab_size")
+    (folder / "config.json").write_text(json.dumps(config))
+    pair = load(folder, golden / name / "assistant", num_draft_tokens=3)
+    case = json.loads((GOLDEN / name / "golden.json").read_text())["cases"]["short"]
+    assert [t for r in pair.generate(case["ids"], max_tokens=10) for t in r.tokens] == case["greedy"][:10]
+    assert (pair.info.vocab_size, pair.info.context_length) == (512, 4096)
+    assert pair.info.drafter_bytes == (golden / name / "assistant" / "model.safetensors").stat().st_size
+
+
+def test_costs_saved_by_a_busy_machine_are_measured_again():
+    """They used to be kept: drafts looked too dear, so none was made that could have shown the opposite."""
+    policies = load("demo").policies
+    busy = dataclasses.replace(
+        policies.costs.table(), draft=[{k: 20 * policies.costs.at(1).plain for k in (1, 4)}, {}]
+    )
+    policies.use(busy)
+    assert load("demo").policies.costs.table().draft != busy.draft

@@ -1,0 +1,119 @@
+"""Every drafter with every cache and draft length, over two turns: the text is that of plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import fitted
+import mlx.nn as nn
+import pytest
+import random_sources
+import tiny
+from grammars import byte_text
+from lossless import Scripted, emitted, first_difference, lengths, plain, rounds
+from virtual_clock import CURVES, PLAIN_SECONDS
+
+from mlx_spec.decode.round import PREFILL_STEP
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.model_free import Lookup, Prediction
+from mlx_spec.drafters.retokenized import Retokenized
+from mlx_spec.errors import NotRewindable
+from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampler
+
+PROMPT, COUNT = tiny.prompt(20), 28  # the window of sliding caches is 16
+MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
+CACHES = ["full", "quantized", "sliding", "shared", "recurrent"]
+SHARED = {"shared, full": ("ffffffff", "ff"), "shared, quantized": ("sffsffsf", "sssf")}  # target, assistant
+VARYING = ["adaptive", "switching"]  # lengths; the last has plain rounds and drafts of one token
+
+
+def short_lookup() -> DrafterSource:
+    """Lookup of single tokens: random models hardly repeat themselves."""
+    return DrafterSource("lookup", Lookup.needs, lambda parts: Lookup(1, 16))
+
+
+SOURCES = {"lookup": short_lookup, **random_sources.FOR_TINY}
+DRAFTERS = ["prediction", "retokenized", *SOURCES, *fitted.MADE]
+PAIRS = [pair for pair in itertools.product(DRAFTERS, CACHES) if pair[0] != "gemma4 assistant"]
+# It reads the K/V of these targets.
+PAIRS += [("gemma4 assistant", kind) for kind in ("shared", *SHARED)]
+
+
+@cache
+def target_of(kind: str) -> tuple[nn.Module, list[tuple[list[int], list[int]]]]:
+    """Return a model, and prompts and answers of plain decoding: two turns."""
+    model = tiny.shared(pattern=SHARED[kind][0]) if kind in SHARED else tiny.model_of(kind)
+    first = plain(model, PROMPT, COUNT, tiny.bits_of(kind))
+    longer = [*PROMPT, *first, *MORE]
+    return model, [(PROMPT, first), (longer, plain(model, longer, COUNT // 3, tiny.bits_of(kind)))]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterSource]:
+    folder: Path = tmp_path_factory.mktemp("published")
+    return {name: fitted.opened(make(), folder / name) for name, make in fitted.MADE.items()}
+
+
+class Guided(Scripted):
+    """Asks a drafter, and of three drafts gives its own, the truth, and the truth with a wrong token."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__([], 3, drafter.needs)
+        self.drafter, self.observe, self.own = drafter, drafter.observe, 0
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        own, scripted = self.drafter.draft(history, limit, sampler), super().draft(history, limit, sampler)
+        self.own += own.tokens.size
+        return own if self.drafts % 3 == 1 and own.tokens.size else scripted
+
+
+def policy_of(length: int | str) -> DraftLengthPolicy:
+    if isinstance(length, int):
+        return FixedPolicy(length)
+    if length == "switching":
+        return lengths(0, 0, 4, 4, 0, 1, 1, 2)  # the first after a plain round lets the queued token land
+    policies, ticks = AdaptivePolicies(["drafter"]), itertools.count()
+    policies.use(CURVES["M5 Max"].table())
+    return policies.policy(lambda: next(ticks) * PLAIN_SECONDS)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_the_text_is_that_of_plain_decoding(
+    name: str, kind: str, published: dict[str, DrafterSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second turn goes on in the same caches; its prompt comes in pieces.
+
+    Every drafter and every cache meets both lengths that vary.
+    """
+    model, turns = target_of(kind)
+    source = published.get(name) or (SOURCES[name]() if name in SOURCES else None)
+    if kind in SHARED:
+        source = tiny.assistant(pattern=SHARED[kind][1])
+    for length in (4, VARYING[PAIRS.index((name, kind)) % 2]):
+        target = LMTarget(model, source and source.needs, kv_bits=tiny.bits_of(kind))
+        (_, truth), _ = turns
+        if source is not None:
+            drafter: Drafter = source.make(target.parts)
+        elif name == "prediction":
+            drafter = Prediction([(t + (i % 7 == 6)) % 256 for i, t in enumerate(truth)], PROMPT)
+        else:
+            drafter = Retokenized(tiny.full(seed=1), 256, byte_text({}), byte_text({}, first=1))
+        guided, policy = Guided(drafter), policy_of(length)
+        for step, (prompt, answer) in zip((PREFILL_STEP, 7), turns, strict=True):
+            monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", step)
+            guided.truth = [*prompt, *answer]
+            done = rounds(target, guided, policy, prompt, len(answer))
+            assert emitted(done) == answer, f"{length}: {first_difference(emitted(done), answer)}"
+            used = {round.drafted for round in done[:-1]}
+            assert len(answer) < COUNT or (len(used) > 2 if isinstance(length, str) else max(used) == length)
+        assert guided.own or length != 4 or name == "lookup"
+
+
+def test_an_assistant_refuses_a_recurrent_target() -> None:
+    with pytest.raises(NotRewindable, match="reads the target's K/V and this target is recurrent"):
+        LMTarget(target_of("recurrent")[0], FeatureSpec(shared_kv=True))

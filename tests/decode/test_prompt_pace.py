@@ -1,0 +1,213 @@
+"""Prompts are read beside sequences that decode: nobody waits too long, and the prompt goes on.
+
+Time is counted: a clock goes on by what a pass would take on a device, by its rows and its position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny
+from lossless import Scripted
+
+from mlx_spec.decode.pace import MAX_PAUSE_S, MAX_WAIT_S, MIN_CHUNK, PromptPace
+from mlx_spec.decode.round import PREFILL_STEP, RunningSequence
+from mlx_spec.decode.scheduler import Batch
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
+
+MODEL = tiny.full(num_hidden_layers=1)  # what passes take is counted
+LONG = 1500  # tokens of the prompt that is read while others decode
+ROWS = 7  # sequences that decode meanwhile
+
+TOO_SLOW = "a round takes all of the time"
+# Milliseconds of a pass by its rows and its position, and the steps in which the long prompt should be read.
+DEVICES: dict[str, tuple[Callable[[int, int], float], int]] = {
+    "each row costs the same": (lambda rows, at: 2.2 * rows, 65),
+    "a pass is dear, rows are not": (lambda rows, at: 25 + 0.3 * rows, 25),
+    "rows cost almost nothing": (lambda rows, at: 35 + 0.01 * rows, 30),
+    "attention grows": (lambda rows, at: rows * (1 + at / 500), 80),
+    TOO_SLOW: (lambda rows, at: 95.0, 25),
+}
+
+
+class Clock:
+    """Returns the seconds of all passes so far."""
+
+    def __init__(self, milliseconds: Callable[[int, int], float]) -> None:
+        self.milliseconds, self.now = milliseconds, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def count(self, rows: int, at: int) -> None:
+        self.now += self.milliseconds(rows, at) / 1000
+
+
+class CountedTarget(LMTarget):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(MODEL)
+        self.clock = clock
+
+    def prefill(self, tokens: list[int]) -> Features:
+        self.clock.count(len(tokens), self.size)
+        return super().prefill(tokens)
+
+    def verify(self, tokens: mx.array) -> mx.array:
+        self.clock.count(tokens.size, self.size)
+        return super().verify(tokens)
+
+
+class CountedShared(TargetBatch):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(MODEL, FeatureSpec())
+        self.clock = clock
+
+    def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
+        self.clock.count(max(sizes) * len(sizes), 0)
+        return super().prefill(tokens, sizes)
+
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        self.clock.count(tokens.size, 0)
+        return super().verify(tokens, sizes)
+
+
+class Probing:
+    """Probes in every round."""
+
+    def decide(
+        self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
+    ) -> list[Decision]:
+        return [Decision((Choice(0, 2),), Reason.PROBE)] * len(policies)
+
+    def observe(self, rounds: Sequence[Round | None]) -> None: ...
+
+
+def running(clock: Clock, length: int, **given: Any) -> RunningSequence:
+    prompt = tiny.prompt(length, seed=length)
+    drafters = (Scripted([7] * 2000),)
+    parts = (CountedTarget(clock), drafters, FixedPolicy(0), Sampling().sampler(length, tiny.VOCAB), prompt)
+    return RunningSequence(*parts, **{"max_tokens": 1000} | given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nobody_waits_too_long_for_a_prompt(device: str) -> None:
+    milliseconds, most = DEVICES[device]
+    clock = Clock(milliseconds)
+    batch = Batch(lambda: CountedShared(clock), ROWS + 1, clock=clock)
+    for i in range(ROWS):  # the first one reads a large chunk, which says little of small ones
+        batch.add(running(clock, 900 if i == 0 else 20 + i))
+    batch.step()
+    batch.step()
+    assert batch.group_sizes == [1]  # its prompt was one chunk, because none decoded
+    while sum(batch.group_sizes) < ROWS or len(batch.group_sizes) > 1:
+        batch.step()
+    for _ in range(3):
+        batch.step()
+    long = batch.add(running(clock, LONG, max_tokens=1))
+    pauses, last = list[float](), clock()
+    while not any(id == long for id, _ in batch.step()):
+        pauses.append(clock() - last)
+        last = clock()
+    assert max(pauses) <= (0.2 if device == TOO_SLOW else MAX_PAUSE_S)
+    assert len(pauses) <= most
+
+
+@pytest.mark.parametrize(
+    "milliseconds,lengths,together",
+    [
+        (lambda rows, at: 200 + rows, range(20, 28), 8),  # one pass reads all
+        (lambda rows, at: 80 + 0.1 * rows, range(300, 308), 8),  # eight passes take 0.8 s
+        (lambda rows, at: 200 + 0.1 * rows, range(300, 308), 5),  # 1.8 s: the others are read later
+        (lambda rows, at: 2.2 * rows, [20, 1500, 21], 2),  # the long one would take 3.3 s
+        (lambda rows, at: 2.2 * rows, [1500, 20, 21], 2),  # it has a chunk of 1024 first, and then waits
+    ],
+)
+def test_prompts_of_a_burst_begin_together_if_they_are_read_soon(
+    milliseconds: Callable[[int, int], float], lengths: Sequence[int], together: int
+) -> None:
+    clock = Clock(milliseconds)
+    batch = Batch(lambda: CountedShared(clock), len(lengths), clock=clock)
+    for length in lengths:
+        batch.add(running(clock, length))
+    while not (found := batch.step()):
+        pass
+    own = milliseconds(min(lengths[0], PREFILL_STEP), 0) * -(-lengths[0] // PREFILL_STEP)
+    first = milliseconds(MIN_CHUNK, 0) + 2 * milliseconds(together, 0)  # a chunk, a round, and a queued one
+    assert clock() <= MAX_WAIT_S + (own + first) / 1000
+    assert len(found) == together
+    for _ in range(100):
+        batch.step()
+    assert batch.group_sizes == [len(lengths)] or max(lengths) > 1000
+
+
+@pytest.mark.parametrize("round_ms,token_ms", [(30.0, 2.2), (12.0, 0.2)])
+def test_the_bound_is_kept_where_times_vary(round_ms: float, token_ms: float) -> None:
+    clock, chance, written = Clock(lambda rows, at: rows), random.Random(5), 0
+    pace, pauses = PromptPace(clock), list[float]()
+
+    def take(milliseconds: float) -> None:
+        """Take a time that varies by a fifth; one in 25 is up to 2.5 times as long."""
+        delay = 1 + 1.5 * chance.random() * (chance.random() < 0.04)
+        clock.now += milliseconds / 1000 * chance.lognormvariate(-0.02, 0.2) * delay
+
+    pace.end_round(goes_on=True)
+    for _ in range(300):  # nothing is read
+        take(round_ms)
+        pace.end_round(goes_on=True)
+    while written < 10 * LONG:
+        start, count = clock.now, pace.tokens()
+        take(2 + token_ms * count)
+        pace.read(count, clock.now - start)
+        written += count
+        take(round_ms)
+        pace.end_round(goes_on=True)
+        pauses.append(clock.now - start)
+    assert sorted(pauses)[int(0.99 * len(pauses))] <= MAX_PAUSE_S
+    assert len(pauses) < 10 * LONG / MIN_CHUNK
+
+
+def sizes_of(rounds: Sequence[float]) -> list[int]:
+    """Return the chunks, of 2 ms a token, that are read before rounds which take so many milliseconds."""
+    clock, sizes = Clock(lambda rows, at: rows), list[int]()
+    pace = PromptPace(clock)
+    for milliseconds in rounds:
+        sizes.append(pace.tokens())
+        start = clock.now
+        clock.now += 2 * sizes[-1] / 1000
+        pace.read(sizes[-1], clock.now - start)
+        clock.now += milliseconds / 1000
+        pace.end_round(goes_on=True)
+    return sizes
+
+
+def test_one_slow_round_makes_no_chunk_larger() -> None:
+    sizes = sizes_of([40.0] * 6 + [150.0] + [40.0] * 6)
+    assert max(sizes) == sizes[6] and sizes[6] in (20, 21)  # (80 - 40) / 2
+    assert sizes[7:11] == [MIN_CHUNK] * 4
+
+
+def test_rounds_that_vary_make_no_chunk_larger() -> None:
+    """8 tokens fit beside a usual round. Because some rounds are late, chunks took 60 ms."""
+    assert set(sizes_of(([30.0] * 19 + [90.0]) * 15)[-40:]) == {MIN_CHUNK}
+
+
+def test_nothing_is_probed_while_a_prompt_is_read() -> None:
+    clock = Clock(lambda rows, at: rows)
+    batch = Batch(lambda: CountedShared(clock), 3, Probing, clock=clock)
+    first, second = (batch.add(running(clock, 20 + i)) for i in range(2))
+    while batch.group_sizes != [2]:
+        batch.step()
+    batch.step()  # a token that the first round has queued
+    assert all(round.drafted == 2 for _, round in batch.step())
+    long = batch.add(running(clock, 200, max_tokens=1))
+    while long not in (found := dict(batch.step())):
+        for round in (found[first], found[second]):
+            assert (round.drafted, round.reason) == (0, Reason.ACCEPTANCE)

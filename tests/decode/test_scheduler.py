@@ -1,0 +1,119 @@
+"""The scheduler: who begins and who reads next, and that an entry which fails ends alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+from lossless import plain
+
+from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.scheduler import Batch, Entry
+from mlx_spec.errors import InvalidValue
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import FeatureSpec, Round
+
+MODEL = tiny.full(num_hidden_layers=1)
+COUNT = 4  # tokens of an answer
+
+
+class Entries:
+    """A batch and its entries, named by letters; those with one letter have one owner."""
+
+    def __init__(self, max_running: int) -> None:
+        self.batch = Batch(lambda: TargetBatch(MODEL, FeatureSpec()), max_running)
+        self.begun: list[str] = []
+        self.names: dict[int, str] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.errors: dict[str, str] = {}
+        self.seconds: dict[str, list[float]] = {}
+
+    def add(self, name: str, length: int = 9, **hooks: Any) -> None:
+        def begin() -> RunningSequence:
+            self.begun.append(name)
+            prompt, sampler = tiny.prompt(length, seed=length), Sampling().sampler(length, tiny.VOCAB)
+            return RunningSequence(LMTarget(MODEL), (), FixedPolicy(0), sampler, prompt, COUNT)
+
+        self.seconds[name] = []
+        given = {"begin": begin, "owner": name[0], "on_progress": self.seconds[name].append} | hooks
+        self.names[self.batch.enter(Entry(**given))] = name
+
+    def step(self) -> None:
+        for id, result in self.batch.step():
+            if isinstance(result, Round):
+                self.texts.setdefault(self.names[id], []).extend(result.tokens)
+            else:
+                self.errors[self.names[id]] = str(result)
+
+    def run(self) -> None:
+        while len(self.batch):
+            self.step()
+
+
+def text(length: int = 9) -> list[int]:
+    return plain(MODEL, tiny.prompt(length, seed=length), COUNT)
+
+
+def fail(*given: Any) -> Any:
+    raise InvalidValue("this entry fails")
+
+
+def test_the_owner_with_the_fewest_sequences_is_next() -> None:
+    entries = Entries(3)
+    for name in ("a1", "a2", "a3", "b1", "c1", "c2"):
+        entries.add(name)
+    entries.step()
+    assert entries.begun == ["a1", "b1", "c1"] and entries.batch.begun == 3
+    entries.run()
+    assert entries.begun[3:] == ["a2", "c2", "a3"]
+    assert entries.texts == dict.fromkeys(entries.seconds, text())
+
+
+def test_an_entry_without_room_is_not_passed() -> None:
+    entries = Entries(4)
+    entries.add("a", 40)
+    entries.add("b", has_room=lambda unread: len(entries.texts.get("a", [])) == COUNT)
+    entries.add("c")
+    entries.step()
+    assert entries.begun == ["a"]
+    entries.run()
+    assert entries.begun == ["a", "b", "c"]
+
+
+def test_room_is_what_others_have_yet_to_read() -> None:
+    entries, unread = Entries(2), list[int]()
+    entries.add("a", 30)
+    entries.add("b", has_room=lambda tokens: not unread.append(tokens))
+    entries.run()
+    assert unread == [29]
+
+
+@pytest.mark.parametrize("hook", ["begin", "on_progress"])
+def test_an_entry_that_fails_ends_alone(hook: str) -> None:
+    entries = Entries(3)
+    for name, hooks in (("a", {}), ("b", {hook: fail}), ("c", {})):
+        entries.add(name, **hooks)
+    entries.run()
+    assert entries.errors == {"b": "this entry fails"}
+    assert entries.texts == {"a": text(), "c": text()}
+
+
+def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    entries = Entries(4)
+
+    def progress(name: str, seconds: float) -> None:
+        entries.seconds[name].append(seconds)
+        if len(entries.seconds[name]) == 3:  # the prompt is read
+            entries.add("b", 1)
+            entries.batch.remove(next(iter(entries.names)))
+
+    entries.add("a", 40, on_progress=partial(progress, "a"))
+    entries.run()
+    assert len(entries.seconds["a"]) == 3 and entries.seconds["b"] == [0.0]  # nothing was to be read
+    assert entries.texts == {"b": text(1)}

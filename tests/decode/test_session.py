@@ -1,0 +1,278 @@
+"""A conversation with speculation and a reused cache says what plain decoding of the same prompts says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tiny
+from lossless import plain
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.session import Piece, Session
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
+
+TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' + m.content | trim + '<turn|>\n' }}"
+    "{% endfor %}{{ '<|turn>assistant\n' }}{% if enable_thinking %}{{ '<|channel>thought\n' }}{% endif %}"
+)
+SPECIAL = ["<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+QUESTIONS = ["Hi", "one two three one two three, and so on: one two", "Why?"]
+MODELS = {
+    "full": tiny.full(),
+    "sliding": tiny.sliding(window=16),
+    "quantized": tiny.full(1),
+    "recurrent": tiny.recurrent(),
+    "shared": tiny.shared(window=16),
+}
+KINDS = list(MODELS)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte. The bytes that UTF-8 never uses give their place to the special tokens."""
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {chr(0xF8 + i) for i in range(len(SPECIAL))})
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    assert tokenizer.get_vocab_size() == tiny.VOCAB
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+OPEN, CLOSE = (TOKENIZER.token_to_id(token) for token in ("<|channel>", "<channel|>"))
+GREEDY = Sampling()
+UNMARKED = Sampling(logit_bias={OPEN: -100.0, CLOSE: -100.0})  # greedy, no thoughts
+
+
+def make_pair(
+    kind: str, drafter: str = "same", *, K: int = 4, eos: tuple[int, ...] = (), context: int | None = None
+) -> Pair:
+    """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
+    model = MODELS[kind]
+    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
+    facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
+    kv_bits = 8 if kind == "quantized" else None
+    drafters = sources(drafter, model)
+    return Pair(facts, text, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
+
+
+def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
+    vocabulary = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
+    made: dict[str, Callable[[], list[DrafterSource]]] = {
+        "none": list,
+        "lookup": lambda: [lookup_source()],
+        "same": lambda: [draft_model_source("same", model, vocabulary)],
+        "other": lambda: [draft_model_source("other", MODELS["quantized"], vocabulary)],
+    }
+    return made[drafter]()
+
+
+def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """Return the tokens of plain decoding with fresh caches."""
+    bits = 8 if kind == "quantized" else None
+    return plain(MODELS[kind], prompt, count, bits, sampling, pair.text.eos)
+
+
+def prompt_of(session: Session, pair: Pair, question: str, *, thinking: bool = False) -> list[int]:
+    return pair.text.prompt([*session.messages, {"role": "user", "content": question}], thinking=thinking)
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces if piece.round for token in piece.round.tokens]
+
+
+def text_of(pieces: list[Piece], kind: str = "answer") -> str:
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
+
+
+def turn(
+    session: Session,
+    pair: Pair,
+    kind: str,
+    question: str,
+    count: int = 20,
+    sampling: Sampling = GREEDY,
+    thinking: bool = False,
+) -> list[Piece]:
+    """Return the pieces of an answer whose tokens are those of plain decoding."""
+    prompt = prompt_of(session, pair, question, thinking=thinking)
+    pieces = list(session.stream(question, sampling=sampling, max_tokens=count, thinking=thinking))
+    assert tokens_of(pieces) == alone(pair, kind, prompt, count, sampling)
+    assert session.statistics.prompt_tokens == len(prompt)
+    assert session.messages[-1]["content"] == text_of(pieces).strip()
+    return pieces
+
+
+SEEDED = Sampling(temperature=0.8, top_k=20, seed=5, logit_bias=UNMARKED.logit_bias)
+CASES = [(kind, "other", UNMARKED) for kind in KINDS] + [("recurrent", "same", SEEDED)]
+CASES += [("full", "lookup", UNMARKED), ("sliding", "same", UNMARKED), ("quantized", "none", UNMARKED)]
+
+
+@pytest.mark.parametrize(("kind", "drafter", "sampling"), CASES)
+def test_turns_are_those_of_plain_decoding(kind: str, drafter: str, sampling: Sampling) -> None:
+    pair = make_pair(kind, drafter)
+    session = pair.session(system="You are tiny.")
+    for number, question in enumerate(QUESTIONS, 1):
+        pieces = turn(session, pair, kind, question, 10, sampling)
+        assert text_of(pieces) == pair.text.decode(tokens_of(pieces))
+        assert session.statistics.generated_tokens == len(tokens_of(pieces))
+        assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * number
+
+
+@pytest.mark.parametrize(("kind", "count"), [("full", 1), ("quantized", 3), ("sliding", 3), ("recurrent", 3)])
+def test_interrupted_answer_stays_as_far_as_it_came(kind: str, count: int) -> None:
+    pair = make_pair(kind, "other")
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=10))
+    stream = session.stream("Go on", max_tokens=200)
+    seen = list(islice(stream, count))
+    stream.close()
+    assert session.messages[-2:] == [
+        {"role": "user", "content": "Go on"},
+        {"role": "assistant", "content": text_of(seen).strip()},
+    ]
+    assert session.statistics.finish_reason is None
+    assert session.statistics.generated_tokens == len(tokens_of(seen))
+    turn(session, pair, kind, "Why?")
+
+
+def test_interrupted_before_the_first_round_is_forgotten() -> None:
+    pair = make_pair("full")
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=5))
+    before = session.messages
+    session.stream("never read", max_tokens=5).close()
+    assert session.messages == before
+    session.stream("never read either", max_tokens=5)
+    turn(session, pair, "full", "Why?")
+
+
+def test_an_error_in_the_middle_keeps_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair("full", "none")
+    session = pair.session()
+    stream = session.stream("Hi", max_tokens=50)
+    seen = list(islice(stream, 4))
+    with monkeypatch.context() as broken:
+        broken.setattr(LMTarget, "verify", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(stream)
+    assert session.messages[-1]["content"] == text_of(seen).strip()
+    turn(session, pair, "full", "Why?")
+
+
+MIXED = Sampling(temperature=1.0, seed=4, logit_bias={CLOSE: 2.0})
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
+    pair = make_pair(kind, "other")
+    session = pair.session()
+    for question in QUESTIONS:
+        prompt = prompt_of(session, pair, question, thinking=True)
+        assert pair.text.decode(prompt).count("thought\n") == 1
+        pieces = turn(session, pair, kind, question, 24, MIXED, thinking=True)
+        assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
+    assert any("reasoning_content" in message for message in session.messages)
+
+
+# --- the cache
+
+
+@pytest.mark.parametrize("kind", ["quantized", "shared"])
+def test_cache_is_reused(kind: str) -> None:
+    pair = make_pair(kind)
+    session = pair.session(system="x" * 50)
+    ascii_only = Sampling(logit_bias={i: -100.0 for i in range(tiny.VOCAB) if not _printable(i)})
+    list(session.stream("Hi", sampling=ascii_only, max_tokens=20))
+    first = session.statistics
+    assert first.reused_tokens == 0
+    turn(session, pair, kind, "Why?", 20, ascii_only)
+    # all of the first turn but the pending token: the answer was cut at max_tokens, without a closing mark
+    assert session.statistics.reused_tokens == first.prompt_tokens + 20 - 1
+
+
+def _printable(token: int) -> bool:
+    text = TOKENIZER.decode([token])
+    return len(text) == 1 and text.isascii() and text.isprintable() and not text.isspace()
+
+
+# --- statistics and refusals
+
+
+def test_prompt_too_long_leaves_the_conversation_alone() -> None:
+    pair = make_pair("full", context=100)
+    session = pair.session()
+    list(session.stream("Hi", max_tokens=10))
+    before, statistics = session.messages, session.statistics
+    with pytest.raises(PromptTooLong, match=r"the prompt is too long: \d+ tokens > 100 maximum"):
+        session.stream("x" * 200, max_tokens=10)
+    with pytest.raises(InvalidValue, match="max_tokens is 0"):
+        session.stream("x", max_tokens=0)
+    assert session.messages == before and session.statistics == statistics
+    list(session.stream("x", max_tokens=500))
+    assert session.statistics.prompt_tokens + session.statistics.generated_tokens == 100
+    assert session.statistics.finish_reason == "length"
+
+
+# --- without a session
+
+
+def test_pair_generates() -> None:
+    prompt = TOKENIZER.encode("one two one two one").ids
+    expected = alone(make_pair("full"), "full", prompt, 20, GREEDY)
+    ends = next(t for i, t in enumerate(expected) if i >= 3 and t not in expected[:i])
+    until = expected[: expected.index(ends) + 1]
+    for pair, stop in ((make_pair("full"), (ends,)), (make_pair("full", eos=(ends,)), ())):
+        rounds = list(pair.generate(prompt, max_tokens=20, stop=stop))
+        assert [token for round in rounds for token in round.tokens] == until
+        assert rounds[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "error", "message"),
+    [
+        ([], 5, InvalidValue, "the prompt is empty"),
+        ([1], 0, InvalidValue, "max_tokens is 0, it must be 1 or more"),
+        # It never ended.
+        ([1], 2.5, InvalidValue, "max_tokens is 2.5, it must be 1 or more, and an integer"),
+        ("one", 5, InvalidValue, "the prompt is no list of tokens"),
+        ([1.5], 5, InvalidValue, "the prompt is no list of tokens"),
+        ([1, 256], 5, InvalidValue, "the prompt holds token 256, this target has tokens 0 to 255"),
+        ([1] * 64, 5, PromptTooLong, "the prompt is too long: 64 tokens > 64 maximum"),
+    ],
+)
+def test_refusals_come_before_the_first_round(
+    prompt: Any, max_tokens: Any, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        make_pair("full", context=64).generate(prompt, max_tokens=max_tokens)
+    assert "\n" not in str(caught.value)
+
+
+def test_stop_strings_are_no_stop_tokens() -> None:
+    """They were ignored."""
+    for stop in (["\n"], "end"):
+        with pytest.raises(InvalidValue, match="stop is no list of tokens"):
+            make_pair("full").generate([1], max_tokens=5, stop=stop)
+
+
+def test_integers_of_numpy() -> None:
+    pair, prompt = make_pair("full"), tiny.prompt(9)
+    plain = list(pair.generate(prompt, max_tokens=3))
+    pair.policies = FixedPolicy(np.int64(4))
+    same = list(pair.generate(np.array(prompt), max_tokens=np.int64(3)))
+    assert [round.tokens for round in plain] == [round.tokens for round in same]

@@ -1,0 +1,231 @@
+"""Tokens and prompts are those of transformers; bytes of tokens make up the text; refused checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, processors
+from vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
+
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.tokenizer import Text, read_text, read_tokenizer
+from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
+
+
+def test_end_tokens_are_the_union_of_all_files() -> None:
+    text = read_text(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    names = ("<eos>", "<turn|>", "<|tool_response>")
+    assert text.eos == {text.token_id(name) for name in names}
+    assert text.chats and text.thinks
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bytes_of_tokens_make_up_the_text(name: str) -> None:
+    text = TEXTS[name]
+    for sample in [*SAMPLES, *(random_text(seed) for seed in range(60))]:
+        tokens = text.encode(sample)
+        decoded = text.decode_raw(tokens)
+        if name == "sentencepiece" and decoded:
+            decoded = f" {decoded}"  # its decoder strips the space that it puts in front of every text
+        assert b"".join(text.token_bytes(token) for token in tokens).decode() == decoded
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
+    text = TEXTS[name]
+    pieces = [text.token_bytes(token) for token in text.encode("👍")]
+    assert b"".join(pieces).endswith("👍".encode()) and len(pieces) >= 2
+    with pytest.raises(UnicodeDecodeError):
+        pieces[-1].decode()
+
+
+def test_other_vocabularies_are_read_by_their_decoder_and_unknown_ids_have_no_text() -> None:
+    text = TEXTS["byte_level"]
+    assert text.decode([*text.encode("a"), 100_000]) == "a" and text.token_bytes(100_000) == b""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    assert Text(tokenizer, None, ()).token_bytes(1) == b"play"
+    tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
+    tokenizer.decoder = decoders.Metaspace()
+    assert Text(tokenizer, None, ()).token_bytes(2) == b" a"
+
+
+def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer() -> None:
+    tokenizer = sentencepiece_like()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    text = Text(tokenizer, None, ())
+    assert text.prompt_tokens("a b") == [1, *text.encode("a b")]
+    assert TEXTS["byte_level"].prompt_tokens("a b") == TEXTS["byte_level"].encode("a b")
+
+
+@pytest.mark.parametrize("encode", [Text.encode, Text.prompt_tokens])
+def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Text, str], list[int]]) -> None:
+    with pytest.raises(InvalidValue, match="half a surrogate pair"):
+        encode(TEXTS["byte_level"], "a\udcff")
+
+
+def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"has no tokenizer.json or tokenizer.model"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(BadCheckpoint, match="is no tokenizer"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt
+    config = json.dumps({"tokenizer_class": "GPT2Tokenizer", "model_type": "gpt2"})
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(config)
+    sample = "Hello, world!"
+    assert read_tokenizer(tmp_path).encode(sample).ids == tokenizer.encode(sample).ids
+
+
+# --- prompts
+
+MESSAGES = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": " What is  π?\n"}],
+    [
+        {"role": "user", "content": "Add 1 and 2 in Python"},
+        {"role": "assistant", "content": "`1 + 2`"},
+        {"role": "user", "content": "And <b>3</b>? é 👍"},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_environment_is_that_of_transformers(messages: list[dict[str, str]], thinking: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = """{{ bos_token }}
+{% for m in messages if m.role != 'skip' %}
+    {% if loop.first %}{% continue %}{% endif %}
+    {%- generation -%}{{ m.content | tojson }}{%- endgeneration -%}
+    {% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}
+{% endfor %}
+{{ {'a': '<é>', 'b': [1, 2]} | tojson(indent=2) }}{{ strftime_now('%Y') }}
+{{ tools is none }} {{ documents is none }} {{ enable_thinking }} {{ dict(a=1) }}
+{% if add_generation_prompt %}model:{% endif %}
+"""
+    theirs, _ = render_jinja_template(
+        [messages],
+        chat_template=source,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+        bos_token="<s>",
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages, thinking=thinking) == theirs[0]
+
+
+@pytest.mark.parametrize("folder", [GOLDEN, DEMO], ids=lambda folder: folder.parent.name)
+def test_tokens_are_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = read_text(folder, json.loads((folder / "config.json").read_text()))
+    for sample in [*SAMPLES, *(random_text(seed) for seed in range(20))]:
+        tokens = theirs.encode(sample, add_special_tokens=False)
+        assert ours.encode(sample) == tokens
+        assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
+    for messages in MESSAGES:
+        for thinking in (False, True):
+            prompt = theirs.apply_chat_template(
+                messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+            )
+            assert ours.prompt(messages, thinking=thinking) == prompt
+    assert ours.vocabulary() == theirs.get_vocab()
+    assert ours.prompt_tokens("Hi") == theirs.encode("Hi", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('only\nusers') }}", "refuses these messages: only users"),
+        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses these messages"),  # sandboxed
+    ],
+)
+def test_refusals_are_one_line(source: str, message: str) -> None:
+    with pytest.raises(InvalidValue, match=message) as caught:
+        ChatTemplate(source, {}).render(MESSAGES[0], thinking=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="does not compile"):
+        ChatTemplate("{% for %}", {})
+    with pytest.raises(InvalidValue, match="no chat template"):
+        TEXTS["byte_level"].prompt(MESSAGES[0])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        read_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "A{{ bos_token }}", "bos_token": "<s>"}}, "A<s>"),
+        ({"tokenizer_config.json": {"chat_template": "A"}, "chat_template.jinja": "B"}, "B"),
+        ({"chat_template.json": {"chat_template": "C"}}, "C"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "D"}]}}, "D"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "E"}]}}, "E"),
+        ({"tokenizer_config.json": {"chat_template": {"other": "F"}}}, "F"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": n, "template": n} for n in "ab"]}}, None),
+        ({"additional_chat_templates/tool_use.jinja": "G", "chat_template.jinja": "H"}, "H"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": "{{ eos_token }}",
+                    "eos_token": {"content": "<e>"},
+                    "added_tokens_decoder": {},
+                },
+                "special_tokens_map.json": {"eos_token": "<old>"},
+            },
+            "<e>",
+        ),
+        (
+            {
+                "tokenizer_config.json": {"chat_template": "{{ eos_token }}", "eos_token": "<new>"},
+                "special_tokens_map.json": {"eos_token": {"content": "<e>"}},
+            },
+            "<e>",
+        ),
+        ({}, None),
+    ],
+)
+def test_where_templates_are(tmp_path: Path, files: dict, expected: str | None) -> None:
+    write(tmp_path, files)
+    template = read_template(tmp_path)
+    assert (template and template.render([], thinking=False)) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config.json": {
+                "chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+            }
+        },
+        {"chat_template.jinja": "D", "additional_chat_templates/tool_use.jinja": "T"},
+        {"tokenizer_config.json": {"chat_template": "D"}, "chat_templates/tool_use.jinja": "T"},
+    ],
+)
+def test_the_template_for_tools(tmp_path: Path, files: dict) -> None:
+    write(tmp_path, files)
+    template = read_template(tmp_path)
+    assert template is not None
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.render([], thinking=False) == "D"
+    assert template.render([], thinking=False, tools=[tool]) == "T"
+
+
+def write(folder: Path, files: dict) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
