@@ -29,9 +29,9 @@ import mlx.core as mx
 import numpy as np
 from timing import finish, parser, table
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from virtual_clock import CURVES, PLAIN_SECONDS, Answer, Curve, Device, ModelDrafter, make_text
+from support.virtual_clock import CURVES, PLAIN_SECONDS, Answer, Curve, Device, ModelDrafter, make_text
 
 from mlx_spec import load
 from mlx_spec.drafters.ahead import fan_out

@@ -30,9 +30,9 @@ from mlx_spec.distributed.ranks import Ranks, join
 from mlx_spec.hub import find
 from mlx_spec.load import draft_for
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from rank_processes import launched
+from support.rank_processes import launched
 
 # One thread for each process, and no new pages for every pass: malloc gives large blocks back at once.
 ENVIRONMENT = {

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 from timing import finish, parser, table
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
+from support.virtual_clock import CURVES, PLAIN_SECONDS, Device, ModelDrafter, decode, make_text
 
 from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.batch import BatchPolicies

@@ -33,9 +33,9 @@ import numpy as np
 from arms import PROMPTS, Prompt, read_prompts
 from timing import finish, parser, table
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from virtual_clock import CURVES, PLAIN_SECONDS, Device, VirtualDrafter, decode
+from support.virtual_clock import CURVES, PLAIN_SECONDS, Device, VirtualDrafter, decode
 
 from mlx_spec import load
 from mlx_spec.decode.round import prefill

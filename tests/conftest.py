@@ -26,7 +26,7 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
     """Return what converts the trained pair of a family, once: to its folder and its manifest."""
-    from drafting import TRAINED, prove
+    from support.drafting import TRAINED, prove
 
     @cache
     def made(family: str) -> tuple[Path, dict[str, Any]]:

@@ -15,8 +15,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from checkpoints import edit_config
-from endpoint import DEMO, Stub, listening
+from support.checkpoints import edit_config
+from support.endpoint import DEMO, Stub, listening
 
 from mlx_spec import demo
 from mlx_spec.apps import launch

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from checkpoints import edit_config
-from screen import GOLDEN
+from support.checkpoints import edit_config
+from support.screen import GOLDEN
 
 from mlx_spec.apps.chat import models
 

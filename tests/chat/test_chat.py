@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from screen import GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen
-from waiting import wait_until
+from support.screen import GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen
+from support.waiting import wait_until
 
 from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState

@@ -22,7 +22,7 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
-from screen import GOLDEN, LIMIT
+from support.screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation as files
 from mlx_spec.apps.chat.answer import details, status_line

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hub_stand_in import ASSISTANT, E2B, serving
 from huggingface_hub import constants
-from screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
-from waiting import wait_until
+from support.hub_stand_in import ASSISTANT, E2B, serving
+from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
+from support.waiting import wait_until
 
 from mlx_spec.apps.chat import models, repl
 from mlx_spec.apps.chat.arguments import Options

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import sparse
+from support import sparse
 
 from mlx_spec.checkpoint.config import context_length, has_weights, read_checkpoint, read_headers, vocab_size
 from mlx_spec.checkpoint.headers import INDEX, choose_files

@@ -16,15 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny
-from checkpoints import full_disk, read
-from drafting import converted
-from gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
-from lossless import emitted
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text, qwen2
 from mlx_lm.utils import dequantize_model, load_model
-from vocabularies import byte_level
+from support import tiny
+from support.checkpoints import full_disk, read
+from support.drafting import converted
+from support.gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
+from support.lossless import emitted
+from support.vocabularies import byte_level
 
 from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor
 from mlx_spec.convert.selftest import load_lazily

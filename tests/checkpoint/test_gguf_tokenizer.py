@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from gguf_files import tokenizer_metadata
+from support.gguf_files import tokenizer_metadata
+from support.vocabularies import ROOT, SAMPLES, byte_level, random_text
 from tokenizers import Tokenizer, normalizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
     convert_gguf_tokenizer,
 )
-from vocabularies import ROOT, SAMPLES, byte_level, random_text
 
 from mlx_spec.checkpoint.gguf_cuts import COMPOSED, CUTS, WITH_BOS
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer

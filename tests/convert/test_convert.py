@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import drafting
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import synthetic
-from checkpoints import edit_tensors, read, split, stored
-from fitted import largest
-from lossless import emitted
 from mlx_lm.utils import load_model
+from support import drafting, synthetic
+from support.checkpoints import edit_tensors, read, split, stored
+from support.fitted import largest
+from support.lossless import emitted
 from test_load import exchanged
 
 import mlx_spec

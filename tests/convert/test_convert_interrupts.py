@@ -8,10 +8,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from checkpoints import full_disk
-from commands import run
+from support.checkpoints import full_disk
+from support.commands import run
+from support.waiting import wait_until
 from test_convert import GOLDEN, converted
-from waiting import wait_until
 
 from mlx_spec.checkpoint import files
 from mlx_spec.checkpoint.files import new_folder

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
-from checkpoints import edit_config, edit_tensors
-from commands import run
 from mlx_lm.models.gemma4 import Model as Gemma4
+from support.checkpoints import edit_config, edit_tensors
+from support.commands import run
 from test_convert import GOLDEN, converted, refusal
 
 import mlx_spec

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-import synthetic
-from synthetic import Checkpoint
+from support import synthetic
+from support.synthetic import Checkpoint
 
 from mlx_spec.convert.families import FAMILIES, Converted, family_of
 from mlx_spec.convert.parts import convert_drafter, family_or_model

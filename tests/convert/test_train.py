@@ -14,11 +14,11 @@ from unittest.mock import Mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import full_disk
-from commands import run
 from mlx.utils import tree_flatten
+from support.checkpoints import full_disk
+from support.commands import run
+from support.vocabularies import byte_level
 from tokenizers import processors
-from vocabularies import byte_level
 
 import mlx_spec
 from mlx_spec.checkpoint.config import read_config

@@ -10,9 +10,8 @@ from itertools import accumulate, count
 
 import mlx.core as mx
 import pytest
-import random_sources
-import tiny
-from lossless import Scripted, plain
+from support import random_sources, tiny
+from support.lossless import Scripted, plain
 
 from mlx_spec.decode.round import RunningSequence
 from mlx_spec.decode.scheduler import Batch

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import chi_square
 import numpy as np
 import pytest
-import random_sources
-from exact_distribution import (
+from support import chi_square, random_sources
+from support.exact_distribution import (
     COUNT,
     FILTERED,
     GENERATIONS,

@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import synthetic
-import tiny
-from checkpoints import edit_config, edit_tensors, read, split, to_float32
-from lossless import mlx_lm_greedy
 from mlx.utils import tree_flatten
+from support import synthetic, tiny
+from support.checkpoints import edit_config, edit_tensors, read, split, to_float32
+from support.lossless import mlx_lm_greedy
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import fitted
 import mlx.nn as nn
 import pytest
-import random_sources
-import tiny
-from grammars import byte_text
-from lossless import Scripted, emitted, first_difference, lengths, plain, rounds
-from virtual_clock import CURVES, PLAIN_SECONDS
+from support import fitted, random_sources, tiny
+from support.grammars import byte_text
+from support.lossless import Scripted, emitted, first_difference, lengths, plain, rounds
+from support.virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.decode.round import PREFILL_STEP
 from mlx_spec.drafters import DrafterSource

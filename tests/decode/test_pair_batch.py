@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from lossless import emitted
+from support.lossless import emitted
 
 import mlx_spec
 from mlx_spec.decode import Batch

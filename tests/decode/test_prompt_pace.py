@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import tiny
-from lossless import Scripted
+from support import tiny
+from support.lossless import Scripted
 
 from mlx_spec.decode.pace import MAX_PAUSE_S, MAX_WAIT_S, MIN_CHUNK, PromptPace
 from mlx_spec.decode.round import PREFILL_STEP, RunningSequence

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
-import tiny
-from lossless import (
+from support import tiny
+from support.lossless import (
     GREEDY,
     Listed,
     Scripted,

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-import tiny
-from lossless import plain
+from support import tiny
+from support.lossless import plain
 
 from mlx_spec.decode.round import RunningSequence
 from mlx_spec.decode.scheduler import Batch, Entry

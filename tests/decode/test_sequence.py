@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny
+from support import tiny
 from test_session import KINDS, alone, make_pair
 
 from mlx_spec.decode.round import decode

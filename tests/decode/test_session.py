@@ -9,8 +9,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny
-from lossless import plain
+from support import tiny
+from support.lossless import plain
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_spec.drafters import DrafterSource

@@ -17,11 +17,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import rank_program
-import tiny
 from mlx.utils import tree_flatten
-from rank_processes import launched
-from waiting import wait_until
+from support import rank_program, tiny
+from support.rank_processes import launched
+from support.waiting import wait_until
 
 import mlx_spec
 from mlx_spec import demo
@@ -156,7 +155,7 @@ def test_a_rank_that_is_busy_when_rank_0_ends_ends_without_an_error(tmp_path: Pa
 def test_an_error_begins_a_line_of_its_own() -> None:
     """The ring of MLX prints its errors in pieces, and ours may come between two of them."""
     script = (
-        "import os; from mlx_spec.model import ranks; os.write(2, b'ring'); ranks._end('rank 1 was lost')"
+        "import os; from mlx_spec.distributed import ranks; os.write(2, b'ring'); ranks._end('rank 1 was lost')"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     assert error_of(process, START_S) == "mlx-spec: rank 1 was lost"

@@ -19,20 +19,16 @@ from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
-import chi_square
-import exact_distribution
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import random_sources
 import test_retokenized
-import tiny
-from exact_distribution import PLAIN, V
-from lossless import emitted
 from mlx.utils import tree_map
-from waiting import wait_until
+from support import chi_square, exact_distribution, lossless, random_sources, tiny
+from support.exact_distribution import PLAIN, V
+from support.lossless import emitted
+from support.waiting import wait_until
 
 from mlx_spec.decode import Batch
 from mlx_spec.decode.round import RunningSequence, generate

@@ -8,16 +8,16 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import drafting
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from drafting import K, drafted
-from fitted import largest
-from lossless import emitted, mlx_lm_greedy, plain, rounds
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from synthetic import Checkpoint
+from support import drafting
+from support.drafting import K, drafted
+from support.fitted import largest
+from support.lossless import emitted, mlx_lm_greedy, plain, rounds
+from support.synthetic import Checkpoint
 
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source

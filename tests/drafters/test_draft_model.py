@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import fitted
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import tiny
-from checkpoints import read
-from drafting import drafted
-from fitted import Recorder, largest
-from lossless import count_calls
+from support import fitted, tiny
+from support.checkpoints import read
+from support.drafting import drafted
+from support.fitted import Recorder, largest
+from support.lossless import count_calls
 from test_load import save
 
 from mlx_spec.drafters import open_drafter

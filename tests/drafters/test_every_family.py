@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import drafting
-import fitted
-import lossless
 import mlx.core as mx
 import pytest
-import random_sources
-import tiny
-from checkpoints import edit_tensors
-from drafting import emitted
-from exact_distribution import FILTERED, control_excess, drafted_excess, law_target, seeded
-from fitted import MADE, largest, logits_of, opened, random_rows, replay
+from support import drafting, fitted, lossless, random_sources, tiny
+from support.checkpoints import edit_tensors
+from support.drafting import emitted
+from support.exact_distribution import FILTERED, control_excess, drafted_excess, law_target, seeded
+from support.fitted import MADE, largest, logits_of, opened, random_rows, replay
 from test_session import TEMPLATE, TOKENIZER
 
 import mlx_spec

@@ -9,16 +9,16 @@ import weakref
 from functools import cache
 from pathlib import Path
 
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import read, stored
-from drafting import quantize
-from fitted import largest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
-from synthetic import Checkpoint
+from support import lossless
+from support.checkpoints import read, stored
+from support.drafting import quantize
+from support.fitted import largest
+from support.synthetic import Checkpoint
 
 import mlx_spec
 from mlx_spec.drafters import FAMILIES, DrafterSource, open_drafter

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import lossless
 import mlx.core as mx
 import pytest
+from support import lossless
 
 from mlx_spec.drafters.model_free import (
     MAX_PLACES,

@@ -7,17 +7,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import by_hand
-import fitted
-import lossless
 import mlx.core as mx
 import numpy as np
 import pytest
-import synthetic
-import tiny
-from by_hand import Shape, array, norm
-from fitted import largest, logits_of, opened, random_rows, replay
-from synthetic import Checkpoint
+from support import by_hand, fitted, lossless, synthetic, tiny
+from support.by_hand import Shape, array, norm
+from support.fitted import largest, logits_of, opened, random_rows, replay
+from support.synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.dflash import DFlash

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import lossless
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import tiny
+from support import lossless, tiny
+from support.vocabularies import byte_level
 from test_load import refused, save
 from test_session import TEMPLATE
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from vocabularies import byte_level
 
 import mlx_spec.drafters.retokenized as module
 from mlx_spec.decode import round as engine

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import fitted
-import grammars
-import lossless
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
-from drafting import QUESTIONS
-from fitted import opened
+from support import fitted, grammars, lossless, tiny
+from support.drafting import QUESTIONS
+from support.fitted import opened
 from test_logprobs import recorded
 
 from mlx_spec import load

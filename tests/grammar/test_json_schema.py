@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammars import END, STOP, compiled, row
+from support.grammars import END, STOP, compiled, row
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Matcher

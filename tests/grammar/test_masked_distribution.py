@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
-from exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, seeded, unseeded
-from grammars import byte_text, language, next_letters
-from lossless import Scripted
+from support import chi_square
+from support.exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, seeded, unseeded
+from support.grammars import byte_text, language, next_letters
+from support.lossless import Scripted
 
 from mlx_spec.drafters.model_free import GrammarFilter, Lookup
 from mlx_spec.grammar import Matcher

@@ -8,13 +8,25 @@ import random
 import resource
 from dataclasses import replace
 
-import grammars
 import jsonschema
 import mlx.core as mx
 import pytest
-from grammars import CLOSE, END, NAMES, OPEN, STOP, V, byte_text, compiled, next_letters, row, tokens_of
 from schemas import Draws
-from vocabularies import MARKED, marked
+from support import grammars
+from support.grammars import (
+    CLOSE,
+    END,
+    NAMES,
+    OPEN,
+    STOP,
+    V,
+    byte_text,
+    compiled,
+    next_letters,
+    row,
+    tokens_of,
+)
+from support.vocabularies import MARKED, marked
 
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import platformdirs
 import pytest
-import sparse
-from hub_stand_in import ASSISTANT, E2B, Hub, serving
 from huggingface_hub import constants
+from support import sparse
+from support.hub_stand_in import ASSISTANT, E2B, Hub, serving
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from commands import run
-from hub_stand_in import ASSISTANT, COMMIT, E2B, ROOT, Hub
 from huggingface_hub import constants
-from waiting import wait_until
+from support.commands import run
+from support.hub_stand_in import ASSISTANT, COMMIT, E2B, ROOT, Hub
+from support.waiting import wait_until
 
 from mlx_spec import hub
 from mlx_spec.checkpoint.config import check_weights

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sparse
-from commands import run
-from hub_stand_in import ROOT, Hub
 from huggingface_hub import constants
+from support import sparse
+from support.commands import run
+from support.hub_stand_in import ROOT, Hub
 
 import mlx_spec
 from mlx_spec.apps import models

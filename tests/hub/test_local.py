@@ -12,10 +12,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import sparse
-from commands import run
-from hub_stand_in import ASSISTANT, E2B, ROOT
 from mlx_lm.utils import MODEL_REMAPPING
+from support import sparse
+from support.commands import run
+from support.hub_stand_in import ASSISTANT, E2B, ROOT
 
 from mlx_spec import hub
 from mlx_spec.checkpoint import families

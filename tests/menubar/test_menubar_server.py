@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import LIMIT, wait_until
+from support.waiting import LIMIT, wait_until
 
 from mlx_spec.apps.menubar import app as menu_app
 from mlx_spec.apps.menubar import macos, parse, server_process

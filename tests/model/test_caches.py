@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import tiny
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
+from support import tiny
 from tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable

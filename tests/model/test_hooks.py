@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
-import tiny
 from mlx.utils import tree_flatten
+from support import tiny
 
 from mlx_spec.model import hooks
 from mlx_spec.model.hooks import Capture, EagerLayer

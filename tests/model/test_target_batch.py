@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import tiny
+from support import tiny
 
 from mlx_spec.model import layer_caches
 from mlx_spec.model.caches import FIRST_LANES, Caches

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny
-from fitted import largest
 from mlx_lm.models import ministral3, rope_utils
+from support import tiny
+from support.fitted import largest
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget

@@ -8,7 +8,15 @@ from collections import Counter
 
 import policy as benchmark
 import pytest
-from virtual_clock import CURVES, PLAIN_SECONDS, Device, LookupDrafter, ModelDrafter, decode, make_text
+from support.virtual_clock import (
+    CURVES,
+    PLAIN_SECONDS,
+    Device,
+    LookupDrafter,
+    ModelDrafter,
+    decode,
+    make_text,
+)
 
 from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.adaptive import BUFFER, ENOUGH_TOKENS, FIRST_RISK

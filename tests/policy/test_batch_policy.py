@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from virtual_clock import CURVES, PLAIN_SECONDS
+from support.virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.policy import FixedPolicy, Table

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from virtual_clock import CURVES, PLAIN_SECONDS, Curve, Device, decode
+from support.virtual_clock import CURVES, PLAIN_SECONDS, Curve, Device, decode
 
 from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.adaptive import BUFFER, EPSILON, Account

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-from virtual_clock import CURVES, PLAIN_SECONDS
+from support.virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.policy import BadCosts, Table
 from mlx_spec.policy.costs import CONTEXT_STEP, CostModel, Costs

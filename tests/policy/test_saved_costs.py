@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from virtual_clock import CURVES
+from support.virtual_clock import CURVES
 
 from mlx_spec.checkpoint.config import fingerprint
 from mlx_spec.errors import Mismatch, NotFound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from virtual_clock import CURVES, Device, decode, make_text
+from support.virtual_clock import CURVES, Device, decode, make_text
 
 from mlx_spec.decode.round import generate
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy

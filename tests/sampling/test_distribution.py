@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from exact_distribution import (
+from support.exact_distribution import (
     FEW,
     FILTERED,
     PLAIN,
@@ -22,7 +22,7 @@ from exact_distribution import (
     seeded,
     unseeded,
 )
-from lossless import Scripted, emitted, first_difference, rounds
+from support.lossless import Scripted, emitted, first_difference, rounds
 
 from mlx_spec.drafters.model_free import Lookup
 from mlx_spec.model.target import LMTarget

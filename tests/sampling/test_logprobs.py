@@ -6,15 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import grammars
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny
-from exact_distribution import reference as distribution
-from grammars import byte_text
-from lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
+from support import grammars, tiny
+from support.exact_distribution import reference as distribution
+from support.grammars import byte_text
+from support.lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
 from mlx_spec.decode import round as engine
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED

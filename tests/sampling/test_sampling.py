@@ -10,12 +10,12 @@ import itertools
 import math
 from typing import Any
 
-import chi_square
 import mlx.core as mx
 import numpy as np
 import pytest
-from exact_distribution import reference
 from mlx_lm.sample_utils import make_repetition_penalty
+from support import chi_square
+from support.exact_distribution import reference
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling, Seeded, Unseeded

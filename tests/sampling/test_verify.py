@@ -9,7 +9,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import BELOW_ONE, KINDS, Array, Levels, emitted, error, normalised, trees
+from support.enumeration import BELOW_ONE, KINDS, Array, Levels, emitted, error, normalised, trees
 
 from mlx_spec.model.tree import tree_of
 from mlx_spec.sampling import verify

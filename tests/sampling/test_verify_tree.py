@@ -13,8 +13,8 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from enumeration import Array, Drafts, Guess, Levels, error, normalised, trees
-from exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
+from support.enumeration import Array, Drafts, Guess, Levels, error, normalised, trees
+from support.exact_distribution import FILTERED, PLAIN, V, excess, seeded, unseeded
 
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling import verify

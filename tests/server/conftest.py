@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from endpoint import Place, Stub, place_of
+from support.endpoint import Place, Stub, place_of
 
 
 @pytest.fixture

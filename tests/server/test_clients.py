@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import httpx2
 import pytest
-import served
-from endpoint import CHAT, RESPONSES, TEXT, events_of, frames, serving, settled
+from support import served
+from support.endpoint import CHAT, RESPONSES, TEXT, events_of, frames, serving, settled
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")

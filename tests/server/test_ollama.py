@@ -9,10 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import served
-from endpoint import ANSWER, CALLS, CONVERSATION, DEMO, HELLO, SHUTDOWN, TURN, Stub, fresh, shared, stubbed
 from starlette.testclient import TestClient
-from waiting import wait_until
+from support import served
+from support.endpoint import (
+    ANSWER,
+    CALLS,
+    CONVERSATION,
+    DEMO,
+    HELLO,
+    SHUTDOWN,
+    TURN,
+    Stub,
+    fresh,
+    shared,
+    stubbed,
+)
+from support.waiting import wait_until
 
 from mlx_spec.apps.server import engine_thread, http
 from mlx_spec.apps.server.answers import Finished

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, fresh, parsed, refused, stubbed
+from support.endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, fresh, parsed, refused, stubbed
 
 from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings

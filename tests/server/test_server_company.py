@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 import pytest
-from checkpoints import to_float32
-from endpoint import serving
-from waiting import wait_until
+from support.checkpoints import to_float32
+from support.endpoint import serving
+from support.waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from endpoint import CLOSED, TEXT, TOKENS, fresh, parsed, refused
+from support.endpoint import CLOSED, TEXT, TOKENS, fresh, parsed, refused
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptRead, TextDelta
 from mlx_spec.apps.server.openai_completions import logprobs_json

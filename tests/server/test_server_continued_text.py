@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from endpoint import TEXT, Endpoint, stubbed
-from served import working
+from support.endpoint import TEXT, Endpoint, stubbed
+from support.served import working
+from support.vocabularies import ROOT, metaspace
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from vocabularies import ROOT, metaspace
 
 import mlx_spec
 from mlx_spec.apps.server.preparation import _raw_tokens

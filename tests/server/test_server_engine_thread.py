@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import served
-from served import (
+from support import served
+from support.served import (
     DEMO,
     ENDLESS,
     QUESTION,
@@ -28,8 +28,8 @@ from served import (
     wait_until_idle,
     working,
 )
+from support.waiting import wait_until
 from test_session import make_pair
-from waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server import models, tool_grammar
@@ -543,7 +543,7 @@ def test_an_error_fails_one_request(
     assert body(answer(engine, request)) == body(answer(plain, request))
 
 
-@pytest.mark.parametrize("place", ["engine.Group.step", "batch.scheduler.Batch._regroup"])
+@pytest.mark.parametrize("place", ["decode.round.Group.step", "decode.scheduler.Batch._regroup"])
 def test_an_error_of_a_pass_ends_those_in_it(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, fresh, said, shared, stubbed
-from served import working
+from support.endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, fresh, said, shared, stubbed
+from support.served import working
+from support.vocabularies import ROOT, byte_level, sentencepiece_like
 from tokenizers import Tokenizer, processors
-from vocabularies import ROOT, byte_level, sentencepiece_like
 
 from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error

@@ -6,8 +6,8 @@ import asyncio
 from functools import cache
 
 import pytest
-from endpoint import CHAT, DEMO, HELLO, Stub, error_of, stubbed
 from starlette.testclient import TestClient
+from support.endpoint import CHAT, DEMO, HELLO, Stub, error_of, stubbed
 
 from mlx_spec.apps.server.settings import Settings, parse
 

@@ -17,8 +17,20 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from endpoint import BODIES, CHAT, DEMO, HELLO, MESSAGES, RESPONSES, TEXT, Stub, error_of, fresh, stubbed
-from waiting import LIMIT, wait_until
+from support.endpoint import (
+    BODIES,
+    CHAT,
+    DEMO,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    Stub,
+    error_of,
+    fresh,
+    stubbed,
+)
+from support.waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import app, main, security

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, MESSAGES, TURN, Place, Stub, said
+from support.endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, MESSAGES, TURN, Place, Stub, said
 
 anthropic = pytest.importorskip("anthropic")
 from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402

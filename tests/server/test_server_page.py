@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from endpoint import Stub, error_of, fresh, stubbed
+from support.endpoint import Stub, error_of, fresh, stubbed
 
 from mlx_spec.apps.server import page
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
-from waiting import wait_until
+from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
+from support.waiting import wait_until
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings

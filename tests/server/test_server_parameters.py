@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from endpoint import (
+from support.endpoint import (
     BODIES,
     CHAT,
     DEMO,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import tiny
+from support import tiny
 from test_sequence import generate
 from test_session import alone, make_pair
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-import random_sources
-import tiny
-from served import DEMO, answer, body, closed, working
-from served import raw as raw_request
+from support import random_sources, tiny
+from support.served import DEMO, answer, body, closed, working
+from support.served import raw as raw_request
 from test_session import KINDS, MODELS, alone, make_pair
 
 from mlx_spec.apps.server import prefix_cache

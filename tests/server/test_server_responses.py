@@ -6,7 +6,18 @@ import logging
 from typing import Any
 
 import pytest
-from endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, RESPONSES, TURN, Place, Stub, said, settled
+from support.endpoint import (
+    ARGUMENTS,
+    BODIES,
+    CLOSED,
+    CONVERSATION,
+    RESPONSES,
+    TURN,
+    Place,
+    Stub,
+    said,
+    settled,
+)
 
 from mlx_spec.apps.server import parameters
 from mlx_spec.apps.server.answers import ChoiceEnded, TextDelta, ToolCall

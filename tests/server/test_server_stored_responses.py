@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from endpoint import (
+from support.endpoint import (
     DEMO,
     READ,
     RESPONSES,
@@ -25,7 +25,7 @@ from endpoint import (
     shared,
     stubbed,
 )
-from waiting import wait_until
+from support.waiting import wait_until
 
 from mlx_spec.apps.server import stored_responses
 from mlx_spec.apps.server.answers import Failed

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from endpoint import (
+from support.endpoint import (
     ANSWER,
     CHAT,
     CLOSED,
@@ -31,7 +31,7 @@ from endpoint import (
     said,
     stubbed,
 )
-from waiting import wait_until
+from support.waiting import wait_until
 
 from mlx_spec.apps.server import http
 from mlx_spec.apps.server.answers import Event, PromptProgress, PromptRead, TextDelta, Timings, timings_json

@@ -6,10 +6,10 @@ import json
 import random
 import re
 
-import call_texts
 import pytest
-from call_texts import SYNTAX, WRITERS, described, parse
-from endpoint import CHAT, MESSAGES, RESPONSES, fresh
+from support import call_texts
+from support.call_texts import SYNTAX, WRITERS, described, parse
+from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_spec import demo

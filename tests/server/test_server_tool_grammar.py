@@ -9,8 +9,8 @@ import random
 import re
 from dataclasses import replace
 
-import call_texts
 import pytest
+from support import call_texts
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_spec import demo

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from vocabularies import HARMONY, marked
+from support.vocabularies import HARMONY, marked
 
 from mlx_spec.apps.server.answers import TextDelta, ToolCall
 from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse

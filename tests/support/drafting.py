@@ -12,10 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import read, stored
-from fitted import MADE, Recorder
-from lossless import GREEDY, emitted
-from synthetic import Checkpoint
 
 import mlx_spec
 from mlx_spec.cli.progress import StageProgress
@@ -30,6 +26,10 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Features, Round
+from support.checkpoints import read, stored
+from support.fitted import MADE, Recorder
+from support.lossless import GREEDY, emitted
+from support.synthetic import Checkpoint
 
 K = 4
 

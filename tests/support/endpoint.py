@@ -13,7 +13,6 @@ from typing import Any
 import httpx2
 import uvicorn
 from starlette.testclient import TestClient
-from waiting import LIMIT
 
 from mlx_spec.apps.server.answers import (
     ChoiceEnded,
@@ -37,6 +36,7 @@ from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Reason, TokenLogprob
+from support.waiting import LIMIT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -11,11 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 
-import chi_square
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from lossless import Scripted, emitted
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
@@ -26,6 +24,8 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling, Unseeded
 from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler
+from support import chi_square
+from support.lossless import Scripted, emitted
 
 V = 8
 PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1

@@ -10,16 +10,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import synthetic
-import tiny
-from checkpoints import read
 from mlx.utils import tree_flatten
-from synthetic import Checkpoint, D, target_config
 
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.types import Drafter, Features
+from support import synthetic, tiny
+from support.checkpoints import read
+from support.synthetic import Checkpoint, D, target_config
 
 HEADS, GROUPS, HEAD, LAYER = synthetic.HEADS, synthetic.GROUPS, synthetic.HEAD, synthetic.LAYER
 dflash, medusa, peagle = synthetic.dflash, synthetic.medusa, synthetic.peagle

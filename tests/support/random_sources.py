@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import tiny
 from mlx.utils import tree_map
 
 from mlx_spec.drafters import DrafterSource
@@ -19,6 +18,7 @@ from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.types import FeatureSpec
+from support import tiny
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 2,

@@ -15,7 +15,7 @@ import termios
 import time
 from pathlib import Path
 
-from waiting import LIMIT
+from support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "e2b"

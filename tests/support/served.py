@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-from waiting import wait_until
-
 from mlx_spec.apps.server import models
 from mlx_spec.apps.server.answers import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall
 from mlx_spec.apps.server.engine_thread import EngineThread, Job
@@ -19,6 +17,7 @@ from mlx_spec.apps.server.models import Loader, load_served
 from mlx_spec.apps.server.request import Chat, GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
+from support.waiting import wait_until
 
 TIMEOUT_S = 60  # for an event
 DEMO = Settings(models=(ServedModel("demo", "demo", num_draft_tokens=4),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vocabularies import byte_level
+from support.vocabularies import byte_level
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Text

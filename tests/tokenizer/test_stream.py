@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
+from support.vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
 from mlx_spec.tokenizer import Text, read_text, read_tokenizer
 from mlx_spec.tokenizer.detokenizer import Detokenizer

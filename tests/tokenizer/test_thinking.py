@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
+from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 
 from mlx_spec.tokenizer import Text
 from mlx_spec.tokenizer.stream import AnswerStream

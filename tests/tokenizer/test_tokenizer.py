@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
 from tokenizers import Tokenizer, decoders, models, processors
-from vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer import Text, read_text, read_tokenizer

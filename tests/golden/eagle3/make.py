@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "support"))
-from by_hand import Shape, array, attention, finish, norm  # noqa: E402
-from checkpoints import Tensors, read, stored  # noqa: E402
+sys.path.insert(0, str(HERE.parents[1]))
+from support.by_hand import Shape, array, attention, finish, norm  # noqa: E402
+from support.checkpoints import Tensors, read, stored  # noqa: E402
 
 K, CAPTURE = 4, (1, 3, 4)  # tokens drafted in each round; outputs: the inputs of layers 2, L // 2 and L - 3
 CONFIG, FACTS = read(HERE / "llama"), read(HERE, "golden.json")
