@@ -25,7 +25,7 @@ CASES = {
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (  # slower, or in need of more
-    "architectures server_checks server_load pictures restart saved_checkpoints smollm2 unchanged"
+    "gguf_files architectures server_checks server_load pictures restart saved_checkpoints smollm2 unchanged"
 ).split()
 
 Run = Callable[..., str]
