@@ -41,7 +41,7 @@ from .settings import Settings
 
 ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
-EVENT_STREAM, JSON_LINES = "tokenizer/event-stream", "application/x-ndjson"
+EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 # Beginnings of paths that clients know from others -> why there is nothing.
 NOT_HERE = {

@@ -75,7 +75,7 @@ def client(server: httpx2.Client) -> Iterator[Any]:
 def chunks(server: httpx2.Client, body: dict[str, Any]) -> list[ChatCompletionChunk]:
     """A stream, every chunk checked by type."""
     reply = server.post(CHAT, json=body | {"stream": True})
-    assert reply.status_code == 200 and reply.headers["content-type"].startswith("tokenizer/event-stream")
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
     *events, last = events_of(reply.text)
     assert last == "[DONE]"
     return [ChatCompletionChunk.model_validate_json(data, strict=True) for data in events]

@@ -191,7 +191,7 @@ def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monke
 def test_only_the_stream_ends_lines():
     text = "".join(map(chr, range(0x2030))) + "ü🌦"
     raw = fresh(said(text))[1].chat(stream=True)
-    assert raw.headers["content-type"].startswith("tokenizer/event-stream")
+    assert raw.headers["content-type"].startswith("text/event-stream")
     assert raw.headers["cache-control"] == "no-cache"
     assert all(line == "" or line.startswith("data: ") for line in raw.text.splitlines())
     contents = [json.loads(one)["choices"][0]["delta"].get("content", "") for one in events_of(raw.text)[:-1]]

@@ -290,7 +290,7 @@ class Place:
 
     def frames(self, **changes: Any) -> list[tuple[str | None, Any]]:
         response = self.endpoint.post(self.path, **changes, stream=True)
-        assert response.headers["content-type"].startswith("tokenizer/event-stream")
+        assert response.headers["content-type"].startswith("text/event-stream")
         return frames(response.text)
 
     def request(self, **changes: Any) -> Any:

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 TYPES = {
-    "html": "tokenizer/html; charset=utf-8",
-    "css": "tokenizer/css; charset=utf-8",
-    "js": "tokenizer/javascript; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
