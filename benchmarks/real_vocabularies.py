@@ -9,8 +9,8 @@ FOLDER is searched for two kinds of vocabularies:
   some models build another tokenizer in its place, such as GPT-2's cut for GPT-4o, and are not followed.
 
 Then each text is streamed from a random token on: the pieces have to make up the text of all tokens less the
-text of those before. So are random tokens; where they are no UTF-8, a decoder may write a character anew that
-was given already, and such streams are counted apart.
+text of those before. So are random tokens; where they are not UTF-8, a decoder may write a character anew
+that was given already, and such streams are counted apart.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Counts:
     differ: int = 0  # texts with other tokens
     streams: int = 0
     torn: int = 0  # streams that do not make up the text
-    broken: int = 0  # streams with bytes that are no UTF-8
+    broken: int = 0  # streams with bytes that are not UTF-8
     rewritten: int = 0  # those that differ from one decode
     refused: str = ""
     examples: list[str] = field(default_factory=list)

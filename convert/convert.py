@@ -49,7 +49,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
         parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
     target = open_source(options.target)
     if "model_type" not in target.config:
-        raise BadCheckpoint(f"config.json of {target.name} has no model_type: this is no target")
+        raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
     text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()

@@ -265,7 +265,7 @@ def _source(
         if sizes[0] != sizes[1]:
             raise Mismatch(
                 f"the draft model {folder} knows {sizes[0]} tokens, the target {sizes[1]}, and without its "
-                f"tokenizer nobody can tell which are the same: add its tokenizer.json; {WITHOUT}"
+                f"tokenizer it is unknown which are the same: add its tokenizer.json; {WITHOUT}"
             )
     difference = differing_token(folder, target, text)
     if difference is None:

@@ -159,7 +159,7 @@ class Pair:
             policies.use(known.at_speed_of(found), policies.measured)
 
     def check_costs(self) -> None:
-        """Measure costs again if a drafter was too dear to try. Call it while nobody waits for an answer."""
+        """Measure costs again if a drafter was too dear to try. Call it while no request waits."""
         if isinstance(self.policies, AdaptivePolicies) and self.policies.claim_check():
             self.calibrate()
 
@@ -277,7 +277,9 @@ def _as_tokens(name: str, given: Iterable[int]) -> list[int]:
     try:
         return [operator.index(token) for token in given]
     except TypeError as error:
-        raise InvalidValue(f"{name} is no list of tokens ({error}): give what encode returns") from error
+        raise InvalidValue(
+            f"{name} is not a list of token ids ({error}): give what encode returns"
+        ) from error
 
 
 def _rounds(batch: Batch) -> Iterator[tuple[int, Round]]:

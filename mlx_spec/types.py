@@ -208,7 +208,7 @@ class Sampler(Protocol):
         """
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of tokens just emitted, once; none if nobody wants them."""
+        """Return the log-probabilities of tokens just emitted, once; none if they are not wanted."""
 
 
 class DraftingSampler(Sampler, Protocol):

@@ -175,7 +175,7 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no request comes in time. uvicorn waits for the first one for ever."""
+    """A connection that is closed if no request comes in time. uvicorn waits for the first one forever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait."""
@@ -250,7 +250,7 @@ def _bind(host: str, port: int) -> socket.socket:
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     except UnicodeError as error:  # of the encoding of names
-        raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is no name; choose another --host") from error
+        raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is not a name; choose another --host") from error
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
         reason = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
@@ -278,7 +278,7 @@ def _configure_log(file: Path | None) -> None:
         handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
     except OSError as error:
         raise InvalidValue(f"the log file {file} cannot be written: {error.strerror}") from error
-    logging.raiseExceptions = False  # a full disk is no reason for a traceback with every request
+    logging.raiseExceptions = False  # a full disk does not justify a traceback with every request
     prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
     handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
     for name in LOGGERS:

@@ -194,7 +194,7 @@ class EngineThread:
         self._models.expire(wanted | self._busy())
 
     def _check_costs(self) -> None:
-        """Measure doubtful costs again while nobody waits."""
+        """Measure doubtful costs again while no request waits."""
         with self._changed:
             is_idle = not self._running and not self._pending()
         if is_idle:

@@ -96,7 +96,7 @@ def internal_error() -> Failure:
 
 
 def hung_up() -> Failure:
-    """Return the failure of a request whose client hung up: 499, which nobody reads."""
+    """Return the failure of a request whose client hung up: 499, which no client reads."""
     return Failure(499, "the client hung up", code="disconnected")
 
 

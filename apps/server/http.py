@@ -93,7 +93,7 @@ def _start_waking() -> None:
     def wake() -> None:
         while True:
             loop, function = _loop_calls.get()
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed: no client listens
                 loop.call_soon_threadsafe(function)
 
     threading.Thread(target=wake, name="mlx_spec waking", daemon=True).start()
@@ -153,7 +153,7 @@ async def read_events(
         while not isinstance(event, Finished | Failed):
             event = await queue.get()
             if not request.shows_thinking and isinstance(event, TextDelta) and event.kind == "thinking":
-                event = TextDelta(event.index, "thinking", "")  # time passes, but it is no silence
+                event = TextDelta(event.index, "thinking", "")  # time passes, but it is not silent
             yield event
     finally:
         job.cancel()

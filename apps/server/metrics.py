@@ -246,7 +246,7 @@ class RequestCounter:
 
     app: ASGIApp
     metrics: Metrics
-    paths: frozenset[str]  # as declared; a path that a client made up is no label
+    paths: frozenset[str]  # as declared; a path that a client made up is not a label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -80,7 +80,7 @@ class LoadedModel:
         return self.prefix_cache.nbytes + self.batch.nbytes
 
     def has_room(self, tokens: int, unread: int) -> bool:
-        """Return True if a prompt of so many tokens fits beside what runs. Alone it always may try.
+        """Return True if a prompt of `tokens` tokens fits beside what runs. Alone it always may try.
 
         `unread` are the tokens of prompts that have begun and are to be read.
         """
@@ -196,7 +196,7 @@ class Models:
         return loaded
 
     def expire(self, busy: Set[str]) -> None:
-        """Unload the models that nobody has used for their `idle_seconds`; those that are busy are in use."""
+        """Unload the models that no request has used for their `idle_seconds`. `busy` ones are in use."""
         now = time.monotonic()
         for name in busy & self._loaded.keys():
             self._loaded[name].last_used = now

@@ -181,7 +181,7 @@ def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, p
     for name, limit in given.items():
         if limit < least and limit not in NO_LIMIT:
             field = place + name
-            raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 is no limit", field)
+            raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 sets no limit", field)
     limits = set(given.values()) - set(NO_LIMIT)
     return min(limits, default=None) if given else default
 

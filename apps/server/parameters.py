@@ -22,7 +22,7 @@ from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 from .thinking_fields import Effort
 
-MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but nobody lists that many by hand
+MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but users list few by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
 # Fields that `Sampling` has by the same names.
@@ -120,7 +120,7 @@ class OpenFields(Fields):
     """An object whose unknown fields `check_unknown` judges."""
 
     model_config = ConfigDict(extra="allow")
-    takes_unknown: ClassVar[bool] = False  # one that is not known has no effect, and is no error
+    takes_unknown: ClassVar[bool] = False  # one that is not known has no effect, and is not an error
 
 
 class JsonSchema(Fields):
@@ -250,14 +250,14 @@ def start_request(
 
 
 def parse_duration(given: Any) -> float | None:
-    """Return the seconds of a duration such as "5m" or 300; less than 0 is for ever. Raises Failure (400)."""
+    """Return the seconds of a duration such as "5m" or 300; less than 0 is forever. Raises Failure (400)."""
     if given is None:
         return None
     text = str(given)
     digits = text.removeprefix("-")
     parts = DURATION.findall(digits)
     if not parts or "".join(map("".join, parts)) != digits:
-        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for ever"
+        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for no end"
         raise invalid(message, "keep_alive")
     seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
     return math.inf if text != digits else seconds
@@ -289,7 +289,7 @@ def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
     for token in given:
         if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
             shown = token[:MAX_SHOWN_CHARS]
-            raise invalid(f"logit_bias: {shown!r} is no token id: give integers as keys", "logit_bias")
+            raise invalid(f"logit_bias: {shown!r} is not a token id: give integers as keys", "logit_bias")
     return {int(token): value for token, value in given.items()} or None
 
 

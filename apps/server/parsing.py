@@ -35,7 +35,7 @@ SURROGATES = rf"\\(?:u[dD][89abAB]{HEX}\\u[dD][c-fC-F]{HEX}|(?P<half>u[dD][89a-f
 REPLACEMENT = "\ufffd".encode()
 HALF_BYTES = re.compile(
     rb"\xed[\xa0-\xbf][\x80-\xbf]"
-)  # half a pair that is no escape; no character has these
+)  # half a pair that is not an escape; no character has these
 IN_TEXT, IN_BYTES = re.compile(SURROGATES), re.compile(SURROGATES.encode())
 
 M = TypeVar("M", bound=BaseModel)
@@ -273,13 +273,15 @@ class SchemaForm(Fields):
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
-    """Raise Failure (400) if the parameters of a tool are no JSON schema."""
+    """Raise Failure (400) if the parameters of a tool are not a JSON schema."""
     try:
         SchemaForm.model_validate(dict(schema))
     except ValidationError as error:
         place, message, _ = _first_error(error)
         problem = f"{place}: {message}" if place else message
-        raise invalid(f"tools: the parameters of {tool!r} are no JSON schema: {problem}", "tools") from error
+        raise invalid(
+            f"tools: the parameters of {tool!r} are not a JSON schema: {problem}", "tools"
+        ) from error
 
 
 # --- messages of a conversation, and what else a chat template reads
@@ -315,7 +317,7 @@ class ConversationBuilder:
     """Collects the turns of a conversation, as chat templates take them.
 
     Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, those of the model
-    stay as they were generated. Results of tools stay apart. A call whose arguments are no JSON object is
+    stay as they were generated. Results of tools stay apart. A call whose arguments are not a JSON object is
     text: a client that read a stream to its limit has such a call and sends it back.
     """
 

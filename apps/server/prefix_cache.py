@@ -150,7 +150,7 @@ class PrefixCache:
 FORMAT = 2  # of the files; raised when older ones can no longer be read
 MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
 GROWTH = 1.25  # of a sequence since it was written last: bounds all writes by five times the last one
-MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not lie about for ever
+MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
 STALE_S = 3600  # age of a temporary file whose writer must have died
 CLOSE_S = 10  # for writing what grew, when a model is unloaded; a write that began is completed
 PROBE_TOKENS = 160  # more than any drafter leaves unprocessed
@@ -254,7 +254,7 @@ class CacheFolder:
             LOG.warning("nothing more is written to %s until the next start: %s", self.path, one_line(error))
 
     def _make_room(self, size: int) -> None:
-        """Remove files that nobody used for long, and the oldest until `size` bytes are left."""
+        """Remove files that no request used for long, and the oldest until `size` bytes are left."""
         now, found = time.time(), []
         for entry in os.scandir(self.path):
             try:

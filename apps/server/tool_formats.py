@@ -1,8 +1,8 @@
 """Tool calls in a model's own syntax: find it, write tools into the prompt, read calls from answers.
 
 The syntax of a model is the one whose parser reads what the model's own chat template writes. A call is
-parsed when its closing marker is read; text between the markers that is no call becomes text of the answer,
-without markup.
+parsed when its closing marker is read. Other text between the markers becomes text of the answer, without
+markup.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class ToolFormat:
 class ToolCallReader:
     """Reads the tool calls of one choice: parts of kind "call" in, events out.
 
-    What is no call, or was cut off, becomes text of the answer without markup, so that no client shows that
-    to its user. A cut does not change the finish reason: it stays "length".
+    Text that is not a call, or was cut off, becomes text of the answer without markup, so that no
+    client shows that to its user. A cut does not change the finish reason: it stays "length".
     """
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool], *, one: bool = False) -> None:
@@ -125,7 +125,7 @@ _MARKUP = re.compile(
 
 
 def without_markup(body: str, markers: Markers) -> str:
-    """Return the text of a body that is no call, as a user may see it."""
+    """Return the text of a body that is not a call, as a user may see it."""
     body = body.replace(markers.open, "")
     return _MARKUP.sub(lambda found: '"' if found[0] == '<|"|>' else "", body)
 
@@ -171,7 +171,7 @@ def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> 
         place = "tools" if lost is None else next(found, param)
         raise invalid(f"{place}: {error}", place) from error
     except InvalidValue as error:
-        for tool in tools:  # a template cannot write what is no schema
+        for tool in tools:  # a template cannot write what is not a schema
             check_schema(tool.name, tool.parameters)
         raise invalid(str(error), param) from error
 
@@ -308,7 +308,7 @@ def _read_hermes(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Par
     if isinstance(arguments, str):  # JSON inside JSON
         arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict | None):
-        raise ValueError("the arguments are no object")
+        raise ValueError("the arguments are not an object")
     return [(name, arguments or {})], end
 
 
@@ -352,7 +352,7 @@ _CODER_END = "</function>"
 
 
 def _read_coder(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
-    """Read <function=f><parameter=n>1</parameter></function>. The schema tells which values are no strings.
+    """Read <function=f><parameter=n>1</parameter></function>. The schema tells which values are not strings.
 
     Ours, because mlx_lm's qwen3_coder reads numbers of a union as strings, and the string "null" as null.
     """

@@ -55,7 +55,7 @@ class Syntax:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line breaks into strings

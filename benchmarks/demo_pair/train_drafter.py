@@ -32,7 +32,7 @@ class Lesson:
 
 
 def anchors_of(own: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rows t whose next token the target wrote, [B, N], and which are no padding, [B, N] bool."""
+    """Return the rows t whose next token the target wrote, [B, N], and a mask without padding, [B, N]."""
     count = own.sum(1)
     order = torch.argsort(own.int(), dim=1, descending=True, stable=True)[:, : int(count.max())]
     return order, torch.arange(order.shape[1]) < count[:, None]

@@ -145,7 +145,7 @@ class StoredModel:
 
 
 def read_checkpoint(folder: Path) -> StoredModel:
-    """Read a checkpoint whose config.json may lack `model_type`. Damaged weights are no error.
+    """Read a checkpoint whose config.json may lack `model_type`. Damaged weights are not an error.
 
     Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or asks for code of its own.
     """
@@ -163,7 +163,7 @@ def read_checkpoint(folder: Path) -> StoredModel:
         )
     for key in TEXT_CONFIGS:
         if not isinstance(config.get(key), Mapping | None):
-            raise BadCheckpoint(f"{folder / 'config.json'} has a {key} that is no object: {AGAIN}")
+            raise BadCheckpoint(f"{folder / 'config.json'} has a {key} that is not an object: {AGAIN}")
     context = integer(text_config(config), "max_position_embeddings")
     if context is not None and context < 1:
         raise BadCheckpoint(f"{folder / 'config.json'} has max_position_embeddings {context}: {AGAIN}")

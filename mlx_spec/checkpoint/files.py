@@ -125,7 +125,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def typed_path(name: str | Path) -> Path:
-    """Return the path that a user typed, which need not exist. Raises InvalidValue for what is no path."""
+    """Return the path that a user typed, which need not exist. Raises InvalidValue for what is not a path."""
     text = str(name)
     if not text:
         raise InvalidValue("a name is empty: give a folder, a file or owner/name")
@@ -135,7 +135,9 @@ def typed_path(name: str | Path) -> Path:
         path = Path(text).expanduser()
         path.exists()
     except RuntimeError as error:
-        raise InvalidValue(f"{text} is in the home of nobody: give a path without ~") from error
+        raise InvalidValue(
+            f"{text} starts with the home of an unknown user: give a path without ~"
+        ) from error
     except OSError as error:  # such as a name that is too long
         raise InvalidValue(f"{text} cannot be read ({error.strerror}): give another path") from error
     return path

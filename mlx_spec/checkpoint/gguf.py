@@ -111,7 +111,7 @@ def read_gguf(file: Path) -> GGUF:
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read ({error.strerror})") from error
     if content[:4].tobytes() != MAGIC:
-        raise BadCheckpoint(f"{file} is no GGUF file: download it again")
+        raise BadCheckpoint(f"{file} is not a GGUF file: download it again")
     reader = _Reader(content)
     try:
         version, count, keys = reader.number("I"), reader.number("Q"), reader.number("Q")

@@ -158,7 +158,7 @@ def _write(file: Path, out: Path) -> None:
 
 
 def _architecture(gguf: GGUF) -> Architecture:
-    """Return the architecture. Raises BadCheckpoint if it is not read, or the file is no whole model."""
+    """Return the architecture. Raises BadCheckpoint for an unknown one, and a file of a part."""
     metadata, file = gguf.metadata, gguf.file
     name, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if name == "clip" or kind == "mmproj":

@@ -136,7 +136,7 @@ def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
     """Return the rank of each token, the first to be merged lowest.
 
     Tokens that users define, such as runs of spaces, come first and grow as long as they can. Gemma's scores
-    are no ranks, but its order is.
+    are not ranks, but its order is.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     by_order = str(metadata.get("general.architecture")).startswith("gemma") or not scores

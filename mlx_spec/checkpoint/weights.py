@@ -17,7 +17,7 @@ BITS |= {"U64": 64, "U32": 32, "U16": 16, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
 QUANTIZER_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
 DEFAULT_GROUP_SIZE = 64  # of mlx
-# Last parts of the names of tensors that belong to quantized weights: they are no parameters.
+# Last parts of the names of tensors that belong to quantized weights: they are not parameters.
 SCALES = frozenset(
     "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv weight_scale_2 "
     "weight_global_scale weight_zero_point weight_shape".split()

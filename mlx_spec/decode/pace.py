@@ -49,7 +49,7 @@ class PromptPace:
 
         Unknown times begin with small chunks. Where even those do not fit beside the fastest round, pauses
         are too long whatever is read: then a chunk may take longer than a round. Small ones would keep one
-        client waiting and gain the others little. Times that vary are no reason for that.
+        client waiting and gain the others little. Varying times do not justify that.
         """
         planned_s = MAX_PAUSE_S * PLANNED_SHARE
         worst = nlargest(LATE, self._errors)

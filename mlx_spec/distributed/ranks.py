@@ -129,7 +129,7 @@ class Ranks:
 
     def fail(self, text: str) -> NoReturn:
         """End this process with one line and status 1, and the other ranks with the same line."""
-        self._failing.acquire()  # for ever: the first error counts
+        self._failing.acquire()  # forever: the first error counts
         self._has_ended = True
         self.send("error", text)
         _end(text, PRINT_S)
@@ -217,7 +217,7 @@ class Ranks:
             while len(peers) < self.size - 1:
                 with suppress(OSError, ValueError):
                     peer = server.accept()[0]
-                    peer.settimeout(CONNECT_S)  # so that nobody else can keep rank 0 from the others
+                    peer.settimeout(CONNECT_S)  # so that no other program can keep rank 0 from the others
                     match json.loads(peer.makefile("rb", 0).readline()):
                         case [word, int(rank)] if word == key:
                             peers[rank] = peer
@@ -336,9 +336,9 @@ def _addresses(name: str) -> list[str]:
 
 
 def _end(text: str, wait_s: float = 0.0) -> NoReturn:
-    with suppress(OSError):  # nobody may read it any more
+    with suppress(OSError):  # it may have no reader any more
         sys.stdout.flush()
     line = f"\nmlx-spec: {text}\n"  # one write on a new line, because MLX prints errors in pieces meanwhile
     os.write(2, line.encode())
     time.sleep(wait_s)
-    os._exit(1)  # the main thread may wait in a collective for ever
+    os._exit(1)  # the main thread may wait in a collective forever

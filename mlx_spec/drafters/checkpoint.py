@@ -69,7 +69,7 @@ def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str)
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is no {kind.__name__}")
+        raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is not of type {kind.__name__}")
     return value
 
 

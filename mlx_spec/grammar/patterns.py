@@ -54,7 +54,7 @@ class Probe:
         return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", found)
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Return whether `pattern`, which is no problem, is found in `name`, as llguidance judges it."""
+        """Return whether `pattern`, which has no problem, is found in `name`, as llguidance judges it."""
         start = self._parser({"type": "string", "pattern": pattern})
         if isinstance(start, str):
             return False

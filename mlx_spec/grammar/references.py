@@ -8,7 +8,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 DYNAMIC = ("$dynamicRef", "$recursiveRef")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-# Keywords whose values are no schemas: what looks like an `$id` in them is none.
+# Keywords whose values are not schemas: what looks like an `$id` in them is none.
 _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 
 

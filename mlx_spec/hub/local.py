@@ -220,7 +220,7 @@ def _parts(folder: Path) -> list[Path]:
     if place.is_relative_to(demo.TARGET.parent.resolve()):
         raise NotOurs(f"{folder} is part of mlx_spec: uninstall the package to remove it")
     if not (place / MANIFEST).is_file():
-        raise NotOurs(f"{folder} holds no {MANIFEST}, so it is no converted pair: remove it by hand")
+        raise NotOurs(f"{folder} holds no {MANIFEST}, so it is not a converted pair: remove it by hand")
     manifest = read_object(place / MANIFEST)
     named = [manifest.get(role) for role in ("target", "drafter")]
     parts = [place / part for part in named if isinstance(part, str)]

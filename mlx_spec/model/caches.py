@@ -140,7 +140,7 @@ class Caches:
     def commit(self, keep: Sequence[int]) -> None:
         """Keep the first `keep` uncommitted rows of each lane and drop the others.
 
-        Recurrent layers keep all rows of a lane if any are kept: the caller keeps all that are no padding.
+        Recurrent layers keep all rows of a lane if any are kept: the caller keeps all that are not padding.
         """
         assert all(0 <= k <= self.uncommitted for k in keep), f"commit of {keep} of {self.uncommitted} rows"
         for state in self.recurrent:

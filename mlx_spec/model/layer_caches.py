@@ -317,7 +317,7 @@ def lanes_without(lane: int, count: int) -> list[int]:
 
 
 def capacity_for(rows: int) -> int:
-    """Return the capacity of a new buffer for so many rows: a quarter more, in whole steps."""
+    """Return the capacity of a new buffer for `rows` rows: a quarter more, in whole steps."""
     return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
 
 

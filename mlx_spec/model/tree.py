@@ -177,7 +177,7 @@ class RowwiseRope(ModuleWrapper):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
-        self.runs = 0  # calls that rotated several rows from one offset on: they are no rows of a tree
+        self.runs = 0  # calls that rotated several rows from one offset on: they are not rows of a tree
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         """Rotate [1, H, T, D] from one offset on, or by offsets [T]."""

@@ -10,7 +10,7 @@ from mlx_spec.tokenizer.tokenizer import Text
 from mlx_spec.types import TokenLogprob
 
 UTF8 = 4  # bytes of a character, at most
-REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
 
 
 class Detokenizer:

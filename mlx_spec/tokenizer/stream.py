@@ -185,7 +185,7 @@ class AnswerStream:
             self._go_to(place if is_call or place.kind != "call" else AnswerPlace("answer"))
             if is_call:
                 self._add_header(self._text.decode_raw((*before.header, read.token)), header)
-            elif not place.hidden:  # it is no header
+            elif not place.hidden:  # it is not a header
                 for each in header:
                     self._read_text(each)
         elif place.hidden:
@@ -324,7 +324,7 @@ class AnswerStream:
                 self._turn(turn, at + len(turn.tag) if turn.first else len(turn.tag))
 
     def _turn(self, turn: _Turn, dropped: int) -> None:
-        """Drop so many characters of a tag, and the space after it; what follows is of another kind."""
+        """Drop a tag of `dropped` characters and the space after it; what follows is of another kind."""
         self._drop(dropped)
         self._release()
         rest = _joined(self._undecided)

@@ -42,7 +42,7 @@ class Text:
         hidden = (
             i for i, token in added.items() if token.special or (token.content and not self.decode([i]))
         )
-        self.controls = self.eos.union(hidden)  # tokens that are no text
+        self.controls = self.eos.union(hidden)  # tokens that are not text
 
     @property
     def thinking_markers(self) -> Markers | None:
@@ -85,7 +85,7 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`. Special tokens in it count as such; none are added.
 
-        Raises InvalidValue for half a surrogate pair, as of bytes that were no UTF-8.
+        Raises InvalidValue for half a surrogate pair, as of bytes that were not UTF-8.
         """
         return self._ids(text, special=False)
 
@@ -231,7 +231,9 @@ def _read(folder: Path) -> tuple[Tokenizer, int | None]:
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise BadCheckpoint(f"{file} is no tokenizer ({one_line(error)}): download it again") from error
+            raise BadCheckpoint(
+                f"{file} is not a tokenizer ({one_line(error)}): download it again"
+            ) from error
         add_tokens(tokenizer, folder)
         eos = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
     else:

@@ -189,7 +189,7 @@ NAMED = "inspect NAME; pull NAME; rm --yes NAME; models NAME; serve --target NAM
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("~nobody-here/x", "home of nobody"), ("a" * 300, "too long"), ("", "is empty")]
+    ("name", "problem"), [("~nobody-here/x", "an unknown user"), ("a" * 300, "too long"), ("", "is empty")]
 )
 def test_what_is_no_path_is_one_line(name, problem, capsys, tmp_path, monkeypatch, empty_stdin):
     monkeypatch.chdir(tmp_path)

@@ -90,7 +90,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         f"/json {tmp_path}": "give a file with a JSON schema",
         "/highlight maybe": "give on or off",
         "/highlight on": "there are no colours here",
-        "/model nothing-like-that": "is no known model",
+        "/model nothing-like-that": "is not a known model",
     }
     _, *said = converse(TINY, *refusals)
     for problem, line in zip(refusals.values(), said, strict=True):

@@ -308,8 +308,8 @@ def test_files_that_are_refused(tmp_path: Path, data: Path) -> None:
     whole = write(tmp_path / "whole.gguf", tiny.full(), "llama").read_bytes()
     file = tmp_path / "model.gguf"
     for content, message in [
-        (b"", "is no GGUF file"),
-        (b"<html>", "is no GGUF file"),
+        (b"", "is not a GGUF file"),
+        (b"<html>", "is not a GGUF file"),
         (whole[:4] + b"\1" + whole[5:], "is GGUF of version 1"),
         (whole[:4] + b"\0\0\0\3" + whole[8:], "is GGUF of version"),  # big-endian
         *((whole[:size], "ends inside its header") for size in (5, 30, 300, 2000)),

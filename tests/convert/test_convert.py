@@ -168,7 +168,7 @@ def test_tokenizer_is_read_before_anything_is_converted(
 ) -> None:
     source, shown = copied("12b"), io.StringIO()
     (source / "target" / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadCheckpoint, match="is no tokenizer"):
+    with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
         converted(source, tmp_path / "out", shown=shown)
     assert shown.getvalue() == "" and not list(tmp_path.glob("*out*"))
 

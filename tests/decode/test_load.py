@@ -218,7 +218,7 @@ def test_missing_path(tmp_path: Path) -> None:
         ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
         ('{"model_type": "llama"}', "cannot be loaded as llama: "),
         ('{"model_type": "olmo"}', "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
-        ('{"model_type": "llama", "text_config": []}', "has a text_config that is no object"),
+        ('{"model_type": "llama", "text_config": []}', "has a text_config that is not an object"),
         ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
     ],
 )

@@ -249,8 +249,8 @@ def test_pair_generates() -> None:
         ([1], 0, InvalidValue, "max_tokens is 0, it must be 1 or more"),
         # It never ended.
         ([1], 2.5, InvalidValue, "max_tokens is 2.5, it must be 1 or more, and an integer"),
-        ("one", 5, InvalidValue, "the prompt is no list of tokens"),
-        ([1.5], 5, InvalidValue, "the prompt is no list of tokens"),
+        ("one", 5, InvalidValue, "the prompt is not a list of token ids"),
+        ([1.5], 5, InvalidValue, "the prompt is not a list of token ids"),
         ([1, 256], 5, InvalidValue, "the prompt holds token 256, this target has tokens 0 to 255"),
         ([1] * 64, 5, PromptTooLong, "the prompt is too long: 64 tokens > 64 maximum"),
     ],
@@ -266,7 +266,7 @@ def test_refusals_come_before_the_first_round(
 def test_stop_strings_are_no_stop_tokens() -> None:
     """They were ignored."""
     for stop in (["\n"], "end"):
-        with pytest.raises(InvalidValue, match="stop is no list of tokens"):
+        with pytest.raises(InvalidValue, match="stop is not a list of token ids"):
             make_pair("full").generate([1], max_tokens=5, stop=stop)
 
 

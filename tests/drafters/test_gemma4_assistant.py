@@ -254,7 +254,7 @@ def test_made_for_each_other(pair):
     [
         ("top", "num_centroids", None, "has no 'num_centroids'"),
         ("text", "layer_types", None, "has no 'layer_types'"),
-        ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is no int"),
+        ("top", "backbone_hidden_size", "64", "backbone_hidden_size' = '64', which is not of type int"),
         ("top", "num_centroids", 31, "num_centroids 31 does not divide its vocab_size 512"),
         ("top", "tie_word_embeddings", False, "its own LM head"),
         ("text", "layer_types", [SLIDING, "chunked_attention"], "chunked_attention"),

@@ -227,7 +227,7 @@ def test_a_conversation_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_translation_does_not_depend_on_the_way(kind: str) -> None:
-    """Any tokens, bytes that are no text among them; read in steps, back and forth, and at once."""
+    """Any tokens, bytes that are not text among them; read in steps, back and forth, and at once."""
     text, other = text_of(kind), text_of(KINDS[1 - KINDS.index(kind)])
     chance = random.Random(3)
     history = [chance.randrange(size_of(kind) - 32) for _ in range(300)] + recited(kind) * 4

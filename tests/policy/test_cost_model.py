@@ -52,7 +52,7 @@ def test_a_pause_of_the_machine_is_charged_as_expected_and_spoils_little():
         model.observe_round(0, 4, expected)
     assert model.observe_round(0, 4, 12 * expected) == pytest.approx(expected, rel=0.01)
     assert model.seconds(0, 4) < 1.5 * expected
-    second = model.observe_round(0, 4, 12 * expected)  # it is no pause
+    second = model.observe_round(0, 4, 12 * expected)  # it is not a pause
     assert second == pytest.approx(model.drafting(0, 4) + 5 * model.plain, rel=0.01)
 
 

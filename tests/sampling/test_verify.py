@@ -30,7 +30,7 @@ def test_the_distribution_is_exact(kind: str, V: int, K: int) -> None:
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_drafter_that_overflows_changes_nothing(broken: int) -> None:
-    """Where a later row of q was no number, every draft failed, and yet p less q was drawn."""
+    """Where a later row of q was not a number, every draft failed, and yet p less q was drawn."""
     p, q = trees("dense", 3, 3, 0)
     judged, drawn = [level.copy() for level in q], [level.copy() for level in q]
     some = (0,) * broken + (slice(None),)

@@ -300,7 +300,7 @@ def test_prompt(text):
 )
 def test_what_is_no_schema_is_not_blamed_on_the_template(text, properties, problem):
     use = ToolUse((WEATHER, Tool("f", None, {"type": "object", "properties": properties})))
-    with pytest.raises(Failure, match=f"the parameters of 'f' are no JSON schema: {problem}"):
+    with pytest.raises(Failure, match=f"the parameters of 'f' are not a JSON schema: {problem}"):
         chat_prompt(Chat(tuple(CONVERSATION[:1]), use), text, "demo")
 
 

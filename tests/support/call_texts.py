@@ -70,6 +70,6 @@ def described(name: str, arguments: dict[str, Any]) -> Tool:
 
 
 def parse(syntax: str, body: str, tools: Sequence[Tool] = ()) -> tuple[list[tuple[str, Any]], str]:
-    """Return the calls of a body and the text that is no call."""
+    """Return the calls of a body and the text that is not a call."""
     calls, rest = SYNTAX[syntax].parse(body, tools)
     return [(name, json.loads(arguments)) for name, arguments in calls], rest

@@ -217,7 +217,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[str]:
-    """The data of a stream of server-sent events; comments are no events."""
+    """The data of a stream of server-sent events; comments are not events."""
     assert text.endswith("\n\n")
     blocks = [block for block in text[:-2].split("\n\n") if not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)

@@ -71,7 +71,7 @@ def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"has no tokenizer.json or tokenizer.model"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(BadCheckpoint, match="is no tokenizer"):
+    with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
         read_tokenizer(tmp_path)
 
 
