@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from mlx_lm.utils import quantize_model
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.families import mlx_lm_module
-from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
+from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
-from mlx_spec.checkpoint.quantizers import ACTIVATIONS
+from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
 from mlx_spec.checkpoint.weights import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.model.read import read_model
@@ -28,24 +27,6 @@ from mlx_spec.model.read import read_model
 from .families import Converted, Family, family_of
 from .source import DTYPES, Quantization, Source, cast
 
-# Tensors that mlx-lm leaves out and that a language model can do without. Anything else is an error.
-HEAD = "a multi-token head"
-LEFT_OUT = (
-    (
-        re.compile(
-            r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio)"
-        ),
-        "images and sound: the language model alone is converted",
-    ),
-    (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
-    (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
-    (ACTIVATIONS, "scales of FP8 activations, which are not quantized here"),
-    (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
-    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
-)
-MAX_NAMED = 1000  # arrays that one call of MLX's export can name
-SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
 
 
@@ -58,11 +39,7 @@ def convert_model(
     source is quantized already.
     """
     seen: dict[str, mx.array] = {}
-    try:
-        model, config = load_unread(source.folder, seen)
-    except LOADING_ERRORS as error:
-        kind = source.config["model_type"]
-        raise BadCheckpoint(f"{source.name} cannot be converted as {kind}: {one_line(error)}") from error
+    model, config = load_unread(source.folder, seen)
     used = sources_of(seen, list(dict(tree_flatten(model.parameters())).values()))
     if dtype is not None:
         _cast_as_mlx_lm(model, config, DTYPES[dtype])
@@ -83,7 +60,7 @@ def explain_left_out(
 
     Raises BadCheckpoint for a tensor of no known kind, unless `allow_unknown`.
     """
-    reasons = {name: _reason(name, text_config(config), config) for name in sorted(names)}
+    reasons = {name: reason_left_out(name, config) for name in sorted(names)}
     unknown = [name for name, reason in reasons.items() if reason is None]
     if unknown and not allow_unknown:
         raise BadCheckpoint(
@@ -96,7 +73,7 @@ def explain_left_out(
 def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model in `folder` by mlx-lm, with no weight read, and its config.
 
-    `seen` receives the tensors as stored. Raises what mlx-lm raises.
+    `seen` receives the tensors as stored. Raises BadCheckpoint.
     """
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -117,31 +94,10 @@ def _recording_sanitize(
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         seen.update(weights)
-        own = {name: array for name, array in weights.items() if _layer(name) < layers}
+        own = {name: array for name, array in weights.items() if layer_of(name) < layers}
         return dict(model_class.sanitize(self, own)) if "sanitize" in dir(model_class) else own
 
     return sanitize
-
-
-def _layer(name: str) -> int:
-    """Return the decoder layer that a tensor belongs to, -1 for none."""
-    found = LAYER.search(name)
-    return int(found[1]) if found else -1
-
-
-def sources_of(seen: Mapping[str, mx.array], results: Sequence[mx.array]) -> frozenset[str]:
-    """Return the names of the arrays in `seen` that `results` depend on; read nothing."""
-    unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
-    found = {name for name, array in seen.items() if id(array) in unchanged}
-    # An array that is its own source under another object has no consumer without the comparison.
-    computed = [array == array for array in results if id(array) not in unchanged]
-    others = [name for name in seen if name not in found] if computed else []
-    for start in range(0, len(others), MAX_NAMED):
-        graph = io.StringIO()
-        named = {f"source:{name}": seen[name] for name in others[start : start + MAX_NAMED]}
-        mx.export_to_dot(graph, *computed, **named)
-        found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
-    return frozenset(found)
 
 
 def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -> None:
@@ -176,22 +132,6 @@ def _quantize(
             f"{source.name} cannot be quantized to {quantization}: {one_line(error)}"
         ) from error
     return config
-
-
-def _reason(name: str, text: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    for pattern, reason in LEFT_OUT:
-        if pattern.search(name):
-            return reason
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-    if name.endswith("lm_head.weight") and tied:
-        return "a copy of the embedding table"
-    layers = int(text.get("num_hidden_layers") or sys.maxsize)
-    if _layer(name) >= layers:
-        return HEAD
-    owner = SHARED_KV.search(name)
-    if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
-        return "a layer that reuses K and V of an earlier one"
-    return None
 
 
 # --- drafters

@@ -259,7 +259,7 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
     try:
         model = load_lazily(folder, dtype)
         logits = model(tokens).astype(mx.float32)
-    except LOADING_ERRORS as error:
+    except (*LOADING_ERRORS, BadCheckpoint) as error:
         raise SelfTestFailed(
             f"the first pass of {folder.name} fails ({one_line(error)}): mlx-lm does not run it here, "
             "or not as quantized as it is to be; try -q none"

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.left_out import check_dropped
 from mlx_spec.checkpoint.quantizers import ACTIVATIONS, BLOCK, SCALES
 from mlx_spec.checkpoint.repairs import HEAD, OTHER_PARTS, TABLE
 
@@ -56,11 +57,13 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
     def sanitize(self: nn.Module, weights: Weights) -> Weights:
         weights = _before(config, weights)
+        stored = dict(weights)
         head = (
             {name: array for name, array in weights.items() if HEAD.search(name)} if "__init__" in own else {}
         )
         if "sanitize" in dir(model_class):
             weights = dict(model_class.sanitize(self, weights))
+        check_dropped(config, stored, {**weights, **head})
         return _after(self, config, {**weights, **head})
 
     own: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import read_checkpoint, vocab_size
 from mlx_spec.checkpoint.families import Config
-from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line
+from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
     AheadRequest,
@@ -238,10 +238,7 @@ def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.
     checkpoint.check_weights()
     if config is None:
         checkpoint.check_kind()
-    try:
-        model, _ = read_model(path, config=config)
-    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
-        raise BadCheckpoint(f"draft model {path} cannot be loaded: {one_line(error)}") from error
+    model, _ = read_model(path, config=config)
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence
     return model
 

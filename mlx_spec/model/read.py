@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from glob import escape, glob
 from pathlib import Path
@@ -14,9 +16,10 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 
 from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, read_checkpoint
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.errors import BadCheckpoint
 
-NEVER_INTEGERS = (nn.Linear, nn.Embedding)  # quantized ones are of other classes
 CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")  # that mlx-lm reads
 
 
@@ -29,23 +32,47 @@ def read_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model in `folder` and its config.json, repaired or overridden by `config`.
 
-    `classes` finds the model's class. Raises what mlx-lm raises, and ValueError for weights that are
-    integers, which it computes with. Raises BadCheckpoint for weights that no part can read.
+    `classes` finds the model's class. Raises BadCheckpoint for what mlx-lm cannot read, and for weights that
+    are integers, which it would compute with.
     """
     checkpoint = read_checkpoint(folder)
     checkpoint.check_quantizer()
     given = checkpoint.changes if config is None else dict(config)
-    with _searchable(checkpoint) as place:
-        model, found = load_model(place, lazy=lazy, model_config=given, get_model_classes=classes)
+    try:
+        with _searchable(checkpoint) as place:
+            model, found = load_model(place, lazy=lazy, model_config=given, get_model_classes=classes)
+    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
+        kind = {**checkpoint.config, **given}.get("model_type")
+        raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
     if checkpoint.is_fp8:
         found.pop("quantization_config")
+    unquantized = (nn.Linear, nn.Embedding)  # quantized ones are of other classes
     for name, module in model.named_modules():
-        if isinstance(module, NEVER_INTEGERS) and mx.issubdtype(module.weight.dtype, mx.integer):
-            raise ValueError(
-                f"{name}.weight holds {module.weight.dtype}, quantized in a way that mlx-lm does not know; "
-                "get the model in full precision, or as mlx-community has it"
+        if isinstance(module, unquantized) and mx.issubdtype(module.weight.dtype, mx.integer):
+            raise BadCheckpoint(
+                f"{folder}: {name}.weight holds {module.weight.dtype}, quantized in a way that mlx-lm does "
+                "not know; get the model in full precision, or as mlx-community has it"
             )
     return model, found
+
+
+def _obstacle(error: BaseException) -> str:
+    """Return in words why mlx-lm does not load a model, and the way out."""
+    text = one_line(error)
+    way = "get a copy that mlx-lm converted, such as mlx-community has"
+    if isinstance(error, SystemExit):
+        return "mlx-lm's file for it needs a package that is not installed"
+    if "required positional argument" in text:
+        keys = re.findall(r"'([a-z_0-9]+)'", str(error))
+        return f"config.json lacks {shortened(keys)}: {way}"
+    if "'NoneType'" in text:  # of a key that mlx-lm reads without a look whether it is there
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if key := re.search(r"\b(?:args|config)\.([a-z_0-9]+)", line):
+            return f"config.json lacks {key[1]}: {way}"
+    if match := re.match(r"(Received|Missing) \d+ parameters[^:]*: *(.*)", " ".join(str(error).split())):
+        names = shortened(match[2].removesuffix(".").replace(" ", "").split(","))
+        return f"{'mlx-lm does not know' if match[1] == 'Received' else 'it lacks'} {names}: {way}"
+    return text
 
 
 @contextlib.contextmanager

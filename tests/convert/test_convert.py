@@ -21,9 +21,9 @@ from support.lossless import emitted
 from test_load import exchanged
 
 import mlx_spec
+from mlx_spec.checkpoint.left_out import sources_of
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
-from mlx_spec.convert.parts import sources_of
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 

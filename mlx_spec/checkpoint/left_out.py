@@ -1,0 +1,101 @@
+"""Account for the tensors that mlx-lm's `sanitize` drops: which are rightly left out, and which are not."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.files import shortened
+from mlx_spec.checkpoint.quantizers import ACTIVATIONS
+
+HEAD = "a multi-token head"
+LEFT_OUT = (
+    (
+        re.compile(
+            r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio)"
+        ),
+        "images and sound: the language model alone is converted",
+    ),
+    (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
+    (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
+    (ACTIVATIONS, "scales of FP8 activations, which are not quantized here"),
+    (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
+    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
+)
+ROUTER_BIAS = re.compile(r"(correction|expert|router|gate)_bias$")  # it decides which experts a token gets
+SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int:
+    """Return the decoder layer that a tensor belongs to, -1 for none."""
+    found = LAYER.search(name)
+    return int(found[1]) if found else -1
+
+
+def reason_left_out(name: str, config: Config) -> str | None:
+    """Return why a language model does without a tensor, None if it is not known."""
+    for pattern, reason in LEFT_OUT:
+        if pattern.search(name):
+            return reason
+    text = text_config(config)
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    if name.endswith("lm_head.weight") and tied:
+        return "a copy of the embedding table"
+    layers = int(text.get("num_hidden_layers") or sys.maxsize)
+    if layer_of(name) >= layers:
+        return HEAD
+    owner = SHARED_KV.search(name)
+    if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
+        return "a layer that reuses K and V of an earlier one"
+    return None
+
+
+def check_dropped(config: Config, before: Mapping[str, mx.array], after: Mapping[str, mx.array]) -> None:
+    """Compare the tensors of a checkpoint with those that `sanitize` made of them; read nothing.
+
+    Raises ValueError if the bias of a router is gone. Prints a line about others without a known reason.
+    """
+    stored, kept = {id(array) for array in before.values()}, {id(array) for array in after.values()}
+    kinds: dict[str, str] = {}  # tensors whose names differ in numbers fare alike: one of them is looked for
+    for name, array in before.items():
+        if id(array) not in kept and reason_left_out(name, config) is None:
+            kinds.setdefault(re.sub(r"\d+", "#", name), name)
+    computed = [array for array in after.values() if id(array) not in stored]
+    dropped = set(kinds.values()) - sources_of({name: before[name] for name in kinds.values()}, computed)
+    if biases := sorted(filter(ROUTER_BIAS.search, dropped)):
+        raise ValueError(
+            f"mlx-lm leaves out {shortened(biases)}, so that tokens would go to other experts and the text "
+            "would be another: use another model"
+        )
+    if dropped:
+        print(
+            f"mlx-lm leaves out {shortened(sorted(dropped))}: the text may differ from the original model's",
+            file=sys.stderr,
+        )
+
+
+def sources_of(
+    seen: Mapping[str, mx.array], results: Sequence[mx.array], named_at_once: int = 1000
+) -> frozenset[str]:
+    """Return the names of the arrays in `seen` that `results` depend on; read nothing.
+
+    One call of MLX's export can name `named_at_once` arrays.
+    """
+    unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
+    found = {name for name, array in seen.items() if id(array) in unchanged}
+    # An array that is its own source under another object has no consumer without the comparison.
+    computed = [array == array for array in results if id(array) not in unchanged]
+    others = [name for name in seen if name not in found] if computed else []
+    for start in range(0, len(others), named_at_once):
+        graph = io.StringIO()
+        named = {f"source:{name}": seen[name] for name in others[start : start + named_at_once]}
+        mx.export_to_dot(graph, *computed, **named)
+        found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
+    return frozenset(found)
