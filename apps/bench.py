@@ -122,7 +122,7 @@ def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
     if num_draft_tokens is None:
         return parts
     drafters = parts.drafters[:1] if num_draft_tokens else ()
-    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens))
+    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens, names=pair.drafter_names[:1]))
 
 
 def in_turns(

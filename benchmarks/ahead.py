@@ -93,7 +93,7 @@ def decode(
             begun = device.now
             device.read(device.submit(beside.passes(len(right), steps) if choice.ahead else steps))
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
-            round = Round([0] * (accepted + 1), len(right), accepted, "draft", 0, ahead=stored)
+            round = Round([0] * (accepted + 1), len(right), accepted, "draft", "draft", ahead=stored)
             in_time = device.now - begun >= beside.ready(len(right))
             stored = (in_time and beside.hit()) if choice.ahead else None
         else:

@@ -310,7 +310,8 @@ def _policies(
     if not offered or num_draft_tokens == 0:
         return FixedPolicy(0, Reason.DISABLED)
     if num_draft_tokens is not None:
-        return FixedPolicy(num_draft_tokens, ahead=any(source.drafts_ahead for source in offered))
+        first = offered[0]
+        return FixedPolicy(num_draft_tokens, names=[first.name], ahead=first.drafts_ahead)
     folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
     key = Key(device_name(), fingerprint(target), prints, quantization, kv_bits, version("mlx"))

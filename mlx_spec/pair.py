@@ -108,7 +108,7 @@ class Pair:
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """Return the families of its drafters, by the index that rounds name."""
+        """Return the names of its drafters: their families, or "lookup"."""
         return tuple(source.name for source in self._drafters)
 
     def session(self, system: str | None = None) -> Session:
@@ -179,9 +179,8 @@ class Pair:
 
         Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
-        answer is expected to contain: it is drafted where it fits. The drafters that it and a grammar bring
-        follow `drafter_names` by index. `read_prompt` replaces the prefill. Raises InvalidValue and
-        PromptTooLong.
+        answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Raises
+        InvalidValue and PromptTooLong.
         """
         prompt, ends = _as_tokens("the prompt", prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)

@@ -53,7 +53,7 @@ class Statistics:
     accepted: int = 0
     ahead_hits: int = 0  # drafts that were made while the pass before them ran
     ahead_misses: int = 0  # drafts for another outcome than those that were drafted ahead
-    by_drafter: Mapping[int, Positions] = field(default_factory=dict)  # by index of the drafter
+    by_drafter: Mapping[str, Positions] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
     compared_tokens: int = 0  # tokens of the rounds for which the time of plain decoding is known
@@ -135,12 +135,18 @@ class Statistics:
             last_reason=round.reason,
         )
 
-    def _positions(self, round: Round) -> Mapping[int, Positions]:
-        if round.drafter is None:
+    def _positions(self, round: Round) -> Mapping[str, Positions]:
+        if round.source is None:
             return self.by_drafter
-        before = self.by_drafter.get(round.drafter, Positions())
+        before = self.by_drafter.get(round.source, Positions())
         now = Positions((1,) * round.drafted, (1,) * round.accepted)
-        return {**self.by_drafter, round.drafter: before.plus(now)}
+        return {**self.by_drafter, round.source: before.plus(now)}
+
+
+def source_words(source: str) -> str:
+    """Return what users read for a drafter: of models, families do not matter."""
+    others = {"lookup": "copied from the text", "prediction": "copied from the prediction"}
+    return {"grammar": "forced by the format", **others}.get(source, "drafter")
 
 
 # The fields of `Statistics` that are counts and times.
@@ -151,7 +157,7 @@ def added(parts: Sequence[Statistics]) -> Statistics:
     """Return the sums over several answers; reasons are those of the last one."""
     if not parts:
         return Statistics()
-    by_drafter: dict[int, Positions] = {}
+    by_drafter: dict[str, Positions] = {}
     for part in parts:
         for drafter, positions in part.by_drafter.items():
             by_drafter[drafter] = by_drafter.get(drafter, Positions()).plus(positions)

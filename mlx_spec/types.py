@@ -116,7 +116,7 @@ class Draft:
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
     ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
-    drafter: int | None = None  # index of the drafter, which the engine adds
+    source: str | None = None  # name of the drafter, which the engine adds
 
 
 @cache
@@ -132,6 +132,7 @@ class Choice:
     drafter: int
     limit: int
     ahead: bool = False  # draft for likely outcomes while the target verifies this draft
+    source: str = field(default="drafter", compare=False)  # its name, which its rounds will say
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Round:
     drafted: int  # draft tokens that were verified; of a tree, those of its longest path
     accepted: int  # draft tokens among `tokens`
     kind: Literal["plain", "drained", "draft"]
-    drafter: int | None = None  # index of the drafter of a "draft" round
+    source: str | None = None  # name of the drafter of a "draft" round
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
     ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
     ahead: bool | None = None  # as of its draft

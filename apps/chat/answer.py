@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,12 @@ import mlx.core as mx
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import PairInfo
-from mlx_spec.session import Piece, Statistics
+from mlx_spec.session import Piece, Statistics, source_words
 
 from .conversation import Conversation
 from .input import hidden_typing
 from .interrupts import CtrlC, Interrupts
-from .terminal import BORDER, DIM, Terminal, origin_name, origin_style
+from .terminal import BORDER, DIM, Terminal, origin_style
 
 BAR_CELLS = 20  # of a full bar
 # What JSON takes as it is: from the statistics of an answer, and from each of its rounds.
@@ -38,7 +37,6 @@ class Outcome:
     thinking: str
     first_seconds: float | None  # until the first round was done; None if there was none
     peak_bytes: int  # of memory as MLX counts it, weights included
-    drafters: Sequence[str]  # of the pair that answered
     max_tokens: int  # that it might have had
 
     @property
@@ -64,7 +62,7 @@ class ChatState:
     def answer(self, message: str) -> Outcome:
         """Stream one answer. Ctrl-C ends it early. Raises SpecError."""
         mx.reset_peak_memory()
-        session, drafters = self.conversation.session, self.conversation.pair.drafter_names
+        session = self.conversation.session
         before, start = session.statistics, time.perf_counter()
         texts, first_seconds = {"answer": "", "thinking": ""}, None
         keys = hidden_typing() if self.is_interactive else nullcontext()
@@ -75,7 +73,7 @@ class ChatState:
             closing(self.conversation.stream(message)) as pieces,
         ):
             if self.trace is not None:
-                self.trace.begin(drafters)
+                self.trace.begin()
             for piece in pieces:
                 self.interrupts.action = CtrlC.STOP
                 first_seconds = first_seconds or time.perf_counter() - start
@@ -95,7 +93,7 @@ class ChatState:
         statistics = Statistics() if session.statistics is before else session.statistics
         answer, thinking = texts["answer"].strip(), texts["thinking"].strip()
         peak, most = mx.get_peak_memory(), self.conversation.settings.max_tokens
-        return Outcome(statistics, answer, thinking, first_seconds, peak, drafters, most)
+        return Outcome(statistics, answer, thinking, first_seconds, peak, most)
 
     def answer_and_report(self, message: str) -> Outcome:
         """Stream one answer, then show the status line. Raises SpecError."""
@@ -111,18 +109,17 @@ class ChatState:
 
     def report(self, outcome: Outcome, *, full: bool) -> None:
         """Show the status line of an answer, and with `full` the lines of `/stats`."""
-        statistics, drafters = outcome.statistics, outcome.drafters
-        self.terminal.note(status_line(statistics, drafters, outcome.max_tokens))
+        statistics = outcome.statistics
+        self.terminal.note(status_line(statistics, outcome.max_tokens))
         if full:
-            self.terminal.note(*details(statistics, outcome.first_seconds, outcome.peak_bytes, drafters))
+            self.terminal.note(*details(statistics, outcome.first_seconds, outcome.peak_bytes))
 
     def _show(self, piece: Piece) -> None:
         if not (self.highlight and self.terminal.has_styles):
             self.terminal.piece(piece.text, piece.kind)
             return
-        drafters = self.conversation.pair.drafter_names
         for span in piece.spans:
-            self.terminal.piece(span.text, piece.kind, origin_style(span, drafters))
+            self.terminal.piece(span.text, piece.kind, origin_style(span))
         if piece.round is not None and piece.text:
             self.terminal.piece(BORDER, piece.kind, DIM)
 
@@ -130,13 +127,13 @@ class ChatState:
 # --- reports
 
 
-def status_line(statistics: Statistics, drafters: Sequence[str], max_tokens: int) -> str:
+def status_line(statistics: Statistics, max_tokens: int) -> str:
     """Return one line: speed, gain, drafter, reason, tokens, and what cut the answer."""
     speed, gain = f"{statistics.tokens_per_second:.1f} tokens/s", statistics.gain
     parts = [speed if gain is None else f"{speed}, {gain:.2f} x plain"]
     if statistics.drafted:
         rate = statistics.accepted / statistics.drafted
-        parts.append(f"{_names(statistics, drafters)} K={statistics.draft_length}, {rate:.0%} accepted")
+        parts.append(f"{_names(statistics)} K={statistics.draft_length}, {rate:.0%} accepted")
     if statistics.rounds:
         reason = statistics.reason
         parts.append(reason.value if reason.is_on else f"speculation off: {reason.value}")
@@ -153,9 +150,7 @@ def status_line(statistics: Statistics, drafters: Sequence[str], max_tokens: int
     return " · ".join(parts)
 
 
-def details(
-    statistics: Statistics, first_seconds: float | None, peak_bytes: int, drafters: Sequence[str] = ()
-) -> list[str]:
+def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:
     """Return the lines that `--stats` and `/stats` add to the status line."""
     read, wrote = statistics.prompt_tokens - statistics.reused_tokens, statistics.generated_tokens
     lines = [
@@ -170,7 +165,7 @@ def details(
         lines.append(f"first token after {first_seconds:.2f} s")
     if statistics.drafted:
         lines += [
-            f"drafts: by {_names(statistics, drafters)}, mostly K={statistics.draft_length}, "
+            f"drafts: by {_names(statistics)}, mostly K={statistics.draft_length}, "
             f"{statistics.accepted} of {statistics.drafted} tokens accepted, "
             f"{statistics.acceptance_length:.1f} tokens a round",
             "accepted by position:",
@@ -223,7 +218,6 @@ class Trace:
     def __init__(self, file: Path) -> None:
         self._name = file
         self._turn, self._round = 0, 0
-        self._drafters: Sequence[str] = ()
         self._spans: list[dict[str, Any]] = []
         try:
             self._file = file.open("w", encoding="utf-8")
@@ -237,9 +231,9 @@ class Trace:
         with suppress(OSError):  # a failed write was reported when it failed
             self._file.close()
 
-    def begin(self, drafters: Sequence[str]) -> None:
-        """Begin an answer of a pair with these drafters."""
-        self._turn, self._round, self._drafters, self._spans = self._turn + 1, 0, drafters, []
+    def begin(self) -> None:
+        """Begin an answer."""
+        self._turn, self._round, self._spans = self._turn + 1, 0, []
 
     def add(self, piece: Piece) -> None:
         """Add a piece; the last one of a round writes its line. Raises InvalidValue."""
@@ -247,7 +241,7 @@ class Trace:
             {
                 "text": span.text,
                 "kind": piece.kind,
-                "drafter": origin_name(self._drafters, span.drafter),
+                "drafter": span.source,
                 "position": span.position,
             }
             for span in piece.spans
@@ -260,7 +254,7 @@ class Trace:
             "round": self._round,
             "time": time.time(),
             **{name: vars(round)[name] for name in TRACED},
-            "drafter": origin_name(self._drafters, round.drafter),
+            "drafter": round.source,
             "spans": self._spans,
         }
         self._spans = []
@@ -274,9 +268,8 @@ class Trace:
         return InvalidValue(f"--trace {self._name} cannot be written ({error.strerror}): take another file")
 
 
-def _names(statistics: Statistics, drafters: Sequence[str]) -> str:
-    used = sorted(index for index, positions in statistics.by_drafter.items() if positions.drafted)
-    return " + ".join(origin_name(drafters, index) or "" for index in used)
+def _names(statistics: Statistics) -> str:
+    return " + ".join(map(source_words, statistics.by_drafter))
 
 
 def _bars(statistics: Statistics) -> list[str]:

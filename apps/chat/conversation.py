@@ -118,7 +118,9 @@ class Conversation:
             return False
         if choice.num_draft_tokens is not None:
             length = choice.num_draft_tokens if self.pair.drafter_names else 0
-            self.pair.policies = FixedPolicy(length, Reason.FIXED if length else Reason.DISABLED)
+            self.pair.policies = FixedPolicy(
+                length, Reason.FIXED if length else Reason.DISABLED, self.pair.drafter_names[:1]
+            )
         elif isinstance(self._own, AdaptivePolicies):
             self.pair.policies = self._own
         else:

@@ -141,16 +141,9 @@ class Terminal:
 # --- colours
 
 
-def origin_name(drafters: Sequence[str], index: int | None) -> str | None:
-    """Return the name of a drafter by its index; None for the target, "grammar" behind the pair's own."""
-    if index is None:
-        return None
-    return drafters[index] if index < len(drafters) else "grammar"
-
-
-def origin_style(span: Span, drafters: Sequence[str]) -> str:
+def origin_style(span: Span) -> str:
     """Return the SGR style of a span by the origin of its token."""
-    match origin_name(drafters, span.drafter):
+    match span.source:
         case None:
             return ""
         case "grammar":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_spec.session import Statistics
+from mlx_spec.tokenizer.stream import Span
 from mlx_spec.types import TokenLogprob
 
 from .errors import Failure
@@ -35,15 +36,6 @@ class PromptProgress:
 
 
 @dataclass(frozen=True)
-class SourceSpan:
-    """A piece of text that one or a few tokens made, and where they came from."""
-
-    text: str
-    source: str | None  # name of the drafter, "grammar" or "prediction"; None: the target
-    position: int  # place in its draft, from 1; 0: not drafted
-
-
-@dataclass(frozen=True)
 class TextDelta:
     """More text of a choice."""
 
@@ -51,7 +43,7 @@ class TextDelta:
     kind: Literal["answer", "thinking"]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that end in this text, if requested
-    spans: tuple[SourceSpan, ...] = ()  # their texts make up `text`
+    spans: tuple[Span, ...] = ()  # their texts make up `text`
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,6 @@ class RoundDone:
 
     index: int
     statistics: Statistics  # of the choice so far
-    drafters: Sequence[str]  # their names, by the index that `statistics.by_drafter` has
 
 
 @dataclass(frozen=True)
@@ -212,8 +203,8 @@ def measurements(statistics: Statistics) -> dict[str, Any]:
 def statistics_json(event: RoundDone) -> dict[str, Any]:
     """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
     by_drafter = {
-        event.drafters[i]: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
-        for i, positions in event.statistics.by_drafter.items()
+        name: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
+        for name, positions in event.statistics.by_drafter.items()
     }
     return {"index": event.index, **measurements(event.statistics), "by_drafter": by_drafter}
 

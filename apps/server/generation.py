@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.tokenizer.detokenizer import placed
-from mlx_spec.tokenizer.stream import AnswerStream, TextPart
+from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
 from mlx_spec.types import Round, TokenLogprob
 
 from .answers import (
@@ -34,7 +34,6 @@ from .answers import (
     PromptProgress,
     PromptRead,
     RoundDone,
-    SourceSpan,
     TextDelta,
     Timings,
     Usage,
@@ -61,7 +60,6 @@ class BatchRow:
     prompt: list[int]
     place: tuple[int, int]  # which prompt that is, and which choice of it; the first one reads it for all
     index: int  # of the choice in the answer
-    sources: Sequence[str]  # names of the drafters, by the index that rounds hold
     entry: Entry = field(init=False)  # in the batch
     caches: CachedSequence | None = None  # once it has begun
     generation: Generation = field(init=False)
@@ -83,7 +81,7 @@ class BatchRow:
     def read(self, round: Round) -> Iterator[Event]:
         """Yield the events of a round."""
         yield from self._events(self.generation.add(round))
-        yield RoundDone(self.index, self.statistics, self.sources)
+        yield RoundDone(self.index, self.statistics)
 
     def end(self) -> Iterator[Event]:
         """Yield the text that was held back, and the reason of the end."""
@@ -95,13 +93,9 @@ class BatchRow:
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
             if part.kind != "call":
-                spans = tuple(SourceSpan(s.text, self._source(s.drafter), s.position) for s in part.spans)
-                yield TextDelta(self.index, part.kind, part.text, part.logprobs, spans)
+                yield TextDelta(self.index, part.kind, part.text, part.logprobs, part.spans)
             elif self.calls is not None:
                 yield from self.calls.read(part)
-
-    def _source(self, drafter: int | None) -> str | None:
-        return None if drafter is None else self.sources[drafter]
 
     def _finish_reason(self) -> FinishReason:
         if self.answer.finished is not None:
@@ -133,7 +127,6 @@ class Job:
         self._has_place: Callable[[], bool]  # for one more row in the server
         self._preparing: Future[PreparedRequest] | None = None  # None once it is prepared, too
         self._prepared: PreparedRequest
-        self._sources: Sequence[str] = ()  # names of the drafters, by the index that rounds hold
         self._all_rows: list[BatchRow] = []
         self._snapshots: dict[int, Snapshot | None] = {}  # of prompts, for choices that have not begun
         self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
@@ -199,9 +192,6 @@ class Job:
                 param = self.request.prompt_param if isinstance(self.request.prompt, RawPrompts) else None
                 raise invalid(str(error), param) from error
         self._prepared = prepared
-        grammar = () if prepared.sampling.grammar is None else ("grammar",)
-        prediction = ("prediction",) if prepared.prediction else ()
-        self._sources = (*pair.drafter_names, *grammar, *prediction)
         for number in range(len(prepared.prompts)):
             self._enter(number, 0)
         return self._end_if_done()
@@ -236,7 +226,7 @@ class Job:
     def _enter(self, number: int, i: int) -> None:
         """Let a choice wait in the batch until there is room."""
         prompt = self._prepared.prompts[number]
-        row = BatchRow(prompt, (number, i), number * self.request.n + i, self._sources)
+        row = BatchRow(prompt, (number, i), number * self.request.n + i)
         row.entry = Entry(
             partial(self._begin_row, row),
             owner=self,
@@ -375,7 +365,7 @@ class Job:
         given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), text)
         echoed = given if isinstance(given, str) else text.decode(row.prompt)
         row.answer.count_in_front(echoed)
-        return TextDelta(row.index, "answer", echoed, scores, (SourceSpan(echoed, None, 0),))
+        return TextDelta(row.index, "answer", echoed, scores, (Span(echoed, None, 0),))
 
     def _finished(self) -> Finished:
         rows = sorted(self._all_rows, key=lambda row: row.index)
@@ -391,6 +381,6 @@ class Job:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
         )
-        drafted = "+".join(self._sources[drafter] for drafter in total.by_drafter) or None
+        drafted = "+".join(total.by_drafter) or None
         first = self._first_token_seconds or 0.0
         return Finished(usage, Timings(total, drafted, self._queued_seconds, first, self._longest_pause))

@@ -111,7 +111,7 @@ class Metrics(Collector):
                 (self.accepted_at, known.accepted, positions.accepted),
             ):
                 for position, (new, old) in enumerate(zip_longest(new_at, old_at, fillvalue=0)):
-                    counter.labels(model, event.drafters[drafter], str(position)).inc(new - old)
+                    counter.labels(model, drafter, str(position)).inc(new - old)
         self._show_latest(model, now)
 
     def count_answer(self, model: str, event: Finished) -> None:

@@ -18,7 +18,7 @@ from itertools import product, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_spec.apps.server.answers import Event, SourceSpan, TextDelta, ToolCall
+from mlx_spec.apps.server.answers import Event, TextDelta, ToolCall
 from mlx_spec.apps.server.errors import Failure, invalid, unsupported
 from mlx_spec.apps.server.parsing import check_schema
 from mlx_spec.apps.server.request import Chat, Tool
@@ -34,7 +34,7 @@ from mlx_spec.apps.server.tool_syntaxes import (
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Text
 from mlx_spec.tokenizer.history import LostText
-from mlx_spec.tokenizer.stream import TextPart
+from mlx_spec.tokenizer.stream import Span, TextPart
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other markers,
@@ -111,7 +111,7 @@ class ToolCallReader:
             events.append(ToolCall(self._index, self.complete, call_id, name, arguments))
             self.complete += 1
         if (text := without_markup(rest, self._syntax.marks)) or (logprobs and not calls):
-            spans = (SourceSpan(text, None, 0),)
+            spans = (Span(text, None, 0),)
             events.append(TextDelta(self._index, "answer", text, () if calls else logprobs, spans))
         return events
 

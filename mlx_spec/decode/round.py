@@ -190,13 +190,13 @@ class RunningSequence:
             request = self.request(choice)
             draft = request.drafter.draft(request.history, request.limit, request.sampler)
             if draft.tokens.size:
-                return replace(draft, drafter=choice.drafter)
+                return replace(draft, source=choice.source)
         return no_draft()
 
     def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
         """Let the drafter work ahead while its draft is verified, if its choice says so."""
         for choice in choices:
-            if choice.ahead and choice.drafter == draft.drafter:
+            if choice.ahead and choice.source == draft.source:
                 self._drafters[choice.drafter].prepare(self.history, draft, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
@@ -313,7 +313,7 @@ class Group:
                 found = []
             for i, draft in zip(eager, found, strict=False):
                 first = choices[i].pop(0)
-                drafts[i] = replace(draft, drafter=first.drafter) if draft.tokens.size else no_draft()
+                drafts[i] = replace(draft, source=first.source) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
                 drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
@@ -444,14 +444,14 @@ def _matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
 
 def _round(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
     """Return the round of a draft: its accepted rows, that of the pending token first, and its tokens."""
-    if draft.drafter is None:
+    if draft.source is None:
         return Round(tokens, 0, 0, "drained")
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
     if draft.parents is None:
-        return Round(tokens, size, len(accepted), "draft", draft.drafter, ahead=draft.ahead)
+        return Round(tokens, size, len(accepted), "draft", draft.source, ahead=draft.ahead)
     tree = tree_of(draft.parents)
     ranks = tuple(tree.ranks[row] for row in accepted)
-    return Round(tokens, tree.height, len(accepted), "draft", draft.drafter, nodes=size, ranks=ranks)
+    return Round(tokens, tree.height, len(accepted), "draft", draft.source, nodes=size, ranks=ranks)
 
 
 def _chain(draft: Draft) -> Draft:
@@ -459,7 +459,7 @@ def _chain(draft: Draft) -> Draft:
     if draft.parents is None:
         return draft
     length = len(tree_of(draft.parents).segments[0]) - 1
-    return Draft(draft.tokens[:length], drafter=draft.drafter)
+    return Draft(draft.tokens[:length], source=draft.source)
 
 
 def _read(array: mx.array) -> list[int]:

@@ -107,6 +107,7 @@ class AdaptivePolicy:
             proposal.belief, proposal.verified = Belief(proposal.belief.shared), False
         extras = [Proposal(DrafterStatistics.with_mean(r.prior), None, r) for r in request_drafters]
         self._proposals = [*self._drafters, *extras]
+        self._names = (*self._shared.names, *(drafter.name for drafter in request_drafters))
         self._choices: tuple[Choice, ...] = ()  # of the last decision
         self._queued = False  # the engine has queued the next token
         self._waiting = False  # a draft was wanted and none was available
@@ -137,9 +138,9 @@ class AdaptivePolicy:
                 others.append(index)
         paying.sort(reverse=True)
         limits = [(i, self._limit(i, length, costs, ahead), ahead) for _, i, length, ahead in paying]
-        choices = tuple(Choice(*each) for each in limits if each[1])
+        choices = tuple(self.choice(*each) for each in limits if each[1])
         hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i)]
-        probes = tuple(Choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
+        probes = tuple(self.choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
         if len(hopeful) < len(others) and not self._too_dear:
             self._too_dear = True
             self._shared.too_dear += 1
@@ -150,6 +151,10 @@ class AdaptivePolicy:
         if paying or hopeful:
             return (), Reason.BUDGET if paying else Reason.ACCEPTANCE
         return (), Reason.COST if others else Reason.WAITING
+
+    def choice(self, drafter: int, limit: int, ahead: bool = False) -> Choice:
+        """Return the choice of a drafter, with its name."""
+        return Choice(drafter, limit, ahead, self._names[drafter])
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[float, int, bool]:
         """Return the best speed of a drafter, its draft length, and whether to draft ahead."""
@@ -202,8 +207,8 @@ class AdaptivePolicy:
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
         now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
-        if round.kind == "draft" and round.drafter is not None and costs is not None:
-            self._observe_draft(round, round.drafter, now - self._decided, costs)
+        if round.kind == "draft" and round.source is not None and costs is not None:
+            self._observe_draft(round, self._names.index(round.source), now - self._decided, costs)
         elif costs is not None:
             self._observe_plain(round, now, costs)
         self._queued, self._done = round.kind == "plain", now
@@ -334,12 +339,16 @@ class AdaptivePolicies:
 class FixedPolicy:
     """Draft always the same number of tokens, with the first drafter that has any.
 
-    The drafters of a request come first, with the same limit. With 0 tokens nothing is drafted at all. With
-    `ahead`, every draft that is verified is also drafted ahead of.
+    `names` are of the drafters; those of a request come first, with the same limit. With 0 tokens nothing is
+    drafted at all. With `ahead`, every draft that is verified is also drafted ahead of.
     """
 
     def __init__(
-        self, num_draft_tokens: int, reason: Reason = Reason.FIXED, drafters: int = 1, ahead: bool = False
+        self,
+        num_draft_tokens: int,
+        reason: Reason = Reason.FIXED,
+        names: Sequence[str] = ("drafter",),
+        ahead: bool = False,
     ) -> None:
         is_integer = isinstance(num_draft_tokens, (int, np.integer))
         if not is_integer or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
@@ -347,19 +356,19 @@ class FixedPolicy:
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"
             )
-        self._length, self._drafters, self._reason, self._ahead = num_draft_tokens, drafters, reason, ahead
+        self._length, self._names, self._reason, self._ahead = num_draft_tokens, names, reason, ahead
         self.begin()
 
     def policy(self, clock: object = None, gains: object = None) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
-        return FixedPolicy(self._length, self._reason, self._drafters, self._ahead)
+        return FixedPolicy(self._length, self._reason, self._names, self._ahead)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        count = self._drafters + len(request_drafters)
-        order = [*range(self._drafters, count), *range(self._drafters)]
-        length, ahead = self._length, self._ahead
-        choices = tuple(Choice(drafter, length, ahead) for drafter in order) if length else ()
-        self._decision = Decision(choices, self._reason)
+        names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
+        choices = [Choice(index, self._length, self._ahead, name) for index, name in names if self._length]
+        own = len(self._names)
+        choices = [*choices[own:], *choices[:own]]
+        self._decision = Decision(tuple(choices), self._reason)
 
     def decide(self, history: Sequence[int]) -> Decision:
         return self._decision

@@ -126,19 +126,20 @@ class MemberPolicy(AdaptivePolicy):
 
     def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
         """Learn from a round that took `plain_rounds` of the same sequences; `wanted` was decided."""
+        drafter = None if round.source is None else self._names.index(round.source)
         for choice in wanted:
-            hit = choice.drafter == round.drafter
+            hit = choice.drafter == drafter
             self._hit_rates[choice.drafter] += (hit - self._hit_rates[choice.drafter]) / HIT_MEMORY
             if hit:
                 break
-        if round.drafter is not None:
-            self._learn(self._proposals[round.drafter], round)
-        self._queued, self._waiting, self._idle = False, False, round.drafter is None
+        if drafter is not None:
+            self._learn(self._proposals[drafter], round)
+        self._queued, self._waiting, self._idle = False, False, drafter is None
         self._tokens += len(round.tokens)
         self._steps += plain_rounds
         self._lead = min(self._lead + (1 + BATCH_EPSILON) * len(round.tokens) - plain_rounds, BUFFER)
         for proposal in self._proposals:
-            proposal.belief.shared.since += round.drafter is None
+            proposal.belief.shared.since += drafter is None
             proposal.belief.advance(len(round.tokens))
 
 
@@ -212,8 +213,8 @@ class BatchPolicy:
         seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
         depths, reason = self._depths(adaptive, options, costs, seconds)
         choices = [
-            tuple(Choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
-            for each, depth in zip(options, depths, strict=True)
+            tuple(policy.choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
+            for policy, each, depth in zip(adaptive, options, depths, strict=True)
         ]
         plain = float(seconds[0])
         self._plan = Plan(adaptive, choices, costs, plain, began)

@@ -21,7 +21,7 @@ class Span:
     """A piece of text that one token completed, with the tokens before it that were half a character."""
 
     text: str
-    drafter: int | None  # index of the drafter that drafted the token; None if the target drew it
+    source: str | None  # name of the drafter that drafted the token; None if the target drew it
     position: int  # place in the draft, from 1; 0 if not drafted
 
 
@@ -124,8 +124,8 @@ class AnswerStream:
         for i, token in enumerate(round.tokens):
             if self.ended:
                 break
-            drafter, position = (round.drafter, i + 1) if i < round.accepted else (None, 0)
-            self._read_token(_Read(token, Span("", drafter, position), logprobs[i : i + 1]))
+            source, position = (round.source, i + 1) if i < round.accepted else (None, 0)
+            self._read_token(_Read(token, Span("", source, position), logprobs[i : i + 1]))
         return self._take_parts()
 
     @property

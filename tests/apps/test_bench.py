@@ -44,7 +44,7 @@ def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:
     """Return an answer at `speed` tokens a second, with two drafts or none."""
     halves = (accepted // 2, accepted - accepted // 2) if drafted else ()
-    rounds = [Round([0] * (half + 1), drafted // 2, half, "draft", 0) for half in halves]
+    rounds = [Round([0] * (half + 1), drafted // 2, half, "draft", "drafter") for half in halves]
     rounds += [Round([0], 0, 0, "plain") for _ in range(tokens - accepted - len(halves))]
     return Run(iter(()), rounds, tokens / speed)
 

@@ -62,7 +62,7 @@ SPECULATED = Statistics(
     speculative_tokens=34,
     drafted=38,
     accepted=19,
-    by_drafter={0: Positions((10, 10, 9, 9), (10, 6, 3))},
+    by_drafter={"mtp": Positions((10, 10, 9, 9), (10, 6, 3))},
     prefill_seconds=0.5,
     decode_seconds=2.0,
     compared_tokens=30,
@@ -75,12 +75,14 @@ PLAIN = Statistics(prompt_tokens=3, generated_tokens=1, rounds=1, decode_seconds
 
 
 def test_status_of_a_speculative_answer():
-    assert status_line(SPECULATED, ["mtp"], 2048) == (
-        "18.5 tokens/s, 1.40 x plain · mtp K=4, 50% accepted · speculation pays · "
+    assert status_line(SPECULATED, 2048) == (
+        "18.5 tokens/s, 1.40 x plain · drafter K=4, 50% accepted · speculation pays · "
         "37 tokens, 5 of 12 prompt tokens reused"
     )
-    both = replace(SPECULATED, by_drafter={0: Positions((9, 9, 9), (9,)), 2: Positions((2, 1), (2, 1))})
-    assert " · mtp + grammar K=3, " in status_line(both, ["mtp", "lookup"], 2048)
+    both = replace(
+        SPECULATED, by_drafter={"mtp": Positions((9, 9, 9), (9,)), "lookup": Positions((2, 1), (2, 1))}
+    )
+    assert " · drafter + copied from the text K=3, " in status_line(both, 2048)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_status_of_a_speculative_answer():
 )
 def test_speculation_without_a_gain_does_not_pay(figures, gain):
     statistics = replace(SPECULATED, **figures)
-    line = status_line(statistics, ["mtp"], 2048)
+    line = status_line(statistics, 2048)
     assert " · learning · " in line and ("x plain" in line) == (gain is not None) and (gain or "") in line
     assert any(line.startswith("gain: ") for line in details(statistics, None, 0)) == (gain is not None)
 
@@ -98,20 +100,20 @@ def test_status_tells_the_reason_and_what_cut_the_answer():
         (Reason.COST, "speculation off: verification costs more than it gains"),
         (Reason.FIXED, "fixed by user"),
     ):
-        assert status_line(replace(PLAIN, last_reason=reason), [], 8) == f"2.0 tokens/s · {text} · 1 token"
+        assert status_line(replace(PLAIN, last_reason=reason), 8) == f"2.0 tokens/s · {text} · 1 token"
     cut = replace(SPECULATED, finish_reason="length", reused_tokens=0)
-    assert status_line(cut, ["mtp"], 37).endswith(" · 37 tokens · cut at --max-tokens 37")
-    assert status_line(cut, ["mtp"], 38).endswith(" · 37 tokens · cut: the context is full")
-    assert status_line(replace(cut, finish_reason=None), ["mtp"], 64).endswith("tokens · interrupted")
-    assert status_line(Statistics(prompt_tokens=9), [], 64) == "0.0 tokens/s · 0 tokens · interrupted"
+    assert status_line(cut, 37).endswith(" · 37 tokens · cut at --max-tokens 37")
+    assert status_line(cut, 38).endswith(" · 37 tokens · cut: the context is full")
+    assert status_line(replace(cut, finish_reason=None), 64).endswith("tokens · interrupted")
+    assert status_line(Statistics(prompt_tokens=9), 64) == "0.0 tokens/s · 0 tokens · interrupted"
 
 
 def test_details():
-    assert details(SPECULATED, 0.55, 2_400_000_000, ["mtp"]) == [
+    assert details(SPECULATED, 0.55, 2_400_000_000) == [
         "prompt: 12 tokens, 5 reused, the rest read in 0.50 s (14.0 tokens/s)",
         "answer: 37 tokens in 12 rounds and 2.00 s (18.5 tokens/s)",
         "first token after 0.55 s",
-        "drafts: by mtp, mostly K=4, 19 of 38 tokens accepted, 3.4 tokens a round",
+        "drafts: by drafter, mostly K=4, 19 of 38 tokens accepted, 3.4 tokens a round",
         "accepted by position:",
         "   1 ████████████████████ 100%",
         "   2 ████████████░░░░░░░░  60%",

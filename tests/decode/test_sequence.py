@@ -82,7 +82,7 @@ def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
 def drafted(tokens: int, seconds: float) -> Round:
     """Return a round that drafted 4 tokens; a plain token takes a second."""
     cost = {"seconds": seconds, "plain_seconds": 1.0}
-    return Round([5] * tokens, 4, tokens - 1, "draft", 0, reason=Reason.PAYS, **cost)
+    return Round([5] * tokens, 4, tokens - 1, "draft", "lookup", reason=Reason.PAYS, **cost)
 
 
 def test_a_gain_is_shown_once_enough_tokens_were_compared() -> None:

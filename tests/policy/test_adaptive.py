@@ -146,8 +146,8 @@ def test_several_drafters():
     drafters = [model(0.1), model(0.9), LookupDrafter([0] * 700, [False] * 700)]
     policy = policies.policy(device.clock)
     decode(policy, device, drafters, 400)
-    used = Counter(r.drafter for r in decode(policy, device, drafters, 400).rounds if r.kind == "draft")
-    assert used[1] > 0.9 * sum(used.values())
+    used = Counter(r.source for r in decode(policy, device, drafters, 400).rounds if r.kind == "draft")
+    assert used["good"] > 0.9 * sum(used.values())
 
 
 def test_trees_bring_their_own_estimate():
@@ -156,7 +156,7 @@ def test_trees_bring_their_own_estimate():
     policy.begin()
     policies.costs.at(1).longest = 16
     policies.account.lead = BUFFER
-    policy.observe(Round([0, 0, 0], 3, 2, "draft", 0, nodes=6, ranks=(0, 1), seconds=0.04))
+    policy.observe(Round([0, 0, 0], 3, 2, "draft", "mtp", nodes=6, ranks=(0, 1), seconds=0.04))
     assert policy.decide(range(9)).choices == (Choice(0, 6),)
 
 
@@ -191,7 +191,11 @@ def test_a_clock_that_stands_still():
     policy = policies.policy(lambda: 1.0)
     policy.begin()
     for _ in range(20):
-        for round in (Round([0], 0, 0, "plain"), Round([0], 0, 0, "plain"), Round([0, 0], 3, 1, "draft", 0)):
+        for round in (
+            Round([0], 0, 0, "plain"),
+            Round([0], 0, 0, "plain"),
+            Round([0, 0], 3, 1, "draft", "mtp"),
+        ):
             policy.decide(range(5))
             policy.observe(round)
     assert policy.decide(range(5)).plain_seconds > 0

@@ -73,7 +73,7 @@ class Watched:
         decision = self.policy.decide(history)
         self.costs = self.policies.costs.at(len(history))
         self.estimates = {
-            (c.drafter, n): self.costs.seconds(c.drafter, n)
+            (c.source, n): self.costs.seconds(c.drafter, n)
             for c in decision.choices
             for n in range(1, c.limit + 1)
         }
@@ -83,11 +83,11 @@ class Watched:
     def observe(self, round):
         took = self.device.now - self.done
         plain = self.plain if self.queued else self.plain + self.wait
-        estimate = self.estimates[round.drafter, round.drafted] if round.kind == "draft" else plain
+        estimate = self.estimates[round.source, round.drafted] if round.kind == "draft" else plain
         self.policy.observe(round)
         self.excess += max(took - estimate - self.late, 0.0) / self.plain
         beside = round.kind == "drained" and self.queued  # a draft that was thrown away delays the next round
-        self.late = max((self.costs.drafting(*draft) for draft in self.estimates), default=0.0) * beside
+        self.late = max((self.costs.drafting(0, n) for _, n in self.estimates), default=0.0) * beside
         self.loss += took / self.plain - (1 + EPSILON) * len(round.tokens)
         self.lowest = min(self.lowest, self.loss)
         self.since_start = max(self.since_start, self.loss - self.excess)

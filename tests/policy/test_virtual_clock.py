@@ -71,7 +71,7 @@ class AfterReading:
 
 
 def seen(round):
-    return len(round.tokens), round.kind, round.drafted, round.accepted, round.drafter, round.reason
+    return len(round.tokens), round.kind, round.drafted, round.accepted, round.source, round.reason
 
 
 @pytest.mark.parametrize("text", ["code", "lookup", "lookup+mtp", "useless"])
@@ -83,7 +83,7 @@ def test_same_rounds_as_the_engine(curve, text, fixed):
 
     def policies():
         if fixed:
-            return FixedPolicy(fixed, drafters=len(names))
+            return FixedPolicy(fixed, names=names)
         adaptive = AdaptivePolicies(names, copying=["lookup"])
         adaptive.use(CURVES[curve].table(costs))
         return adaptive

@@ -12,8 +12,9 @@ import pytest
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
 from support.waiting import wait_until
 
-from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, SourceSpan, TextDelta
+from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.tokenizer.stream import Span
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import chromium
@@ -183,8 +184,7 @@ def test_text_is_shown_and_never_run(tab):
     said = HOSTILE.replace("{}", PROGRAM)
     parts = [said[i : i + 3] for i in range(0, len(said), 3)]
     pieces = (
-        TextDelta(0, "answer", part, (), (SourceSpan(part, sources[i % 5], i % 5),))
-        for i, part in enumerate(parts)
+        TextDelta(0, "answer", part, (), (Span(part, sources[i % 5], i % 5),)) for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, ROUND))
     stub = Stub((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002)

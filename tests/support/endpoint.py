@@ -21,7 +21,6 @@ from mlx_spec.apps.server.answers import (
     Finished,
     PromptRead,
     RoundDone,
-    SourceSpan,
     TextDelta,
     Timings,
     ToolCall,
@@ -35,6 +34,7 @@ from mlx_spec.apps.server.models import ModelCard, find_model
 from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
+from mlx_spec.tokenizer.stream import Span
 from mlx_spec.types import Reason, TokenLogprob
 from support.waiting import LIMIT
 
@@ -60,7 +60,7 @@ STATISTICS = Statistics(
     speculative_tokens=4,
     drafted=6,
     accepted=2,
-    by_drafter={0: Positions((2, 2, 2), (1, 1))},
+    by_drafter={"lookup": Positions((2, 2, 2), (1, 1))},
     prefill_seconds=0.1,
     decode_seconds=0.2,
     compared_tokens=24,  # fewer tell no gain
@@ -70,7 +70,7 @@ STATISTICS = Statistics(
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)
-ROUND = RoundDone(0, STATISTICS, ("lookup",))
+ROUND = RoundDone(0, STATISTICS)
 CLOSED = Finished(USAGE, Timings(STATISTICS, "lookup", 0.01, 0.12, 0.03))
 TOKENS = tuple(
     TokenLogprob(i, text, -0.5, (TokenLogprob(i, text, -0.5), TokenLogprob(9, b"\xff", -float("inf"))))
@@ -79,8 +79,8 @@ TOKENS = tuple(
 ANSWER: tuple[Event, ...] = (
     READ,
     TextDelta(0, "thinking", "Hm."),
-    TextDelta(0, "answer", "Hel", TOKENS[:1], (SourceSpan("Hel", "lookup", 1),)),
-    TextDelta(0, "answer", "lo", TOKENS[1:], (SourceSpan("lo", None, 0),)),
+    TextDelta(0, "answer", "Hel", TOKENS[:1], (Span("Hel", "lookup", 1),)),
+    TextDelta(0, "answer", "lo", TOKENS[1:], (Span("lo", None, 0),)),
     ROUND,
     TextDelta(0, "answer", " you"),
     ROUND,

@@ -174,10 +174,10 @@ def decode(
             misses = 0 if found else misses + 1
             queue_next = misses >= MAX_MISSES
         if found and queued is None:
-            drafter, right = found
+            choice, right = found
             device.read(device.submit(device.passes[len(right) + 1]))
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
-            round = Round([0] * (accepted + 1), len(right), accepted, "draft", drafter)
+            round = Round([0] * (accepted + 1), len(right), accepted, "draft", choice.source)
         else:
             done = device.submit(device.passes[1]) if queued is None else queued
             queued = device.submit(device.passes[1]) if queue_next and remaining > 1 else None
@@ -200,11 +200,11 @@ def decode(
 
 def _first_draft(
     wanted: Sequence[Choice], drafters: Sequence[VirtualDrafter], place: int, device: Device
-) -> tuple[int, Sequence[bool]] | None:
+) -> tuple[Choice, Sequence[bool]] | None:
     for choice in wanted:
         right = drafters[choice.drafter].draft(place, choice.limit, device)
         if right:
-            return choice.drafter, right
+            return choice, right
     return None
 
 

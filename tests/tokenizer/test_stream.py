@@ -31,8 +31,8 @@ def token_id(text: Text, name: str) -> int:
     return found
 
 
-def round_of(tokens: Sequence[int], accepted: int = 0, drafter: int | None = None) -> Round:
-    return Round(list(tokens), accepted, accepted, "draft", drafter=drafter)
+def round_of(tokens: Sequence[int], accepted: int = 0, source: str | None = None) -> Round:
+    return Round(list(tokens), accepted, accepted, "draft", source=source)
 
 
 def logprobs_of(text: Text, tokens: Sequence[int]) -> list[TokenLogprob]:
@@ -306,11 +306,16 @@ def test_spans_name_the_drafter_of_each_token() -> None:
     tokens = text.encode("the end of it")
     assert len(tokens) == 4
     answer = AnswerStream(text, None)
-    (part,) = answer.read(round_of(tokens, 3, 1))
-    assert part.spans == (Span("the", 1, 1), Span(" end", 1, 2), Span(" of", 1, 3), Span(" it", None, 0))
-    (part,) = answer.read(round_of(tokens[:2], 2, 0))  # cut at an end of text
-    assert part.spans == (Span("the", 0, 1), Span(" end", 0, 2))
-    (part,) = answer.read(round_of(tokens[:1], 0, 0))  # nothing accepted
+    (part,) = answer.read(round_of(tokens, 3, "mtp"))
+    assert part.spans == (
+        Span("the", "mtp", 1),
+        Span(" end", "mtp", 2),
+        Span(" of", "mtp", 3),
+        Span(" it", None, 0),
+    )
+    (part,) = answer.read(round_of(tokens[:2], 2, "lookup"))  # cut at an end of text
+    assert part.spans == (Span("the", "lookup", 1), Span(" end", "lookup", 2))
+    (part,) = answer.read(round_of(tokens[:1], 0, "lookup"))  # nothing accepted
     assert part.spans == (Span("the", None, 0),)
 
 
@@ -320,6 +325,6 @@ def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
     tokens = text.encode("🎉")
     assert len(tokens) >= 3
     answer, logprobs = AnswerStream(text, None), logprobs_of(text, tokens)
-    assert answer.read(round_of(tokens[:2], 2, 0), logprobs[:2]) == []
-    (part,) = answer.read(round_of(tokens[2:], len(tokens) - 2, 1), logprobs[2:])
-    assert part.spans == (Span("🎉", 1, len(tokens) - 2),) and list(part.logprobs) == logprobs
+    assert answer.read(round_of(tokens[:2], 2, "lookup"), logprobs[:2]) == []
+    (part,) = answer.read(round_of(tokens[2:], len(tokens) - 2, "mtp"), logprobs[2:])
+    assert part.spans == (Span("🎉", "mtp", len(tokens) - 2),) and list(part.logprobs) == logprobs
