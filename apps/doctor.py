@@ -254,7 +254,7 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
 
 def _verdict(found: SelfTest) -> str:
     if not found.comparisons:
-        return "NOT SUBJECT: there was no time for an answer"
+        return "NOT TESTED: out of time"
     if found.blocks_differ:
         return "FAILED: passes over several tokens give other logits than one token at a time"
     if found.wrong:

@@ -33,7 +33,7 @@ class Reason(enum.StrEnum):
     ACCEPTANCE = "too few draft tokens accepted"
     BUDGET = "speculation has lost time so far"
     PROBE = "probing"
-    RECURRENT = "plain beside other requests: this recurrent target takes no padding"
+    RECURRENT = "plain while batched: this target's recurrent state cannot be padded"
 
     @property
     def is_on(self) -> bool:

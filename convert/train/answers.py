@@ -336,7 +336,7 @@ class AnswerPlan:
 
     @property
     def _split(self) -> int:
-        """Return how many prompts quote nothing. It makes a quotation held out where its answer is."""
+        """Return the number of prompts without quotations; a quotation of a held-out answer is held out."""
         return self.count if self.own else int(self.count * (1 - QUOTED_SHARE)) // HELD_OUT * HELD_OUT
 
     def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:

@@ -1,4 +1,4 @@
-"""Read and write files; make folders that are complete or not there; put sizes, names and errors into words.
+"""Read and write files; atomic folders; formatting of sizes, names and errors.
 
 A run that is killed leaves a hidden folder that the next run for the same place removes.
 """

@@ -75,7 +75,9 @@ _NAMES: tuple[tuple[str | list[str], tuple[str, ...]], ...] = (
     ("minicpm5", (UP_TO_THREE, WORDS % "+")),
     ("jais-2", (WORDS.removesuffix(LINES) % "{1,3}" + r"\s*[\r\n]+|" + SPACES,)),
 )
-CUTS = {name: cut for names, cut in _NAMES for name in (names.split() if isinstance(names, str) else names)}
+PRE_TOKENIZERS = {
+    name: cut for names, cut in _NAMES for name in (names.split() if isinstance(names, str) else names)
+}
 WHOLE_WORDS = {*LLAMA3, "tekken", "youtu", "glm4", "glm5", "minicpm5"}  # a word that is a token is not merged
 COMPOSED = {*QWEN2}  # text is brought into Unicode's composed form
 WITH_BOS = {*LLAMA3, "tekken", "chameleon"}  # unless the metadata say otherwise

@@ -1,6 +1,6 @@
 """Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint.
 
-Byte-level BPE names how text is cut before merging; a name that is not in `CUTS` is refused.
+Byte-level BPE names how text is cut before merging; a name that is not in `PRE_TOKENIZERS` is refused.
 Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mlx_spec.checkpoint.gguf_cuts import COMPOSED, CUTS, WHOLE_WORDS, WITH_BOS
+from mlx_spec.checkpoint.gguf_cuts import COMPOSED, PRE_TOKENIZERS, WHOLE_WORDS, WITH_BOS
 from mlx_spec.errors import BadCheckpoint
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -90,7 +90,7 @@ def _cut(metadata: Mapping[str, Any]) -> str:
 
 def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     name = _cut(metadata)
-    if name not in CUTS:
+    if name not in PRE_TOKENIZERS:
         named = "tokenizer.ggml.pre" in metadata
         why = (
             f"cuts text as {name} before merging, which is not known"
@@ -102,7 +102,7 @@ def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
     tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=name in WHOLE_WORDS))
     if name in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[name]]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name]]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     tokenizer.decoder = decoders.ByteLevel()

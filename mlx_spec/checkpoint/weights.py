@@ -1,4 +1,4 @@
-"""Tell parameters, precision and the bytes that decoding reads from headers."""
+"""Read parameter counts, precision and bytes per token from file headers."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class Caches:
         return CacheState(arrays, {**numbers, "size": [saved.size]})
 
     def load(self, state: CacheState) -> Checkpoint:
-        """Return the checkpoint of a state; the newest one is restored first."""
+        """Return the checkpoint of a state. The caller restores the newest one first."""
         (size,) = state.numbers["size"]
         layers, places = [], dict[int | None, tuple[int, int, int, int]]()
         for i, layer in enumerate(self.layers):

@@ -186,14 +186,14 @@ class AdaptivePolicy:
         while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > FIRST_RISK:
             length -= 1
         while length:
-            seconds = costs.seconds(index, length) + self._wasted(index, length, costs)
+            seconds = costs.seconds(index, length) + self._cost_of_repeated_draft(index, length, costs)
             seconds += self._shared.ahead[index].extra(costs, length) if ahead else 0.0
             if account.affords(seconds / costs.plain, wait):
                 break
             length -= 1
         return length
 
-    def _wasted(self, index: int, length: int, costs: CostModel) -> float:
+    def _cost_of_repeated_draft(self, index: int, length: int, costs: CostModel) -> float:
         """Return the seconds of a draft found beside a queued token: it is made again in the next round."""
         return costs.drafting(index, length) if self._waiting and self._queued else 0.0
 
@@ -245,7 +245,10 @@ class AdaptivePolicy:
     def _observe_plain(self, round: Round, now: float, costs: CostModel) -> None:
         steps = 1.0 if self._queued else 1 + costs.host / costs.plain
         if self._choices and round.kind == "drained":
-            steps += max(self._wasted(c.drafter, c.limit, costs) for c in self._choices) / costs.plain
+            steps += (
+                max(self._cost_of_repeated_draft(c.drafter, c.limit, costs) for c in self._choices)
+                / costs.plain
+            )
         self._shared.account.enter(1, steps)
         self._steps += steps
         if self._choices:

@@ -1,7 +1,7 @@
 """Seconds of rounds: a measured table, corrected by every round with a Kalman filter on the logarithm.
 
 The filter follows how much slower a pass is than the table says, by draft length. The error has three parts:
-heat slows all work alike and keeps changing, slope grows with the rows, own is of one length and those near.
+global (heat slows all work alike and keeps changing), per row, and local to one length and its neighbours.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_blocks_that_give_other_logits_fail():
     assert worse.blocks_differ and not worse.passed
     assert not replace(GOOD, noise=gap(1.0)).blocks_differ
     nothing = replace(GOOD, comparisons=[])
-    assert not nothing.passed and "NOT SUBJECT" in shown(nothing)
+    assert not nothing.passed and "NOT TESTED" in shown(nothing)
 
 
 # --- what can be seen without a model

@@ -18,7 +18,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
 )
 
-from mlx_spec.checkpoint.gguf_cuts import COMPOSED, CUTS, WITH_BOS
+from mlx_spec.checkpoint.gguf_cuts import COMPOSED, PRE_TOKENIZERS, WITH_BOS
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from mlx_spec.errors import BadCheckpoint
 
@@ -75,11 +75,13 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_text_is_cut_as_its_name_says(name: str) -> None:
     metadata = tokenizer_metadata(vocabulary(), pre=name)
     tokenizer, _, _ = read_gguf_tokenizer(Path("x.gguf"), metadata)
-    pieces = next(PIECES[known] for known in PIECES if CUTS[known] == CUTS[name]).split("|")
+    pieces = next(PIECES[known] for known in PIECES if PRE_TOKENIZERS[known] == PRE_TOKENIZERS[name]).split(
+        "|"
+    )
     text = "".join(pieces)
     cuts = tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cuts] == pieces
@@ -94,7 +96,7 @@ def test_other_cuts_are_refused_by_name(name: str | None) -> None:
         read_gguf_tokenizer(Path("x.gguf"), {k: v for k, v in metadata.items() if v is not None})
 
 
-@pytest.mark.parametrize("cut", ["gpt-2", *sorted(CUTS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys())])
+@pytest.mark.parametrize("cut", ["gpt-2", *sorted(PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys())])
 def test_tokens_of_byte_level_vocabularies(cut: str) -> None:
     metadata = tokenizer_metadata(vocabulary(), pre=cut)
     tokenizer, config, ends = read_gguf_tokenizer(Path("x.gguf"), metadata)

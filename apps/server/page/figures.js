@@ -23,7 +23,7 @@ const REASONS = {
   "too few draft tokens accepted": "Speculation is off: too few draft tokens were accepted in this text.",
   "speculation has lost time so far": "Speculation is off: it has lost time in this answer so far.",
   probing: "Probing: a few tokens are drafted to see whether it pays again.",
-  "plain beside other requests: this recurrent target takes no padding":
+  "plain while batched: this target's recurrent state cannot be padded":
     "Speculation is off beside other answers: this model cannot read drafts of unequal length together.",
 };
 
