@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import demo
+from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import check_space, new_folder, sha256, write_json
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters import open_drafter
@@ -19,7 +20,8 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
 from mlx_spec.tokenizer import Text, differing_token, read_text
 
-from .families import Converted, Family, family_of
+from .families import family_of
+from .families.common import Converted
 from .options import ConversionOptions
 from .parts import DRAFT_MODEL, convert_drafter, convert_model, explain_left_out, family_or_model
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
@@ -64,7 +66,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     return ConversionPlan(folder, target, drafter, family, options.dtype, own, drafter_quantization, hashes)
 
 
-def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, Family | None]:
+def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, DrafterFamily | None]:
     """Return the drafter's source and its family, None for a language model.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.

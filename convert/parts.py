@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model
 
 from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.families import mlx_lm_module
 from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
@@ -24,7 +25,8 @@ from mlx_spec.checkpoint.weights import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.model.read import read_model
 
-from .families import Converted, Family, family_of
+from .families import family_of
+from .families.common import Converted
 from .source import DTYPES, Quantization, Source, cast
 
 DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
@@ -137,7 +139,7 @@ def _quantize(
 # --- drafters
 
 
-def family_or_model(source: Source) -> Family | None:
+def family_or_model(source: Source) -> DrafterFamily | None:
     """Return the family of a drafter, None for a plain language model that mlx-lm knows.
 
     Raises BadCheckpoint for anything else.
@@ -152,7 +154,7 @@ def family_or_model(source: Source) -> Family | None:
 
 def convert_drafter(
     source: Source,
-    family: Family | None,
+    family: DrafterFamily | None,
     target_config: Mapping[str, Any],
     quantization: Quantization | None,
     dtype: str | None,
@@ -168,7 +170,7 @@ def convert_drafter(
         return replace(model, dropped=explain_left_out(model.unused, source.config))
     if dtype == "float32":  # before anything is computed of the weights, such as folded norms
         tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
-    converted = family.convert(tensors, source.config, target_config)
+    converted: Converted = family.convert(tensors, source.config, target_config)
     ours, config = dict(converted.tensors), dict(converted.config)
     unquantized: tuple[str, ...] = ()
     if dtype is not None:

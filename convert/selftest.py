@@ -22,6 +22,7 @@ from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
 from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
@@ -35,7 +36,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Text, read_text
 
-from .families import Family
 from .parts import convert_drafter, convert_model, load_unread
 from .source import DTYPES, Quantization, Source
 from .write import DRAFTER, TARGET
@@ -72,7 +72,7 @@ class ConversionPlan:
     folder: Path  # of the converted parts
     target: Source
     drafter: Source | None  # the target for native heads, None without a drafter
-    family: Family | None  # of the drafter, None for a language model or no drafter
+    family: DrafterFamily | None  # of the drafter, None for a language model or no drafter
     dtype: str | None
     quantization: Quantization | None  # of the target
     drafter_quantization: Quantization | None

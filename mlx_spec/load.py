@@ -27,7 +27,8 @@ from mlx_spec.checkpoint.config import (
     read_published,
     vocab_size,
 )
-from mlx_spec.checkpoint.families import ASSISTANT, MANIFEST, drafter_kind
+from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family
+from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
@@ -245,10 +246,10 @@ def _refuse_unconverted(names: _Names, folder: Path) -> None:
     from mlx_spec.drafters.checkpoint import KEY, read_tensors
 
     config = read_published(folder)
-    kind = drafter_kind(config, read_tensors(folder).keys())
-    if kind not in (None, ASSISTANT) and KEY not in config:
+    family = drafter_family(config, read_tensors(folder).keys())
+    if family is not None and not family.is_ours and KEY not in config:
         raise BadCheckpoint(
-            f"{names.drafter} is a drafter of the kind {kind} as published: run `mlx-spec convert "
+            f"{names.drafter} is a drafter of the kind {family.kind} as published: run `mlx-spec convert "
             f"{names.target} --drafter {names.drafter} -o OUT` first, then give OUT as the target"
         )
 
@@ -257,10 +258,10 @@ def _source(
     folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], text: Text
 ) -> DrafterSource:
     """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
-    from mlx_spec.drafters import FAMILIES, open_drafter, open_retokenized
+    from mlx_spec.drafters import open_drafter, open_retokenized
     from mlx_spec.tokenizer import differing_token, has_tokenizer, read_text
 
-    if own["model_type"] not in FAMILIES and not has_tokenizer(folder):
+    if own["model_type"] not in OPENED_AS and not has_tokenizer(folder):
         sizes = _vocab_size(own, text), _vocab_size(config, text)
         if sizes[0] != sizes[1]:
             raise Mismatch(
@@ -270,7 +271,7 @@ def _source(
     difference = differing_token(folder, target, text)
     if difference is None:
         return open_drafter(folder, own, config)
-    if own["model_type"] in FAMILIES:
+    if own["model_type"] in OPENED_AS:
         raise Mismatch(f"{difference}: use a drafter with the target's vocabulary; {WITHOUT}")
     return open_retokenized(folder, own, read_text(folder, own), text)
 

@@ -64,18 +64,6 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Family:
-    """One drafter family."""
-
-    name: str  # our model_type
-    # (tensors, config.json, that of the target). Raises BadCheckpoint and Mismatch.
-    convert: Callable[[Tensors, Config, Config], Converted]
-    kind: str | None = None  # the kind of hub.catalog that it converts
-    # (config.json, names of the tensors), for families that live inside a target
-    recognizes: Callable[[Config, Collection[str]], bool] | None = None
-
-
-@dataclass(frozen=True)
 class PublishedTensors:
     """The tensors of a drafter by our names. A family merges, splits and drops some of them."""
 

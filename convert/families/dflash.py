@@ -9,13 +9,12 @@ Read from z-lab's form and from speculators'. Ours (D hidden, n captured layers,
 
 from __future__ import annotations
 
-from mlx_spec.checkpoint.families import DFLASH as KIND
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.dflash import DFlashNetwork
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Family, Tensors
+from .common import Config, Converted, Tensors
 
 NAME, TITLE = "dflash", "the DFlash drafter"
 SUCCESSORS = (  # parts of the names of their tensors, and what they are called
@@ -76,6 +75,3 @@ def captured(special: Config) -> tuple[tuple[int, ...], str]:
         ids = tuple(special["aux_hidden_state_layer_ids"])
         return tuple(index - 1 for index in ids), f"aux_hidden_state_layer_ids {list(ids)} are layer inputs"
     raise BadCheckpoint(f"config.json of {TITLE} has no target_layer_ids: which layers it reads is not known")
-
-
-DFLASH = Family(NAME, convert, KIND)

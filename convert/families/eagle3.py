@@ -15,16 +15,14 @@ mask_hidden [nT], the feature of the rows for tokens that are not drafted yet.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from mlx_spec.checkpoint import families
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Family, Tensors
+from .common import Config, Converted, Tensors
 
 EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
@@ -33,7 +31,13 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
-def _convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
+def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert an EAGLE-3 drafter. Raises BadCheckpoint and Mismatch."""
+    return _convert("eagle3", EAGLE3_TITLE, tensors, config, target)
+
+
+def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert a P-EAGLE drafter. Raises BadCheckpoint and Mismatch."""
     vocab = common.size(common.layer_config(config), "vocab_size", PEAGLE_TITLE)
     mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
     if mask is None or not str(mask).isdigit() or int(mask) >= vocab:
@@ -48,7 +52,6 @@ def _convert_peagle(tensors: Tensors, config: Config, target: Config) -> Convert
 def _convert(
     name: str, title: str, tensors: Tensors, config: Config, target: Config, **fields: Any
 ) -> Converted:
-    """Convert a drafter. Raises BadCheckpoint and Mismatch."""
     layer = common.layer_config(config)
     capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
     sizes = common.check_captured(title, config, capture, target)
@@ -80,7 +83,3 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     if ids != default and (ids == outputs or not config.get(LAYER_IDS)):
         return ids, f"{LAYER_IDS} {list(ids)} read as layer outputs"
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"
-
-
-EAGLE3 = Family("eagle3", partial(_convert, "eagle3", EAGLE3_TITLE), families.EAGLE3)
-PEAGLE = Family("peagle", _convert_peagle, families.PEAGLE)

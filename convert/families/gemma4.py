@@ -9,12 +9,11 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint.families import ASSISTANT
 from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
 
-from .common import Config, Converted, Family, Tensors, finish, read
+from .common import Config, Converted, Tensors, finish, read
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
@@ -43,6 +42,3 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     if assistant.draft_vocab_size is not None:
         head = f"the target's head for {assistant.draft_vocab_size} tokens"
     return finish(source, AssistantNetwork(assistant), written, notes=(head,))
-
-
-GEMMA4 = Family(NAME, convert, ASSISTANT)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from mlx_spec.checkpoint.families import MEDUSA as KIND
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.medusa import MedusaNetwork
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Family, Tensors
+from .common import Config, Converted, Tensors
 
 NAME, TITLE = "medusa", "the Medusa drafter"
 PREFIXES = (("medusa_heads.", ""), ("medusa_head.", ""))
@@ -61,6 +60,3 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     differs = f"config.json says {said} heads, the tensors are of {len(heads)}"
     notes = () if said == len(heads) else (differs,)
     return common.finish(source, network, written, notes=notes)
-
-
-MEDUSA = Family(NAME, convert, KIND, recognizes)

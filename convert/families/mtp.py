@@ -15,7 +15,6 @@ decoder layer after the last of L, `model.layers.{L}.*`, with copies of the targ
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +27,7 @@ from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Family, Prefixes, PublishedTensors, Tensors
+from .common import Config, Converted, Prefixes, PublishedTensors, Tensors
 
 COPIES = {  # ours -> what the target calls its own, the first that it has
     "embed_tokens.weight": ("model.embed_tokens.weight",),
@@ -221,11 +220,13 @@ def _fold_norms(source: PublishedTensors) -> tuple[str, ...]:
 # --- DeepSeek and GLM
 
 
-def _recognizes_nextn(model_types: Collection[str], config: Config, names: Collection[str]) -> bool:
+def _nextn_of(config: Config, names: Collection[str]) -> str | None:
+    """Return our model_type of a head that is kept as a further layer."""
     text = text_config(config)
     kinds = {config.get("model_type"), text.get("model_type")}
     promised = bool(text.get(NEXTN_KEY)) or any(name.endswith("eh_proj.weight") for name in names)
-    return promised and bool(kinds & set(model_types))
+    found = (name for name, (_, _, model_types) in NEXTN.items() if kinds & set(model_types))
+    return next(found, None) if promised else None
 
 
 def _convert_nextn(
@@ -245,16 +246,31 @@ def _convert_nextn(
     return _finish(name, source, tensors, config, target)
 
 
-QWEN_MTP = Family("qwen_mtp", _convert_qwen, recognizes=_recognizes_qwen)
-DEEPSEEK_MTP = Family(
-    "deepseek_mtp",
-    partial(_convert_nextn, "deepseek_mtp", "the DeepSeek MTP head", "deepseek-ai/..."),
-    recognizes=partial(_recognizes_nextn, ("deepseek_v3", "deepseek_v32")),
-)
-GLM_MTP = Family(
-    "glm_mtp",
-    partial(_convert_nextn, "glm_mtp", "the GLM MTP head", "zai-org/..."),
-    recognizes=partial(
-        _recognizes_nextn, ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text")
+# --- the three of them
+
+NEXTN = {  # our model_type -> (title, origin, model types of targets)
+    "deepseek_mtp": ("the DeepSeek MTP head", "deepseek-ai/...", ("deepseek_v3", "deepseek_v32")),
+    "glm_mtp": (
+        "the GLM MTP head",
+        "zai-org/...",
+        ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v_moe", "glm4v_moe_text"),
     ),
-)
+}
+
+
+def recognizes(config: Config, names: Collection[str]) -> bool:
+    """Return True for a target with a head that can be converted, or such a head alone."""
+    return _recognizes_qwen(config, names) or _nextn_of(config, names) is not None
+
+
+def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert a head. Raises BadCheckpoint and Mismatch."""
+    if _recognizes_qwen(config, tensors.keys()):
+        return _convert_qwen(tensors, config, target)
+    name = _nextn_of(config, tensors.keys())
+    if name is None:
+        raise BadCheckpoint(
+            f"the MTP head of a {config.get('model_type')} is not known: those of Qwen, DeepSeek and GLM are"
+        )
+    title, origin, _ = NEXTN[name]
+    return _convert_nextn(name, title, origin, tensors, config, target)

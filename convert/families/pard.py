@@ -8,13 +8,12 @@ from __future__ import annotations
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
-from mlx_spec.checkpoint.families import PARD as KIND
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 from . import common
-from .common import Config, Converted, Family, Tensors
+from .common import Config, Converted, Tensors
 
 NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -48,6 +47,3 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
             f"config.json of {TITLE} describes no {kind}: {one_line(error)}; download it again"
         ) from error
     return common.finish(source, network, written)
-
-
-PARD = Family(NAME, convert, KIND)

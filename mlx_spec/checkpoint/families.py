@@ -1,10 +1,9 @@
-"""Families of checkpoints: kinds of drafters, the shape that one needs, and the modules of mlx-lm."""
+"""Facts about families of checkpoints: the shape of a target, and the modules of mlx-lm."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,55 +25,6 @@ class TargetShape:
     head_dim: int | None = None
     global_kv_heads: int | None = None  # of full layers
     global_head_dim: int | None = None
-
-
-# --- kinds of drafters
-
-ASSISTANT, PEAGLE, DFLASH, EAGLE3 = "Gemma 4 assistant", "P-EAGLE", "DFlash", "EAGLE-3"
-PARD, MEDUSA, MTP = "PARD", "Medusa", "MTP head"
-MTP_PARTS = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # of names of tensors
-MEDUSA_TENSOR = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.weight$")
-LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
-
-
-def drafter_kind(config: Config, tensors: Collection[str]) -> str | None:
-    """Return the kind of a drafter by config and names of tensors, None for a target."""
-    said = [config.get(key) for key in ("model_type", "speculators_model_type", "architectures")]
-    words = " ".join(map(str, said)).lower()
-    words = re.sub(r"[^a-z0-9 ]", "", words)
-    return next((kind for kind, recognizes in KINDS.items() if recognizes(words, config, tensors)), None)
-
-
-def is_mtp(name: str) -> bool:
-    """Return True if a tensor of this name belongs to a multi-token head."""
-    return any(part in name for part in MTP_PARTS)
-
-
-def _is_mtp_alone(tensors: Collection[str]) -> bool:
-    """Return True if there is a multi-token head and nothing else."""
-    heads = [name for name in tensors if is_mtp(name)]
-    layers = tuple({match[0] for match in map(LAYER.match, heads) if match})
-    return bool(heads) and all(is_mtp(name) or name.startswith(layers) for name in tensors)
-
-
-# In this order: a P-EAGLE is an EAGLE-3 with more in it. The words are those of model_type and architectures.
-KINDS: dict[str, Callable[[str, Config, Collection[str]], bool]] = {
-    ASSISTANT: lambda words, config, tensors: "gemma4assistant" in words or "gemma4unifiedassistant" in words,
-    PEAGLE: lambda words, config, tensors: (
-        "peagle" in words or any(name.endswith("mask_hidden") for name in tensors)
-    ),
-    DFLASH: lambda words, config, tensors: "dflash" in words or "dflash_config" in config,
-    EAGLE3: lambda words, config, tensors: (
-        "eagle3" in words or "draft_vocab_size" in config or any(name.endswith("d2t") for name in tensors)
-    ),
-    PARD: lambda words, config, tensors: "pard" in words.split() or "pard_token" in config,
-    MEDUSA: lambda words, config, tensors: (
-        "medusa" in words or ("medusa_num_heads" in config and "num_hidden_layers" not in config)
-    ),
-    MTP: lambda words, config, tensors: (
-        any(word.endswith("mtp") for word in words.split()) or _is_mtp_alone(tensors)
-    ),
-}
 
 
 # --- mlx-lm

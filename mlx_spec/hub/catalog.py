@@ -13,6 +13,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from mlx_spec.checkpoint.drafter_families import FAMILIES
 from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.errors import NotFound
 
@@ -30,10 +31,13 @@ class RepositoryPair:
 
 # --- published pairs
 
-# Base name of a target repository, whatever its owner and quantization -> its drafter.
+MADE_FOR = {drafter: target for family in FAMILIES for drafter, target in family.made_for.items()}
+# Base name of a target repository, whatever its owner and quantization -> its drafter in our form.
 DRAFTERS = {
-    f"gemma-4-{size.lower()}-it": f"google/gemma-4-{size}-it-assistant"
-    for size in ("E2B", "E4B", "12B", "26B-A4B", "31B")
+    target.partition("/")[2].lower(): drafter
+    for family in FAMILIES
+    for drafter, target in family.made_for.items()
+    if family.is_ours
 }
 OWNERS = ("google", "mlx-community")
 PRECISION = re.compile(r"-(\d(\.\d+)?-?bit|bf16|fp16|f16|mxfp4|mxfp8|nvfp4|dwq|qat|optiq|mlx|q\d\w*)(?=-|$)")
@@ -45,28 +49,6 @@ SHAPES = {
     "gemma-4-12b-it": TargetShape(3840, 262144, 48, 1024, 8, 256, 1, 512),
     "gemma-4-26b-a4b-it": TargetShape(2816, 262144, 30, 1024, 8, 256, 2, 512),
     "gemma-4-31b-it": TargetShape(5376, 262144, 60, 1024, 16, 256, 4, 512),
-}
-
-# Repository of a drafter -> the target it was trained for.
-MADE_FOR = {
-    **{drafter: drafter.removesuffix("-assistant") for drafter in DRAFTERS.values()},
-    **{f"z-lab/Qwen3-{size}-DFlash-b16": f"Qwen/Qwen3-{size}" for size in ("4B", "8B")},
-    **{
-        f"z-lab/{name}-DFlash": f"Qwen/{name}"
-        for name in (
-            "Qwen3.5-4B Qwen3.5-9B Qwen3.5-27B Qwen3.5-35B-A3B Qwen3.5-122B-A10B Qwen3.6-27B Qwen3.6-35B-A3B"
-        ).split()
-    },
-    "z-lab/gpt-oss-20b-DFlash": "openai/gpt-oss-20b",
-    "z-lab/gpt-oss-120b-DFlash": "openai/gpt-oss-120b",
-    "RedHatAI/gemma-4-31B-it-speculator.dflash": "google/gemma-4-31B-it",
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
-    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": "meta-llama/Llama-3.3-70B-Instruct",
-    "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    "yuhuili/EAGLE3-Vicuna1.3-13B": "lmsys/vicuna-13b-v1.3",
-    "amazon/GPT-OSS-20B-P-EAGLE": "openai/gpt-oss-20b",
-    "amazon/gpt-oss-120b-p-eagle": "openai/gpt-oss-120b",
-    "FasterDecoding/medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3",
 }
 
 # Short name -> precision -> target repository. The first precision is what the bare name means.

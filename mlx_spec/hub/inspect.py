@@ -12,16 +12,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint import families
 from mlx_spec.checkpoint.config import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
-from mlx_spec.checkpoint.families import MANIFEST, MEDUSA_TENSOR, Config, TargetShape, drafter_kind, is_mtp
+from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
+from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
 from mlx_spec.checkpoint.headers import (
     INDEX,
     WEIGHTS,
     Headers,
     TensorInfo,
-    Tensors,
     choose_files,
     indexed_tensors,
 )
@@ -180,20 +179,19 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
     """Describe a checkpoint of these files, some of which are in its folder. Raises BadCheckpoint."""
     config, headers = checkpoint.config, checkpoint.headers
     text, tensors = text_config(config), headers.tensors
-    kind, shape = drafter_kind(config, tensors), target_shape(config)
-    if kind is None and "model_type" not in config:
+    family, shape = drafter_family(config, tensors), target_shape(config)
+    if family is None and "model_type" not in config:
         raise BadCheckpoint(f"config.json of {name} has no model_type: download it again")
     types = text.get("layer_types")
     types = types if isinstance(types, list) else []
     counts = Counter(str(each).removesuffix("_attention") for each in types)
     promised = max(integer(text, *PREDICTION_LAYERS) or 0, integer(config, *PREDICTION_LAYERS) or 0)
-    needs = _needed_shape(kind, config, tensors) if kind else None
+    needs = family.needed_shape(config, tensors) if family else None
     has_tokenizer = not files.isdisjoint(TOKENIZERS)
-    heads = sum(is_mtp(tensor) or MEDUSA_TENSOR.match(tensor) is not None for tensor in tensors)
     return CheckpointInfo(
         name=name,
         family=str(config.get("model_type", "unnamed")),
-        kind=kind,
+        kind=family.kind if family else None,
         parameters=count_parameters(tensors, config),
         size=headers.size,
         precision=precision(tensors, config),
@@ -203,11 +201,11 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         has_tokenizer=has_tokenizer,
         has_template=_holds_template(checkpoint.folder / "tokenizer_config.json")
         or any(fnmatch(file, "*.jinja") or file == "chat_template.json" for file in files),
-        prediction_layers=0 if kind else promised,
-        prediction_tensors=0 if kind else heads,
+        prediction_layers=0 if family else promised,
+        prediction_tensors=0 if family else sum(map(is_head, tensors)),
         needs=needs,
         goes_with=_targets_of(name, config, needs) if needs else _drafters_of(name, shape),
-        problem=headers.problem or (None if kind or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
+        problem=headers.problem or (None if family or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
         **vars(shape),
     )
 
@@ -254,36 +252,6 @@ def _holds_template(file: Path) -> bool:
         return bool(read_object(file).get("chat_template"))
     except SpecError:
         return False
-
-
-def _needed_shape(kind: str, config: Config, tensors: Tensors) -> TargetShape:
-    """Return what a drafter of this kind asks of its target."""
-    converted = config.get("target")  # our converter records what it converted for
-    if kind != families.ASSISTANT and isinstance(converted, Mapping):
-        keys = ("hidden_size", "vocab_size", "num_hidden_layers")
-        return TargetShape(*(integer(converted, key) for key in keys))
-    own = target_shape(config)
-    vocab = _axis(tensors, "t2d", 0) or own.vocab_size
-    if kind == families.ASSISTANT:
-        hidden = integer(config, "backbone_hidden_size")
-        return dataclasses.replace(own, hidden_size=hidden, layers=None)
-    if kind in (families.EAGLE3, families.PEAGLE):
-        fused = (_axis(tensors, "fc.weight", 1) or 0) // 3  # [D, 3 D of the target]
-        return TargetShape(integer(config, "target_hidden_size") or fused or own.hidden_size, vocab)
-    if kind == families.DFLASH:
-        return TargetShape(own.hidden_size, vocab, integer(config, "num_target_layers"))
-    if kind == families.MEDUSA:
-        head = next((name for name in tensors if MEDUSA_TENSOR.match(name)), "")
-        return TargetShape(_axis(tensors, head, 1) or own.hidden_size, own.vocab_size)
-    if kind == families.PARD:  # it needs the same tokenizer, which no shape tells
-        return TargetShape()
-    return TargetShape(own.hidden_size, vocab)
-
-
-def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
-    """Return the length of an axis of a vector or matrix, None if there is none."""
-    found = tensors.get(name)
-    return found.shape[axis] if found and axis < len(found.shape) <= 2 else None
 
 
 def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ import pytest
 from support import synthetic
 from support.synthetic import Checkpoint
 
-from mlx_spec.convert.families import FAMILIES, Converted, family_of
+from mlx_spec.checkpoint.drafter_families import FAMILIES
+from mlx_spec.convert.families import family_of
+from mlx_spec.convert.families.common import Converted
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, SpecError
@@ -287,7 +289,7 @@ def test_heads_of_medusa_are_counted():
 def test_an_unknown_family_is_named():
     with pytest.raises(BadCheckpoint) as caught:
         family_of({"model_type": "hydra"}, ["rnn.weight", "a.weight", "b.weight", "c.weight", "d.weight"])
-    known = ", ".join(family.name for family in FAMILIES)
+    known = ", ".join(family.kind for family in FAMILIES)
     assert str(caught.value) == (
         "no drafter family has model_type 'hydra' and tensors such as a.weight, b.weight, c.weight "
         f"and 2 more: known are {known}"

@@ -21,7 +21,8 @@ from support.fitted import largest
 from support.synthetic import Checkpoint
 
 import mlx_spec
-from mlx_spec.drafters import FAMILIES, DrafterSource, open_drafter
+from mlx_spec.checkpoint.drafter_families import OPENED_AS
+from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.gemma4 import AssistantConfig, Gemma4Assistant, check_fit, visible_rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
@@ -349,4 +350,4 @@ def test_unknown_family(model_type, tmp_path):
         open_drafter(tmp_path, {"model_type": model_type}, {})
     text = str(caught.value)
     assert "has no 'model_type'" in text if model_type is None else repr(model_type) in text
-    assert model_type is None or all(family in text for family in FAMILIES)
+    assert model_type is None or all(family in text for family in OPENED_AS)

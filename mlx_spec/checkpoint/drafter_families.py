@@ -1,0 +1,229 @@
+"""The families of drafters, the only table of them. mlx_spec/DESIGN.md says how to add one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from mlx_spec.checkpoint.config import integer
+from mlx_spec.checkpoint.families import Config, TargetShape
+from mlx_spec.checkpoint.headers import Tensors
+from mlx_spec.checkpoint.weights import target_shape
+
+CONVERTERS = "mlx_spec.convert.families"
+Recognizer = Callable[[str, Config, Collection[str]], bool]
+
+
+@dataclass(frozen=True)
+class DrafterFamily:
+    """One family of drafters. Functions are named "file:function" and imported when they are used."""
+
+    kind: str  # in words
+    model_types: tuple[str, ...]  # in config.json of checkpoints in our form
+    opener: str  # in drafters/: (folder, config.json, the target's) -> DrafterSource
+    converter: str  # in convert/families/: (tensors, config.json, the target's) -> Converted
+    # (words of model_type and architectures, config.json, names of tensors) -> True for a published drafter
+    recognizes: Recognizer
+    needs: Callable[[Config, Tensors], TargetShape]  # of its target, by the checkpoint as published
+    inside: str | None = None  # as converter: (config.json, names) -> True for a target that holds one
+    is_ours: bool = False  # a published one is in our form already
+    made_for: Mapping[str, str] = field(default_factory=dict)  # published repository -> its target
+
+    def open(self, *arguments: Any) -> Any:
+        """Call the opener."""
+        return _function("mlx_spec.drafters", self.opener)(*arguments)
+
+    def convert(self, *arguments: Any) -> Any:
+        """Call the converter."""
+        return _function(CONVERTERS, self.converter)(*arguments)
+
+    def is_inside(self, config: Config, tensors: Collection[str]) -> bool:
+        """Return True if a target's checkpoint holds such a drafter."""
+        return self.inside is not None and bool(_function(CONVERTERS, self.inside)(config, tensors))
+
+    def needed_shape(self, config: Config, tensors: Tensors) -> TargetShape:
+        """Return what a drafter asks of its target: our converter records it, else its own sizes tell."""
+        converted = config.get("target")
+        if not isinstance(converted, Mapping):
+            return self.needs(config, tensors)
+        return TargetShape(
+            *(integer(converted, k) for k in ("hidden_size", "vocab_size", "num_hidden_layers"))
+        )
+
+
+def drafter_family(config: Config, tensors: Collection[str]) -> DrafterFamily | None:
+    """Return the family of a drafter by config and names of tensors, None for a target."""
+    said = [config.get(key) for key in ("model_type", "speculators_model_type", "architectures")]
+    words = re.sub(r"[^a-z0-9 ]", "", " ".join(map(str, said)).lower())
+    return next((family for family in FAMILIES if family.recognizes(words, config, tensors)), None)
+
+
+def marks(words: str, keys: Collection[str] = (), tensor: str = r"\A\Z") -> Recognizer:
+    """Return a recognizer: one of the patterns is found, or config.json has one of `keys`."""
+    return lambda said, config, tensors: (
+        bool(re.search(words, said))
+        or not config.keys().isdisjoint(keys)
+        or any(re.search(tensor, name) for name in tensors)
+    )
+
+
+# --- heads inside a target
+
+MTP_PARTS = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # of names of tensors
+MEDUSA_TENSOR = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.weight$")
+
+
+def is_mtp(name: str) -> bool:
+    """Return True if a tensor of this name belongs to a multi-token head."""
+    return any(part in name for part in MTP_PARTS)
+
+
+def is_head(name: str) -> bool:
+    """Return True if a tensor of this name belongs to a head that drafts inside a target."""
+    return is_mtp(name) or MEDUSA_TENSOR.match(name) is not None
+
+
+def _is_mtp(words: str, config: Config, tensors: Collection[str]) -> bool:
+    """Return True if the words say it, or there is a multi-token head and nothing else."""
+    heads = [name for name in tensors if is_mtp(name)]
+    layers = tuple({match[0] for name in heads if (match := re.match(r"(.*\.)?layers\.\d+\.", name))})
+    alone = bool(heads) and all(is_mtp(name) or name.startswith(layers) for name in tensors)
+    return alone or any(word.endswith("mtp") for word in words.split())
+
+
+# --- needed shapes
+
+
+def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
+    """Return the length of an axis of a vector or matrix, None if there is none."""
+    found = tensors.get(name)
+    return found.shape[axis] if found and axis < len(found.shape) <= 2 else None
+
+
+def _same_size(config: Config, tensors: Tensors, layers: str = "") -> TargetShape:
+    """Return a target as wide as the drafter, of its vocabulary before that was reduced."""
+    own = target_shape(config)
+    return TargetShape(own.hidden_size, _axis(tensors, "t2d", 0) or own.vocab_size, integer(config, layers))
+
+
+def _fused(config: Config, tensors: Tensors) -> TargetShape:
+    width = (_axis(tensors, "fc.weight", 1) or 0) // 3  # [D, 3 D of the target]
+    same = _same_size(config, tensors)
+    return TargetShape(integer(config, "target_hidden_size") or width or same.hidden_size, same.vocab_size)
+
+
+def _backbone(config: Config, tensors: Tensors) -> TargetShape:
+    hidden = integer(config, "backbone_hidden_size")
+    return dataclasses.replace(target_shape(config), hidden_size=hidden, layers=None)
+
+
+def _medusa(config: Config, tensors: Tensors) -> TargetShape:
+    head, own = next(filter(MEDUSA_TENSOR.match, tensors), ""), target_shape(config)
+    return TargetShape(_axis(tensors, head, 1) or own.hidden_size, own.vocab_size)
+
+
+# --- the table, in this order: a P-EAGLE is an EAGLE-3 with more in it
+
+FAMILIES: tuple[DrafterFamily, ...] = (
+    DrafterFamily(
+        "Gemma 4 assistant",
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "gemma4:open_assistant",
+        "gemma4:convert",
+        marks(r"gemma4(unified)?assistant"),
+        _backbone,
+        is_ours=True,
+        made_for={
+            f"google/gemma-4-{size}-it-assistant": f"google/gemma-4-{size}-it"
+            for size in ("E2B", "E4B", "12B", "26B-A4B", "31B")
+        },
+    ),
+    DrafterFamily(
+        "P-EAGLE",
+        ("peagle",),
+        "eagle3:open_peagle",
+        "eagle3:convert_peagle",
+        marks("peagle", tensor="mask_hidden$"),
+        _fused,
+        made_for={
+            "amazon/GPT-OSS-20B-P-EAGLE": "openai/gpt-oss-20b",
+            "amazon/gpt-oss-120b-p-eagle": "openai/gpt-oss-120b",
+        },
+    ),
+    DrafterFamily(
+        "DFlash",
+        ("dflash",),
+        "dflash:open_dflash",
+        "dflash:convert",
+        marks("dflash", ("dflash_config",)),
+        lambda config, tensors: _same_size(config, tensors, "num_target_layers"),
+        made_for={
+            **{f"z-lab/Qwen3-{size}-DFlash-b16": f"Qwen/Qwen3-{size}" for size in ("4B", "8B")},
+            **{
+                f"z-lab/{name}-DFlash": f"Qwen/{name}"
+                for name in (
+                    "Qwen3.5-4B Qwen3.5-9B Qwen3.5-27B Qwen3.5-35B-A3B Qwen3.5-122B-A10B Qwen3.6-27B "
+                    "Qwen3.6-35B-A3B"
+                ).split()
+            },
+            "z-lab/gpt-oss-20b-DFlash": "openai/gpt-oss-20b",
+            "z-lab/gpt-oss-120b-DFlash": "openai/gpt-oss-120b",
+            "RedHatAI/gemma-4-31B-it-speculator.dflash": "google/gemma-4-31B-it",
+        },
+    ),
+    DrafterFamily(
+        "EAGLE-3",
+        ("eagle3",),
+        "eagle3:open_eagle3",
+        "eagle3:convert",
+        marks("eagle3", ("draft_vocab_size",), "d2t$"),
+        _fused,
+        made_for={
+            "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
+            "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": "meta-llama/Llama-3.3-70B-Instruct",
+            "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+            "yuhuili/EAGLE3-Vicuna1.3-13B": "lmsys/vicuna-13b-v1.3",
+        },
+    ),
+    DrafterFamily(
+        "PARD",
+        ("pard",),
+        "draft_model:open_pard",
+        "pard:convert",
+        marks(r"\bpard\b", ("pard_token",)),
+        lambda config, tensors: TargetShape(),  # it needs the same tokenizer, which no shape tells
+    ),
+    DrafterFamily(
+        "Medusa",
+        ("medusa",),
+        "medusa:open_medusa",
+        "medusa:convert",
+        lambda words, config, tensors: (
+            "medusa" in words or ("medusa_num_heads" in config and "num_hidden_layers" not in config)
+        ),
+        _medusa,
+        inside="medusa:recognizes",
+        made_for={"FasterDecoding/medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3"},
+    ),
+    DrafterFamily(
+        "MTP head",
+        ("qwen_mtp", "deepseek_mtp", "glm_mtp"),
+        "mtp:open_mtp",
+        "mtp:convert",
+        _is_mtp,
+        _same_size,
+        inside="mtp:recognizes",
+    ),
+)
+OPENED_AS = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
+def _function(package: str, path: str) -> Callable[..., Any]:
+    """Import the function of "file:function"."""
+    file, _, name = path.partition(":")
+    found: Callable[..., Any] = vars(import_module(f"{package}.{file}"))[name]
+    return found
