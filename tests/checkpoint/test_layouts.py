@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from test_session import TOKENIZER
+from support.pairs import TOKENIZER
 
 from mlx_spec import load
 from mlx_spec.cli.progress import StageProgress

@@ -8,43 +8,27 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.utils import load_model
 from support import drafting, synthetic
-from support.checkpoints import edit_tensors, read, split, stored
+from support.checkpoints import edit_tensors, exchanged, read, split, stored
+from support.drafting import GOLDEN
 from support.fitted import largest
+from support.golden_pairs import converted, refusal
 from support.lossless import emitted
-from test_load import exchanged
 
 import mlx_spec
 from mlx_spec.checkpoint.left_out import sources_of
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert.source import check_hashes, open_source
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
 TOLERANCE = 1e-4
-
-
-def converted(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
-    parts = {"target": GOLDEN / pair / "target", "drafter": GOLDEN / pair / "assistant"}
-    return drafting.converted(**parts | changes, out=out)
-
-
-def refusal(pair: str | Path, out: Path, kind: type[SpecError] = BadCheckpoint, **changes: Any) -> str:
-    """The one line a conversion is refused with; nothing is left of it."""
-    with pytest.raises(kind) as caught:
-        converted(pair, out, **changes)
-    assert not list(out.parent.glob(f"*{out.name}*"))
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 @pytest.fixture

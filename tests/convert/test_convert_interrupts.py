@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import pytest
 from support.checkpoints import full_disk
 from support.commands import run
+from support.drafting import GOLDEN
+from support.golden_pairs import converted
 from support.waiting import wait_until
-from test_convert import GOLDEN, converted
 
 from mlx_spec.checkpoint import files
 from mlx_spec.checkpoint.files import new_folder

@@ -14,7 +14,8 @@ import pytest
 from mlx_lm.models.gemma4 import Model as Gemma4
 from support.checkpoints import edit_config, edit_tensors
 from support.commands import run
-from test_convert import GOLDEN, converted, refusal
+from support.drafting import GOLDEN
+from support.golden_pairs import converted, refusal
 
 import mlx_spec
 from mlx_spec.cli.progress import StageProgress

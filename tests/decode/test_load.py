@@ -9,16 +9,13 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from support import synthetic, tiny
-from support.checkpoints import edit_config, edit_tensors, read, split, to_float32
+from support.checkpoints import edit_config, edit_tensors, exchanged, read, split, to_float32
 from support.lossless import mlx_lm_greedy
-from test_session import TEMPLATE, TOKENIZER
+from support.pairs import TOKENIZER, refused, save
 
 import mlx_spec
 from mlx_spec.checkpoint.config import GGUF
@@ -30,17 +27,6 @@ from mlx_spec.types import Reason
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-
-
-def save(model: nn.Module, folder: Path, **changes: Any) -> Path:
-    """A checkpoint as mlx-lm writes them, with a tokenizer of bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    config = {"max_position_embeddings": 512, "eos_token_id": 2, **dataclasses.asdict(model.args), **changes}
-    (folder / "config.json").write_text(json.dumps(config))
-    TOKENIZER.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +53,6 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(saved: Path, tmp_path: Path) -> Path:
     """A copy of the target to damage."""
     return Path(shutil.copytree(saved / "target", tmp_path / "target"))
-
-
-def refused(error: type[SpecError], *arguments: Any, **options: Any) -> str:
-    """The message of the error that `load` raises: one line."""
-    with pytest.raises(error) as caught:
-        load(*arguments, **options)
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 500
-    return message
 
 
 # --- what loads
@@ -295,14 +272,6 @@ def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
     same = save(tiny.full(1), tmp_path / "same")
     (same / "tokenizer.json").unlink()
     assert load(saved / "target", same, num_draft_tokens=2).drafter_names == ("llama",)
-
-
-def exchanged(folder: Path, first: int = 7, second: int = 9) -> tuple[str, str]:
-    """Two tokens of the tokenizer in `folder` exchange their ids. Returns what they were."""
-    names = {i: token for token, i in read(folder, "tokenizer.json")["model"]["vocab"].items()}
-    swapped = {names[first]: second, names[second]: first}
-    edit_config(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(swapped), "tokenizer.json")
-    return names[first], names[second]
 
 
 def test_drafter_with_other_tokens(saved: Path, golden: Path, tmp_path: Path) -> None:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import pytest
 from support import tiny
-from test_session import KINDS, alone, make_pair
+from support.pairs import KINDS, alone, generate, make_pair
 
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
-from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import MIN_COMPARED_TOKENS, Statistics
 from mlx_spec.types import Reason, Round
 
 GREEDY = Sampling()
-
-
-def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
-    """Continue a prompt with a kept sequence, as those who keep one do."""
-    rounds = decode(pair.prepare(held.parts, prompt, max_tokens=count))
-    held.rewind_to_prefix(prompt)
-    emitted: list[int] = []
-    for round in rounds:
-        held.append(round.tokens)
-        emitted += round.tokens
-    return emitted
 
 
 @pytest.mark.parametrize("kind", KINDS)

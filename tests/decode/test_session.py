@@ -2,89 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-import mlx.nn as nn
 import numpy as np
 import pytest
 from support import tiny
-from support.lossless import plain
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.pairs import TOKENIZER, alone, make_pair
+from support.recited import KINDS
 
-from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
-from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.target import LMTarget
-from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Piece, Session
-from mlx_spec.tokenizer import Text
-from mlx_spec.tokenizer.chat_template import ChatTemplate
 
-TEMPLATE = (
-    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' + m.content | trim + '<turn|>\n' }}"
-    "{% endfor %}{{ '<|turn>assistant\n' }}{% if enable_thinking %}{{ '<|channel>thought\n' }}{% endif %}"
-)
-SPECIAL = ["<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"]
 QUESTIONS = ["Hi", "one two three one two three, and so on: one two", "Why?"]
-MODELS = {
-    "full": tiny.full(),
-    "sliding": tiny.sliding(window=16),
-    "quantized": tiny.full(1),
-    "recurrent": tiny.recurrent(),
-    "shared": tiny.shared(window=16),
-}
-KINDS = list(MODELS)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte. The bytes that UTF-8 never uses give their place to the special tokens."""
-    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {chr(0xF8 + i) for i in range(len(SPECIAL))})
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    assert tokenizer.get_vocab_size() == tiny.VOCAB
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
 OPEN, CLOSE = (TOKENIZER.token_to_id(token) for token in ("<|channel>", "<channel|>"))
 GREEDY = Sampling()
 UNMARKED = Sampling(logit_bias={OPEN: -100.0, CLOSE: -100.0})  # greedy, no thoughts
-
-
-def make_pair(
-    kind: str, drafter: str = "same", *, K: int = 4, eos: tuple[int, ...] = (), context: int | None = None
-) -> Pair:
-    """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
-    model = MODELS[kind]
-    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
-    facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
-    kv_bits = 8 if kind == "quantized" else None
-    drafters = sources(drafter, model)
-    return Pair(facts, text, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
-
-
-def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
-    vocabulary = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
-    made: dict[str, Callable[[], list[DrafterSource]]] = {
-        "none": list,
-        "lookup": lambda: [lookup_source()],
-        "same": lambda: [draft_model_source("same", model, vocabulary)],
-        "other": lambda: [draft_model_source("other", MODELS["quantized"], vocabulary)],
-    }
-    return made[drafter]()
-
-
-def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
-    """Return the tokens of plain decoding with fresh caches."""
-    bits = 8 if kind == "quantized" else None
-    return plain(MODELS[kind], prompt, count, bits, sampling, pair.text.eos)
 
 
 def prompt_of(session: Session, pair: Pair, question: str, *, thinking: bool = False) -> list[int]:

@@ -23,9 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import test_retokenized
 from mlx.utils import tree_map
-from support import chi_square, exact_distribution, lossless, random_sources, tiny
+from support import chi_square, exact_distribution, lossless, random_sources, recited, tiny
 from support.exact_distribution import PLAIN, V
 from support.lossless import emitted
 from support.waiting import wait_until
@@ -210,11 +209,11 @@ def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
     assert name == "lookup" or where == "real thread" or hits(done) > 0.05
 
 
-@pytest.mark.parametrize("kind", test_retokenized.KINDS)
+@pytest.mark.parametrize("kind", recited.KINDS)
 def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
-    pair = test_retokenized.pair_of(kind, K)
+    pair = recited.pair_of(kind, K)
     pair = pair.with_drafters([ahead_in(Inline(), pair._drafters[0])], AHEAD)
-    prompt, target = test_retokenized.prompt_of(kind), test_retokenized.target_of(kind)
+    prompt, target = recited.prompt_of(kind), recited.target_of(kind)
     done = list(pair.generate(prompt, max_tokens=50))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
     assert hits(done) > 0.1  # it recites: all is accepted, and its own next token follows

@@ -13,7 +13,7 @@ from support.checkpoints import read
 from support.drafting import drafted
 from support.fitted import Recorder, largest
 from support.lossless import count_calls
-from test_load import save
+from support.pairs import save
 
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, Pard, VocabularySizes

@@ -12,7 +12,7 @@ from support.checkpoints import edit_tensors
 from support.drafting import emitted
 from support.exact_distribution import FILTERED, control_excess, drafted_excess, law_target, seeded
 from support.fitted import MADE, largest, logits_of, opened, random_rows, replay
-from test_session import TEMPLATE, TOKENIZER
+from support.pairs import TEMPLATE, TOKENIZER
 
 import mlx_spec
 from mlx_spec.decode.round import decode

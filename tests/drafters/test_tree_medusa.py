@@ -11,7 +11,7 @@ import pytest
 from support import fitted, grammars, lossless, tiny
 from support.drafting import QUESTIONS
 from support.fitted import opened
-from test_logprobs import recorded
+from support.logprobs import recorded
 
 from mlx_spec import load
 from mlx_spec.drafters.drawing import SequenceDrafter

@@ -12,19 +12,16 @@ import numpy as np
 import pytest
 from support import grammars, tiny
 from support.exact_distribution import reference as distribution
-from support.grammars import byte_text
+from support.logprobs import TEXT, TOP, recorded, recorder_of
 from support.lossless import GREEDY, Scripted, emitted, lengths, plain, rounds
 
-from mlx_spec.decode import round as engine
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder, score_prompt
-from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Round, Sampler, TokenLogprob
+from mlx_spec.types import Draft, Drafter, FeatureSpec, Sampler, TokenLogprob
 
-TOP = 4
-TEXT = byte_text({})
 MODELS = {"full": tiny.full(), "sliding": tiny.sliding(), "recurrent": tiny.recurrent()}
 NONE = mx.array([], dtype=mx.int32)
 PENALTIES = Sampling(
@@ -64,20 +61,6 @@ def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], w
         assert all(abs(a.logprob - row[a.token]) < within for a in each.top)
         assert len({a.token for a in each.top}) == len(each.top)
         assert each.written == TEXT.token_bytes(each.token)
-
-
-def recorder_of(sampling: Sampling, prompt_length: int, top: int = TOP) -> LogprobRecorder:
-    return LogprobRecorder(sampling.sampler(prompt_length, 256), TEXT, top)
-
-
-def recorded(
-    model: nn.Module, drafter: Drafter, policy: DraftLengthPolicy, sampling: Sampling, prompt: list[int]
-) -> tuple[list[Round], list[TokenLogprob]]:
-    """Generate 40 tokens with their log-probabilities."""
-    recorder = recorder_of(sampling, len(prompt))
-    done = list(engine.generate(LMTarget(model), [drafter], policy, recorder, prompt, max_tokens=40))
-    assert not recorder._rows, "rows that were read are dropped"
-    return done, [each for round in done for each in round.logprobs]
 
 
 POLICIES = {

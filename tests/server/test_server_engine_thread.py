@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support import served
+from support.pairs import make_pair
 from support.served import (
     DEMO,
     ENDLESS,
@@ -29,7 +30,6 @@ from support.served import (
     working,
 )
 from support.waiting import wait_until
-from test_session import make_pair
 
 from mlx_spec import demo
 from mlx_spec.apps.server import models, tool_grammar

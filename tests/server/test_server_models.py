@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.pairs import make_pair
 from support.served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
 from support.waiting import wait_until
-from test_session import make_pair
 
 from mlx_spec import demo
 from mlx_spec.apps.server import engine_thread

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from support import tiny
-from test_sequence import generate
-from test_session import alone, make_pair
+from support.pairs import alone, generate, make_pair
 
 from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.decode.round import decode

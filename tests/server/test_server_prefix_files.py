@@ -14,9 +14,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from support import random_sources, tiny
+from support.pairs import KINDS, MODELS, alone, make_pair
 from support.served import DEMO, answer, body, closed, working
 from support.served import raw as raw_request
-from test_session import KINDS, MODELS, alone, make_pair
 
 from mlx_spec.apps.server import prefix_cache
 from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key

@@ -72,3 +72,11 @@ def split(folder: Path, count: int) -> None:
         weight_map |= dict.fromkeys(part, shard)
     file.unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def exchanged(folder: Path, first: int = 7, second: int = 9) -> tuple[str, str]:
+    """Two tokens of the tokenizer in `folder` exchange their ids. Returns what they were."""
+    names = {i: token for token, i in read(folder, "tokenizer.json")["model"]["vocab"].items()}
+    swapped = {names[first]: second, names[second]: first}
+    edit_config(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(swapped), "tokenizer.json")
+    return names[first], names[second]

@@ -1,0 +1,118 @@
+"""Pairs of tiny models with a tokenizer of bytes: in memory, in folders, and decoded plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_spec.decode.round import decode
+from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.errors import SpecError
+from mlx_spec.load import load
+from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling import Sampling
+from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer.chat_template import ChatTemplate
+from support import tiny
+from support.lossless import plain
+
+TEMPLATE = (
+    "{{ '<bos>' }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' + m.content | trim + '<turn|>\n' }}"
+    "{% endfor %}{{ '<|turn>assistant\n' }}{% if enable_thinking %}{{ '<|channel>thought\n' }}{% endif %}"
+)
+SPECIAL = ["<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+MODELS = {
+    "full": tiny.full(),
+    "sliding": tiny.sliding(window=16),
+    "quantized": tiny.full(1),
+    "recurrent": tiny.recurrent(),
+    "shared": tiny.shared(window=16),
+}
+KINDS = list(MODELS)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte. The bytes that UTF-8 never uses give their place to the special tokens."""
+    letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {chr(0xF8 + i) for i in range(len(SPECIAL))})
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    assert tokenizer.get_vocab_size() == tiny.VOCAB
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def make_pair(
+    kind: str, drafter: str = "same", *, K: int = 4, eos: tuple[int, ...] = (), context: int | None = None
+) -> Pair:
+    """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
+    model = MODELS[kind]
+    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
+    facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
+    kv_bits = 8 if kind == "quantized" else None
+    drafters = sources(drafter, model)
+    return Pair(facts, text, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
+
+
+def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
+    vocabulary = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
+    made: dict[str, Callable[[], list[DrafterSource]]] = {
+        "none": list,
+        "lookup": lambda: [lookup_source()],
+        "same": lambda: [draft_model_source("same", model, vocabulary)],
+        "other": lambda: [draft_model_source("other", MODELS["quantized"], vocabulary)],
+    }
+    return made[drafter]()
+
+
+def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """Return the tokens of plain decoding with fresh caches."""
+    bits = 8 if kind == "quantized" else None
+    return plain(MODELS[kind], prompt, count, bits, sampling, pair.text.eos)
+
+
+def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
+    """Continue a prompt with a kept sequence, as those who keep one do."""
+    rounds = decode(pair.prepare(held.parts, prompt, max_tokens=count))
+    held.rewind_to_prefix(prompt)
+    emitted: list[int] = []
+    for round in rounds:
+        held.append(round.tokens)
+        emitted += round.tokens
+    return emitted
+
+
+def save(model: nn.Module, folder: Path, **changes: Any) -> Path:
+    """A checkpoint as mlx-lm writes them, with a tokenizer of bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {"max_position_embeddings": 512, "eos_token_id": 2, **dataclasses.asdict(model.args), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def refused(error: type[SpecError], *arguments: Any, **options: Any) -> str:
+    """The message of the error that `load` raises: one line."""
+    with pytest.raises(error) as caught:
+        load(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
