@@ -21,10 +21,13 @@ import termios
 import time
 from pathlib import Path
 
-import chromium
 from rich.console import Console
 from rich.text import Text
 from serving import serving
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import chromium
 
 RESULTS = Path(__file__).parent / "results"
 QUESTIONS = (

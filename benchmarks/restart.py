@@ -10,14 +10,19 @@ answer at length; drafts are of a fixed length, so that texts and draft tokens m
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from serving import CHAT, Serving, questions, serving
+from serving import Serving, serving
 from timing import finish, parser, table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.random_requests import CHAT, questions
 
 ARMS = ("first", "in memory", "restart", "restart, another question")
 ASKED = ("Which of these is the first?", "And which one is the last?")

@@ -37,10 +37,13 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from serving import CHAT, RandomRequests, Reply, Serving, serving, start
+from serving import Serving, serving, start
 from timing import finish, parser, table
 
-VOLATILE = {"id", "created", "timings", "system_fingerprint", "mlx_spec"}  # keys that differ between answers
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.random_requests import CHAT, RandomRequests, Reply, comparable, without_cache
+
 MAX_WAITING, MAX_RUNNING = 3, 3  # of the server under load: eight clients must meet its limits
 KNOWN_REQUESTS = 40  # requests whose answers are known
 WARM_UP_S = 120.0  # after which a server's memory should be flat, or half of a shorter life
@@ -124,13 +127,6 @@ def on_off(settings: argparse.Namespace) -> dict[str, Any]:
     return results | {"errors logged": errors}
 
 
-def comparable(reply: Reply) -> Any:
-    """Return the body without volatile keys; a stream as one body."""
-    if reply.is_stream:
-        return _joined(reply.chunks)
-    return _without(reply.json, VOLATILE)
-
-
 def draft_tokens(reply: Reply) -> int:
     """Return the draft tokens that a reply reports."""
     bodies = reply.chunks if reply.is_stream else [reply.json]
@@ -143,34 +139,6 @@ def logged_errors(server: Serving) -> int:
     for line in found:
         print("logged:", line.strip())
     return len(found)
-
-
-def _without(value: Any, keys: set[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _without(v, keys) for key, v in value.items() if key not in keys}
-    return [_without(v, keys) for v in value] if isinstance(value, list) else value
-
-
-def _joined(chunks: list[dict[str, Any]]) -> Any:
-    """Return the text, tool calls, log-probabilities and usage of a stream."""
-    choices: dict[int, dict[str, Any]] = {}
-    usage = None
-    for chunk in chunks:
-        usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices", ()):
-            empty: dict[str, Any] = {"text": {}, "calls": {}, "logprobs": [], "end": None}
-            found = choices.setdefault(choice["index"], empty)
-            for key, value in choice["delta"].items():
-                if key == "tool_calls":
-                    for call in value:
-                        made = found["calls"].setdefault(call["index"], {"name": None, "arguments": ""})
-                        made["name"] = call["function"].get("name") or made["name"]
-                        made["arguments"] += call["function"].get("arguments") or ""
-                elif isinstance(value, str):
-                    found["text"][key] = found["text"].get(key, "") + value
-            found["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
-            found["end"] = choice.get("finish_reason") or found["end"]
-    return {"choices": choices, "usage": _without(usage, VOLATILE)}
 
 
 @dataclass
@@ -335,11 +303,6 @@ def report_soak(load: Load, lives: list[dict[str, Any]]) -> dict[str, Any]:
         "limit of those admitted": MAX_WAITING + MAX_RUNNING,
         "answers at the end": alive,
     }
-
-
-def without_cache(value: Any) -> Any:
-    """Return a body without the number of cached tokens, which depends on earlier requests."""
-    return _without(value, {"prompt_tokens_details"})
 
 
 def conformance(settings: argparse.Namespace) -> dict[str, Any]:

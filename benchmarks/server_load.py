@@ -24,8 +24,12 @@ from typing import Any
 
 from arms import Folders
 from blas import blas_options, use_blas
-from serving import CHAT, READY_TIMEOUT_S, Serving, questions, serving
+from serving import READY_TIMEOUT_S, Serving, serving
 from timing import finish, parser, table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.random_requests import CHAT, questions
 
 SETTLE_S, ALONE_S = 1.0, 4.0  # of streaming, before pauses count, and then without the long prompt
 SHARES = (0.5, 0.99, 1.0)  # of pauses that are as long or shorter

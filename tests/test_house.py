@@ -320,6 +320,22 @@ def _folder(module: str) -> str:
     return module.split(".")[0]
 
 
+def test_no_test_imports_a_test_or_a_benchmark() -> None:
+    """Helpers that several files use lie in tests/support."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    programs = {path.stem for path in tests if path.stem.startswith("test_")}
+    programs |= {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    problems = []
+    for path in tests:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            problems += [
+                f"{path.relative_to(ROOT)} imports {name}" for name in names if name.split(".")[0] in programs
+            ]
+    assert not problems, "\n".join(["", *problems])
+
+
 def test_sources_are_found() -> None:
     assert {"types", "errors", "decode.round", "apps.cli", "convert"} <= {source.module for source in SOURCES}
     assert not any(s.path.startswith(("mlx_spec/apps", "mlx_spec/convert")) for s in SOURCES)

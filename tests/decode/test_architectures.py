@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from architectures import QUICK, outcome
+from support.architectures import QUICK, outcome
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny
-from support.pairs import TOKENIZER, alone, make_pair
-from support.recited import KINDS
+from support.pairs import KINDS, TOKENIZER, alone, make_pair
 
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.model.target import LMTarget

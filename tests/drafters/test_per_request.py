@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from schemas import CHOICES, NAME, Schema, either, record, several
 from support import tiny
 from support.grammars import CLOSE, END, OPEN, STOP, V, byte_text, compiled
 from support.lossless import Scripted, emitted, first_difference
 from support.lossless import rounds as rounds_of
+from support.schemas import CHOICES, NAME, Schema, either, record, several
 
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.model_free import Lookup, for_request

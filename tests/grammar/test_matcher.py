@@ -11,7 +11,6 @@ from dataclasses import replace
 import jsonschema
 import mlx.core as mx
 import pytest
-from schemas import Draws
 from support import grammars
 from support.grammars import (
     CLOSE,
@@ -26,6 +25,7 @@ from support.grammars import (
     row,
     tokens_of,
 )
+from support.schemas import Draws
 from support.vocabularies import MARKED, marked
 
 from mlx_spec.errors import InvalidValue, SpecError

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
 from support import tiny
-from tiny_configs import tiny_model
+from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches

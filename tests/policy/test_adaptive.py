@@ -6,8 +6,8 @@ import math
 import statistics
 from collections import Counter
 
-import policy as benchmark
 import pytest
+from support import policy_sessions
 from support.virtual_clock import (
     CURVES,
     PLAIN_SECONDS,
@@ -227,13 +227,13 @@ def test_the_policy_finds_the_best_length(name, percent):
 
 
 def test_some_cells():
-    recorded = benchmark.read_recorded()
+    recorded = policy_sessions.read_recorded()
     assert len(recorded) == 864
     chosen = [cell for index, cell in enumerate(recorded) if index % 61 == 0]
     ratios = []
     for cell in chosen:
         for seed in (0, 1):
-            session = benchmark.run_session(cell, seed)
+            session = policy_sessions.run_session(cell, seed)
             ratios.append(math.log(recorded[cell]["steps"][seed] / session.steps))
-            assert session.plain / session.steps >= benchmark.FLOORS["worst session"]
+            assert session.plain / session.steps >= policy_sessions.FLOORS["worst session"]
     assert math.exp(statistics.mean(ratios)) >= 1.0

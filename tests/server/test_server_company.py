@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -14,14 +13,11 @@ import httpx2
 import pytest
 from support.checkpoints import to_float32
 from support.endpoint import serving
+from support.random_requests import CHAT, RandomRequests, Reply, comparable, questions, without_cache
 from support.waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from server_checks import comparable, without_cache
-from serving import CHAT, RandomRequests, Reply, questions
 
 CLIENTS = 8
 PARALLEL = 6  # fewer than clients: some wait

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx2
 import pytest
+from support import chromium
+from support.chromium import Browser, Tab
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.tokenizer.stream import Span
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import chromium
-from chromium import Browser, Tab
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
