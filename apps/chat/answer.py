@@ -19,6 +19,7 @@ from mlx_spec.session import Piece, Statistics, source_words
 from .conversation import Conversation
 from .input import hidden_typing
 from .interrupts import CtrlC, Interrupts
+from .saved import Journal
 from .terminal import BORDER, DIM, Terminal, origin_style
 
 BAR_CELLS = 20  # of a full bar
@@ -52,6 +53,7 @@ class ChatState:
     conversation: Conversation
     terminal: Terminal
     interrupts: Interrupts
+    journal: Journal
     trace: Trace | None = None
     highlight: bool = False  # colour tokens by their origin
     full_reports: bool = False
@@ -66,6 +68,7 @@ class ChatState:
         before, start = session.statistics, time.perf_counter()
         texts, first_seconds = {"answer": "", "thinking": ""}, None
         keys = hidden_typing() if self.is_interactive else nullcontext()
+        self.journal.ask(message, self.conversation.save())
         with (
             keys,
             suppress(KeyboardInterrupt),
@@ -78,6 +81,7 @@ class ChatState:
                 self.interrupts.action = CtrlC.STOP
                 first_seconds = first_seconds or time.perf_counter() - start
                 texts[piece.kind] += piece.text
+                self.journal.add(piece)
                 if self.trace is not None:
                     self.trace.add(piece)
                 if self.shows_answers:

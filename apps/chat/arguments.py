@@ -21,6 +21,9 @@ class Options(PairOptions):
         str | None,
         option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
     ] = None
+    continued: Annotated[
+        bool, option("--continue", "-c", value=" ", help="go on with the conversation that was held last")
+    ] = False
     system: Annotated[str | None, option(value="TEXT", help="system prompt")] = None
     max_tokens: Annotated[int, option(value="N", help="longest answer, thinking included", min=1)] = 2048
     think: Annotated[bool, flag("--think", "let the model think first, if it is made for that")] = False
@@ -37,7 +40,9 @@ class Options(PairOptions):
     trace: Annotated[
         Path | None, _output(value="FILE", help="write one JSON line a round to FILE", callback=expanded)
     ] = None
-    no_history: Annotated[bool, flag("--no-history", "neither read nor keep what was typed", OUTPUT)] = False
+    no_history: Annotated[
+        bool, flag("--no-history", "neither keep what is typed nor conversations", OUTPUT)
+    ] = False
 
     num_draft_tokens: Annotated[
         int | None,

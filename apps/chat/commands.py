@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -9,13 +10,13 @@ from typing import NamedTuple
 from prompt_toolkit.completion import PathCompleter, WordCompleter
 
 from mlx_spec.checkpoint.files import human_bytes, typed_path
+from mlx_spec.cli.command import table
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE
 
-from . import conversation as files
-from . import models
+from . import models, saved
 from .answer import ChatState, Outcome
-from .input import CommandCompleter
+from .input import CommandCompleter, edited
 from .interrupts import CtrlC
 from .settings import NAMES, AnswerSettings, changed, shown, values
 from .terminal import legend
@@ -42,15 +43,16 @@ class Commands:
         self.table: Mapping[str, Command] = {
             "help": Command(self._help, "", "this list"),
             "exit": Command(self._exit, "", "leave, as Ctrl-D does"),
-            "clear": Command(self._clear, "", "forget the conversation"),
-            "system": Command(self._system, "[TEXT|off]", "show the system prompt, or set it and begin anew"),
+            "clear": Command(self._clear, "", "begin a new conversation"),
+            "system": Command(self._system, "[TEXT|off]", "show the system prompt, or set it and go on"),
             "model": Command(self._model, "[NAME]", "list the models, or change to one and go on"),
             "draft": Command(self._draft, "auto|off|lookup|K", "what drafts, or K draft tokens a round"),
             "set": Command(self._set, "[NAME VALUE]", "list the settings of the answers, or change one"),
             "show": Command(self._show, "", "what the conversation is held with"),
             "stats": Command(self._stats, "", "more about the last answer"),
             "save": Command(self._save, "FILE", "write the conversation to a file"),
-            "load": Command(self._load, "FILE", "go on with a conversation from a file"),
+            "load": Command(self._load, "[FILE|NUMBER]", "list the kept conversations, or go on with one"),
+            "edit": Command(self._edit, "", "change the last message in $EDITOR and send it again"),
             "retry": Command(self._retry, "", "answer the last message again"),
             "undo": Command(self._undo, "", "forget the last message and its answer"),
             "json": Command(self._json, "SCHEMA|off", "answers match the JSON schema in that file"),
@@ -61,7 +63,9 @@ class Commands:
         """Run a command. Raises what `Command` says."""
         name = ALIASES.get(name, name)
         if name not in self.table:
-            raise InvalidValue(f"there is no command /{name}: /help lists them")
+            close = difflib.get_close_matches(name, [*self.table, *ALIASES], n=1)
+            way = f"did you mean /{close[0]}?" if close else "/help lists them"
+            raise InvalidValue(f"there is no command /{name}: {way}")
         self.table[name].run(argument.strip())
 
     def completer(self) -> CommandCompleter:
@@ -75,7 +79,8 @@ class Commands:
             "system": one_of(["off"]),
             **dict.fromkeys(("save", "load", "json"), file),
         }
-        return CommandCompleter(one_of([f"/{name}" for name in sorted(self.table)]), arguments)
+        about = {f"/{name}": command.about for name, command in sorted(self.table.items())}
+        return CommandCompleter(one_of(list(about), ignore_case=True, meta_dict=about), arguments)
 
     def _help(self, _: str) -> None:
         for name, command in self.table.items():
@@ -88,7 +93,9 @@ class Commands:
 
     def _clear(self, _: str) -> None:
         self._conversation.session.clear()
-        self._terminal.note("the conversation is forgotten")
+        self._chat.journal.close()
+        self._chat.last = None
+        self._terminal.note("a new conversation begins; /load lists the ones before")
 
     def _system(self, text: str) -> None:
         if not text:
@@ -96,7 +103,7 @@ class Commands:
             self._terminal.note(f"system prompt: {system}" if system else "no system prompt")
             return
         self._conversation.change_system(None if text == "off" else text)
-        self._terminal.note(f"{'no' if text == 'off' else 'new'} system prompt, new conversation")
+        self._terminal.note(f"{'no' if text == 'off' else 'new'} system prompt, {self._turns()} kept")
 
     def _model(self, name: str) -> None:
         present = self._conversation.choice
@@ -163,26 +170,55 @@ class Commands:
         self._chat.report(self._chat.last, full=True)
 
     def _save(self, name: str) -> None:
-        file = files.file_named(name)
-        files.write(file, self._conversation.save())
+        file, now = saved.file_named(name), self._conversation.save()
+        if before := saved.replaced(file):
+            messages = before["messages"]
+            question = f"{file} holds another conversation ({saved.turns(messages)}): replace it? [y/N] "
+            if messages != now["messages"][: len(messages)] and not self._confirms(question):
+                self._terminal.note("nothing was saved: take another name")
+                return
+        saved.write(file, now)
         self._terminal.note(f"{self._turns()} saved in {file}")
 
     def _load(self, name: str) -> None:
-        saved = files.read(files.file_named(name))
-        self._conversation.load(saved)
+        if not name:
+            if rows := saved.kept_rows():
+                self._terminal.note(*table(rows, right=(0,)), "/load NUMBER or NAME goes on with one")
+            else:
+                self._terminal.note(f"no conversation was kept in {saved.kept_folder()} yet")
+            return
+        file = saved.find(name)
+        content = saved.read(file)
+        self._conversation.load(content)
+        self._chat.journal.go_on(file, self._conversation.save())
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")
-        target = saved.get("target")
+        target = content.get("target")
         if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
+    def _edit(self, _: str) -> None:
+        before = "".join(turn["content"] for turn in self._conversation.turns[-2:-1])
+        with self._chat.interrupts.acting(CtrlC.NOTE):  # Ctrl-C is for the editor
+            text = edited(before).strip()
+        if text in ("", before.strip()):
+            self._terminal.note("the message is as it was, nothing was sent")
+        else:
+            self._terminal.note(f"> {text}")
+            self._answer_again(text)
+
     def _retry(self, _: str) -> None:
-        session = self._conversation.session
-        if not (turn := session.undo()):
+        if not self._conversation.turns:
             raise InvalidValue("there is no message to answer again: ask something first")
+        self._answer_again(self._conversation.turns[-2]["content"])
+
+    def _answer_again(self, message: str) -> None:
+        """Answer a message in place of the last turn, which returns if no answer comes."""
+        session = self._conversation.session
+        turn = session.undo()
         outcome: Outcome | None = None
         try:
-            outcome = self._chat.answer_and_report(turn[0]["content"])
+            outcome = self._chat.answer_and_report(message)
         finally:
             if outcome is None or not outcome.statistics.rounds:
                 session.resume([*self._conversation.turns, *turn])
@@ -234,8 +270,7 @@ class Commands:
         return f"drafts: by {names[0]}, {choice.num_draft_tokens} tokens a round"
 
     def _turns(self) -> str:
-        count = len(self._conversation.turns) // 2
-        return f"{count} turn{'' if count == 1 else 's'}"
+        return saved.turns(self._conversation.turns)
 
     def _confirms(self, question: str) -> bool:
         try:

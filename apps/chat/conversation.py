@@ -1,15 +1,12 @@
-"""A conversation with a model that can be exchanged, and its file on the disk."""
+"""A conversation with a model that can be exchanged."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.files import typed_path, write_atomically
-from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
+from mlx_spec.errors import SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -21,8 +18,6 @@ from .models import PairChoice, check_thinking, open_pair
 from .settings import AnswerSettings, from_values, values
 
 SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
-FORMAT, VERSION = "mlx_spec conversation", 1
-SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,10 @@ class Conversation:
         self.settings = settings
 
     def change_system(self, system: str | None) -> None:
-        """Begin a new conversation with another system prompt."""
-        self.session, self.system = self.pair.session(system), system
+        """Go on with another system prompt: the next prompt is rendered again."""
+        session = self.pair.session(system)
+        session.resume(self.turns)
+        self.session, self.system = session, system
 
     def require_schema(self, name: str, source: str) -> None:
         """Let answers match a JSON schema from now on. Raises SpecError."""
@@ -93,7 +90,7 @@ class Conversation:
             self.require_schema(schema.name, schema.source)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `read` returns, with the present model. Raises InvalidValue and changes nothing."""
+        """Go on from what `saved.read` returns. Raises InvalidValue and changes nothing."""
         settings = from_values(saved["settings"])
         if settings.think and not self.pair.text.may_think:
             settings = replace(settings, think=False)
@@ -103,7 +100,7 @@ class Conversation:
         self.session, self.system, self.settings = session, saved["system"], settings
 
     def save(self) -> dict[str, Any]:
-        """Return what `write` takes."""
+        """Return what `saved.write` takes."""
         return {
             "target": self.choice.target,
             "drafter": self.choice.drafter,
@@ -157,60 +154,3 @@ class Conversation:
         session.resume(turns)
         self.pair, self.choice, self.session = pair, choice, session
         self._own: AdaptivePolicies | FixedPolicy = pair.policies  # as loaded, for a return to them
-
-
-# --- on the disk
-
-
-def file_named(name: str) -> Path:
-    """Return the file that a typed name means. Raises InvalidValue."""
-    path = typed_path(name or ".")
-    if path.name in ("", ".."):
-        raise InvalidValue("give the name of a file, such as /save talk.json")
-    return path if path.suffix else typed_path(path.with_name(path.name + SUFFIX))
-
-
-def write(file: Path, saved: Mapping[str, Any]) -> None:
-    """Write a conversation, also over another one. Raises InvalidValue for any other file."""
-    if file.exists():
-        try:
-            read(file)
-        except SpecError as error:
-            raise InvalidValue(f"{file} is not a saved conversation: take another name") from error
-    content = {"format": FORMAT, "version": VERSION, **saved}
-    try:
-        write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
-
-
-def read(file: Path) -> dict[str, Any]:
-    """Return what any release wrote. Raises NotFound and BadCheckpoint."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
-        json.dumps(content, ensure_ascii=False).encode()  # fails for half a character: "\\ud83d"
-    except FileNotFoundError as error:
-        raise NotFound(f"there is no file {file}: /save writes one") from error
-    except OSError as error:
-        raise NotFound(f"{file} cannot be read ({error.strerror}): give another file") from error
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise BadCheckpoint(f"{file} is not a saved conversation: give a file that /save wrote")
-    version = content.get("version")
-    if not isinstance(version, int) or version > VERSION:
-        raise BadCheckpoint(
-            f"{file} has version {version}, this release reads up to {VERSION}: it takes a newer mlx_spec"
-        )
-    messages = content.get("messages")
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise BadCheckpoint(f"{file} does not hold a list of messages: it was changed since /save wrote it")
-    system, settings = content.get("system"), content.get("settings")
-    return content | {
-        "system": system if isinstance(system, str) else None,
-        "settings": settings if isinstance(settings, dict) else {},
-    }
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("content"), str)

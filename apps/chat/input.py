@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,10 +18,10 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, get_common_complete_suffix
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
-from prompt_toolkit.filters import has_focus
+from prompt_toolkit.filters import has_completions, has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -27,18 +32,21 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
 
+from mlx_spec.errors import InvalidValue, NotFound
+
 from .interrupts import CtrlC, Interrupts
+from .saved import OWNER_ONLY
 from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
 PROMPT, CONTINUATION = "> ", "… "
-OWNER_ONLY = 0o600  # mode of the history
 LOCAL_MODES = 3  # index in what tcgetattr returns
 
 
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
     """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
     try:
+        interrupts.clear()
         with interrupts.acting(CtrlC.RAISE):
             text = terminal.ask(PROMPT)
             while is_open(text):
@@ -61,9 +69,8 @@ class LineEditor:
             output=_output(),
             history=InMemoryHistory() if history is None else _BestEffortHistory(str(history)),
             completer=completer,
-            complete_style=CompleteStyle.READLINE_LIKE,
+            complete_style=CompleteStyle.COLUMN,
             complete_while_typing=False,
-            reserve_space_for_menu=0,
             key_bindings=self._keys(),
             multiline=True,
             prompt_continuation=CONTINUATION,
@@ -72,7 +79,8 @@ class LineEditor:
 
     def read(self) -> str:
         """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
-        store_typeahead(self._input, _unsent(self._typed()))
+        keys = self._typed()
+        store_typeahead(self._input, _unsent(keys) if self._interrupts.pressed else _sent(keys))
         # From `pre_run` on the editor handles Ctrl-C; a press before that had no line to clear.
         text = self._session.prompt(pre_run=self._interrupts.clear)
         self._take_interrupts()
@@ -106,6 +114,18 @@ class LineEditor:
                 buffer.insert_text("\n")
             else:
                 buffer.validate_and_handle()
+
+        @keys.add("tab", filter=typing & ~has_completions)
+        def _tab(event: KeyPressEvent) -> None:
+            # At once, not in a task: what is typed behind the Tab comes behind what it completes.
+            buffer, wanted = event.current_buffer, CompleteEvent(completion_requested=True)
+            found = list(buffer.completer.get_completions(buffer.document, wanted))
+            if len(found) == 1:
+                buffer.apply_completion(found[0])
+            elif common := get_common_complete_suffix(buffer.document, found):
+                buffer.insert_text(common)
+            else:
+                buffer.start_completion()
 
         @keys.add("escape", "enter", filter=typing)
         def _alt_enter(event: KeyPressEvent) -> None:
@@ -155,11 +175,32 @@ def unquoted(text: str) -> str:
     return text
 
 
+def _sent(keys: Sequence[KeyPress]) -> list[KeyPress]:
+    """Return keys that were typed ahead, in a terminal's line mode: Enter sends."""
+    return [KeyPress(Keys.ControlM, "\r") if key.key == Keys.ControlJ else key for key in keys]
+
+
 def _unsent(keys: Sequence[KeyPress]) -> list[KeyPress]:
-    """Return keys that were typed unseen, without sending them: Enter begins a line, and none at the end."""
+    """Return keys that came before Ctrl-C, without sending them: Enter begins a line, none at the end."""
     enter = (Keys.ControlM, Keys.ControlJ)
     end = max((i for i, key in enumerate(keys, 1) if key.key not in enter), default=0)
     return [KeyPress(Keys.BracketedPaste, "\n") if key.key in enter else key for key in keys[:end]]
+
+
+def edited(text: str) -> str:
+    """Return a text as the user's editor leaves it. Raises NotFound and InvalidValue."""
+    nano = "nano" if shutil.which("nano") else "vi"
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or nano
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "message.md"
+        file.write_text(text, encoding="utf-8")
+        try:
+            status = subprocess.run([*shlex.split(editor), str(file)]).returncode
+            if status == 0:
+                return file.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise NotFound(f"the editor {editor} cannot be used ({error}): set EDITOR to another") from error
+    raise InvalidValue(f"the editor {editor} ended with status {status}, so nothing was sent")
 
 
 @contextmanager

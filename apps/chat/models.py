@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -41,9 +42,16 @@ class PairChoice:
     ahead: bool = False
 
 
-def choose(options: Options) -> PairChoice:
-    """Return the choice of a command line; without a target the pair used last, or else the demo."""
+def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairChoice:
+    """Return the choice of a command line, without a target that of a past conversation.
+
+    Without either it is the pair used last, or else the demo.
+    """
     target, drafter = options.chosen, options.drafter
+    if target is None and past is not None and isinstance(past.get("target"), str):
+        target = past["target"]
+        if drafter is None and isinstance(past.get("drafter"), str):
+            drafter = past["drafter"]
     if target is None:
         used = used_last() or PairChoice(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter

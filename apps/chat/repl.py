@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 from mlx_spec.cli.command import INTERRUPTED, refuse
 from mlx_spec.distributed.ranks import Ranks
@@ -13,6 +13,7 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO
 from mlx_spec.policy import FixedPolicy
 
+from . import saved
 from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
 from .commands import Commands
@@ -23,8 +24,9 @@ from .models import choose, open_pair
 from .settings import from_options
 from .terminal import Terminal
 
-COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /usr/bin is a message
-GREETING = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
+COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # /usr/bin is a message
+HINTS = dict.fromkeys(("exit", "quit", "bye", "q"), "exit") | dict.fromkeys(("help", "?"), "help")
+DEFAULTS = vars(Options())
 ABOUT_DEMO = (
     "a small demo model that explains the Python standard library; for a real one: /model, "
     "or --target REPO_OR_FOLDER"
@@ -40,10 +42,16 @@ def run(
         FixedPolicy(options.num_draft_tokens or 0)  # refuses a number that is too large
     except InvalidValue as error:
         refuse("mlx-spec chat", str(error))
-    with nullcontext() if options.trace is None else Trace(options.trace) as trace:
-        choice = choose(options)
+    is_kept = not options.no_history and (prompt is None or options.continued)
+    with (
+        nullcontext() if options.trace is None else Trace(options.trace) as trace,
+        closing(saved.Journal(saved.kept_folder() if is_kept else None, terminal.note)) as journal,
+    ):
+        kept = saved.newest() if options.continued else None
+        past = None if kept is None else saved.read(kept)
+        choice = choose(options, past)
         if prompt is None:
-            remembered = ", the pair used last" if options.chosen is None else ""
+            remembered = ", the pair used last" if options.chosen is None and past is None else ""
             terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
         chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
             Conversation(
@@ -51,22 +59,34 @@ def run(
             ),
             terminal,
             interrupts,
+            journal,
             trace,
             highlight=options.highlight,
             full_reports=options.stats,
             shows_answers=not options.json,
             is_interactive=prompt is None,
         )
+        if kept is not None and past is not None:
+            given = {name: value for name, value in vars(options).items() if value != DEFAULTS.get(name)}
+            chat.conversation.load(past | {"settings": past["settings"] | given})
+            if options.system is not None:
+                chat.conversation.change_system(options.system)
+            journal.go_on(kept, chat.conversation.save())
         if prompt is None:
+            if past is not None:
+                terminal.note(f"{saved.turns(past['messages'])} loaded, the last question was:")
+                terminal.note(*[turn["content"] for turn in past["messages"][-2:-1]])
             _converse(chat, history=not options.no_history)
             return 0
-        return _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
+        answered = _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
+        journal.keep(chat.conversation.save())
+        return answered
 
 
 def _converse(chat: ChatState, *, history: bool) -> None:
     commands = Commands(chat)
     read = open_input(chat.terminal, chat.interrupts, commands.completer(), history=history)
-    chat.terminal.note(GREETING)
+    chat.terminal.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     with chat.interrupts.acting(CtrlC.NOTE):
         while True:
             try:
@@ -77,11 +97,11 @@ def _converse(chat: ChatState, *, history: bool) -> None:
                 raise
             except SpecError as error:  # it does not end the conversation
                 chat.terminal.error(error)
+            chat.journal.keep(chat.conversation.save())
 
 
 def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> None:
     """Read a message or a command and act on it. Raises SpecError, and EOFError to leave."""
-    chat.interrupts.clear()
     try:
         text = read()
     except KeyboardInterrupt:
@@ -89,9 +109,12 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
     if command := COMMAND.fullmatch(text.strip()):
         try:
             with chat.interrupts.acting(CtrlC.RAISE):
-                commands.run(command[1], command[2] or "")
+                commands.run(command[1].lower(), command[2] or "")
         except KeyboardInterrupt:  # it waited for a file or the network
             chat.terminal.note("", "interrupted")
+    elif hint := HINTS.get(text.strip().lower()):
+        word = text.strip()
+        chat.terminal.note(f'/{hint} is the command; """{word}""" sends the word to the model')
     elif message := unquoted(text):
         chat.answer_and_report(message)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 from support.checkpoints import edit_config
-from support.screen import GOLDEN
+from support.screen import GOLDEN, at_home
 
-from mlx_spec.apps.chat import models
+from mlx_spec.apps.chat import models, repl
+from mlx_spec.apps.chat.arguments import Options
+from mlx_spec.apps.chat.interrupts import Interrupts
+from mlx_spec.apps.chat.terminal import Terminal
+from mlx_spec.cli.command import parse
+from mlx_spec.policy import saved_costs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,3 +38,38 @@ def endless(tmp_path_factory) -> list[str]:
     with (folder / "chat_template.jinja").open("a") as template:
         template.write("{% if enable_thinking %}<|channel>thought\n{% endif %}")
     return [f"--target={folder}", "--drafter=lookup"]
+
+
+# Lines of a conversation -> what is said before the first and after each one. An answer is its first line.
+Converse = Callable[..., list[str]]
+
+
+@pytest.fixture
+def converse(monkeypatch, capfd, tmp_path) -> Converse:
+    """Converse in this process; what is kept is kept in the folder of the test, but for measured costs."""
+    costs = saved_costs.folder()
+    monkeypatch.setattr(saved_costs, "folder", lambda: costs)
+    for name, value in at_home(tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+    def forget() -> None:
+        pass
+
+    def converse(options: list[str], *lines: str) -> list[str]:
+        said, typed = [], iter(lines)
+
+        def read() -> str:
+            forget()
+            said.append("".join(capfd.readouterr()))
+            for line in typed:
+                return line
+            raise EOFError
+
+        monkeypatch.setattr(repl, "open_input", lambda *_, **__: read)
+        with Interrupts() as interrupts:
+            nonlocal forget
+            forget = interrupts.clear
+            assert repl.run(parse(Options, "chat", options), None, Terminal(), interrupts, None) == 0
+        return said
+
+    return converse

@@ -26,6 +26,7 @@ from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
+from mlx_spec.apps.chat.saved import Journal
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.cli.command import parse
@@ -239,7 +240,13 @@ def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
     pair = open_pair(choice)
     with PressedSoon() as interrupts:
         chat, fresh = (
-            ChatState(Conversation(pair, choice, settings, None), Terminal(), interrupts) for _ in range(2)
+            ChatState(
+                Conversation(pair, choice, settings, None),
+                Terminal(),
+                interrupts,
+                Journal(None, print),
+            )
+            for _ in range(2)
         )
         assert not chat.answer("hello").is_interrupted
         interrupts.timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))

@@ -24,7 +24,8 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
 from support.screen import GOLDEN, LIMIT
 
-from mlx_spec.apps.chat import conversation as files
+from mlx_spec.apps.chat import conversation
+from mlx_spec.apps.chat import saved as files
 from mlx_spec.apps.chat.answer import details, status_line
 from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation
@@ -168,7 +169,7 @@ def test_files_that_are_no_conversation(text, said, tmp_path):
         files.read(file)
     if '"mlx_spec conversation"' not in text:
         with pytest.raises(InvalidValue, match="take another name"):
-            files.write(file, {})
+            files.replaced(file)
         assert file.read_text() == text
 
 
@@ -224,7 +225,7 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
         return open_pair(choice, **settings)
 
     talk = Conversation(open_pair(CHOICE), CHOICE, AnswerSettings(), None)
-    monkeypatch.setattr(files, "open_pair", interrupted_once)
+    monkeypatch.setattr(conversation, "open_pair", interrupted_once)
     nothing = PairChoice(str(tmp_path))
     with pytest.raises(NotFound, match=r"config\.json"):
         talk.switch(nothing)

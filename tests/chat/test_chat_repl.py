@@ -9,7 +9,7 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,12 +19,7 @@ from support.hub_stand_in import ASSISTANT, E2B, serving
 from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.waiting import wait_until
 
-from mlx_spec.apps.chat import models, repl
-from mlx_spec.apps.chat.arguments import Options
-from mlx_spec.apps.chat.interrupts import Interrupts
-from mlx_spec.apps.chat.terminal import Terminal
-from mlx_spec.cli.command import parse
-from mlx_spec.policy import saved_costs
+from mlx_spec.apps.chat import models
 
 SCHEMA = {
     "type": "object",
@@ -33,34 +28,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JOIN, SPLIT = "What does os.path.join do?", "And os.path.split?"
-
-# Lines of a conversation -> what is said before the first and after each one. An answer is its first line.
-Converse = Callable[..., list[str]]
-
-
-@pytest.fixture
-def converse(monkeypatch, capfd, tmp_path) -> Converse:
-    """Converse in this process; what is kept is kept in the folder of the test, but for measured costs."""
-    costs = saved_costs.folder()
-    monkeypatch.setattr(saved_costs, "folder", lambda: costs)
-    for name, value in at_home(tmp_path).items():
-        monkeypatch.setenv(name, value)
-
-    def converse(options: list[str], *lines: str) -> list[str]:
-        said, typed = [], iter(lines)
-
-        def read() -> str:
-            said.append("".join(capfd.readouterr()))
-            for line in typed:
-                return line
-            raise EOFError
-
-        monkeypatch.setattr(repl, "open_input", lambda *_, **__: read)
-        with Interrupts() as interrupts:
-            assert repl.run(parse(Options, "chat", options), None, Terminal(), interrupts, None) == 0
-        return said
-
-    return converse
 
 
 def answer_in(said: str) -> str:
@@ -78,6 +45,9 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         "/retry": "no message to answer again",
         "/undo": "nothing to undo",
         "/dance": "there is no command /dance: /help lists them",
+        "/hlep": "did you mean /help?",
+        "/stat": "did you mean /stats?",
+        "/models": "did you mean /model?",
         "/set heat 3": "there is no setting heat: there are temperature",
         "/set top_p 7": "top_p=7 is not allowed",
         "/set max_tokens many": "'many' is not allowed",
@@ -115,12 +85,12 @@ def test_every_command(converse, tmp_path):
         "/undo": "0 turns left",
         f"/load {talk}": "1 turn loaded",
         "/show": "turns: 1, ",
-        "/clear": "the conversation is forgotten",
+        "/clear": "a new conversation begins",
         "/set temperature 0.5": "temperature 0.5",
         "/show ": "settings: temperature 0.5, max_tokens 24\n(.*\n)*turns: 0, ",
         "/set": r"temperature +0\.5\n(.*\n)*seed +off\n",
         "/set temperature off": "temperature 0.0",
-        "/system Answer in verse.": "new system prompt, new conversation",
+        "/system Answer in verse.": "new system prompt, 0 turns kept",
         "/system": "system prompt: Answer in verse.",
         "/system off": "no system prompt",
         "/model": r"on this disk:\n\* .*fits, about(.*\n)*.*gemma-4-e2b",
@@ -133,7 +103,7 @@ def test_every_command(converse, tmp_path):
     for line, pattern in lines.items():
         assert re.search(pattern, said[line]), (line, said[line])
     names = set(re.findall(r"^/(\w+)", said["/help"], re.MULTILINE))
-    wanted = "help exit clear system model draft set show stats save load retry undo json highlight"
+    wanted = "help exit clear system model draft set show stats save load edit retry undo json highlight"
     assert names == set(wanted.split())
     assert answer_in(said[JOIN]) == answer_in(said["/retry"]) == answer_in(said["/retry "])
     assert json.loads(answer_in(said["What does zip do?"])).keys() == {"ok", "code"}
@@ -394,7 +364,7 @@ def test_interrupts_of_commands(talk, tmp_path):
 
 
 def test_keys_while_an_answer_streams(talk, tmp_path):
-    """They are not seen within it, and wait in the next line."""
+    """They are not seen within it, and Enter sends them after it; not after Ctrl-C."""
     screen = talk.screen
     screen.say("/clear")
     screen.say("/set max_tokens 80")
@@ -404,10 +374,8 @@ def test_keys_while_an_answer_streams(talk, tmp_path):
     screen.process.send_signal(signal.SIGCONT)
     screen.wait_for(STATUS + ".* · cut at")
     assert "/show" not in screen.text.rpartition("hello")[2].partition(" · cut at")[0]
-    screen.wait_for("/show")
-    time.sleep(0.1)
-    assert "turns: 1, " not in screen.text, "nothing is sent that was typed unseen"
-    assert "turns: 1, " in screen.say("")
+    screen.wait_for("turns: 1, ")
+    screen.wait_for(READY)
     screen.say("/set max_tokens 1000000")
     talk.begin()
     assert not screen.echoes

@@ -1,0 +1,291 @@
+"""Conversations on the disk: the files of `/save`, and those that are kept without a word.
+
+A kept file has a JSON object a line, so that whatever ends the program leaves all but the last line:
+
+    {"format": ..., "messages": [...], ...}   the conversation, as `/save` writes it
+    {"asked": TEXT}                           a message, when it is sent
+    {"kind": KIND, "text": TEXT}              a piece of its answer
+    {"turn": [MESSAGE, ANSWER]}               the turn when it has ended; empty if no answer came
+
+A change other than a turn writes the whole conversation again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from platformdirs import user_data_path
+
+from mlx_spec.checkpoint.files import typed_path, write_atomically
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
+from mlx_spec.session import Piece
+
+FORMAT, VERSION = "mlx_spec conversation", 1
+SUFFIX, KEPT_SUFFIX = ".json", ".jsonl"
+OWNER_ONLY = 0o600  # mode of files with what was typed and answered
+
+
+def file_named(name: str) -> Path:
+    """Return the file that a typed name means. Raises InvalidValue."""
+    path = typed_path(name or ".")
+    if path.name in ("", ".."):
+        raise InvalidValue("give the name of a file, such as /save talk.json")
+    return path if path.suffix else typed_path(path.with_name(path.name + SUFFIX))
+
+
+def replaced(file: Path) -> dict[str, Any] | None:
+    """Return the conversation that `write` would replace. Raises InvalidValue for any other file."""
+    if not file.exists():
+        return None
+    try:
+        return read(file)
+    except SpecError as error:
+        raise InvalidValue(f"{file} is not a saved conversation: take another name") from error
+
+
+def write(file: Path, saved: Mapping[str, Any]) -> None:
+    """Write a conversation, also over another file. Raises InvalidValue."""
+    try:
+        write_atomically(file, json.dumps(_labelled(saved), indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return what any release wrote or kept. Raises NotFound and BadCheckpoint."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        content = _kept_content(text) if file.suffix == KEPT_SUFFIX else json.loads(text)
+        json.dumps(content, ensure_ascii=False).encode()  # fails for half a character: "\\ud83d"
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file {file}: /save writes one, /load lists what was kept") from error
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read ({error.strerror}): give another file") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not valid JSON: give a file that /save wrote") from error
+    return _checked(file, content)
+
+
+def _checked(file: Path, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadCheckpoint(f"{file} is not a saved conversation: give a file that /save wrote")
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise BadCheckpoint(
+            f"{file} has version {version}, this release reads up to {VERSION}: it takes a newer mlx_spec"
+        )
+    messages = content.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise BadCheckpoint(f"{file} does not hold a list of messages: it was changed since /save wrote it")
+    system, settings = content.get("system"), content.get("settings")
+    return content | {
+        "system": system if isinstance(system, str) else None,
+        "settings": settings if isinstance(settings, dict) else {},
+    }
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), str)
+
+
+def _labelled(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "version": VERSION, **saved}
+
+
+# --- kept conversations
+
+
+class Journal:
+    """Keeps the conversation of this process in a file, which it locks against other processes."""
+
+    def __init__(self, folder: Path | None, note: Callable[[str], None]) -> None:
+        """Keep files in `folder`, or nothing if it is None. `note` shows why nothing more is kept."""
+        self._folder, self._note = folder, note
+        self._file: TextIO | None = None
+        self._written: Mapping[str, Any] = {}
+        self._is_asked = False
+
+    def close(self) -> None:
+        """Close the file; the next message begins another one."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def go_on(self, file: Path, saved: Mapping[str, Any]) -> None:
+        """Continue the kept file of this conversation; a copy of it if another process has it."""
+        self.close()
+        if self._folder is None or file.parent != self._folder:
+            return
+        try:
+            self._file = _locked(file, os.O_RDWR)
+        except OSError:
+            return
+        if os.pread(self._file.fileno(), 1, max(file.stat().st_size - 1, 0)) != b"\n":
+            self._file.write("\n")  # a killed process left half a line
+        self._written = saved
+
+    def ask(self, message: str, saved: Mapping[str, Any]) -> None:
+        """Keep a message that is sent now; `saved` is the conversation before it."""
+        if self._folder is None:
+            return
+        if self._file is None:
+            self._open(self._folder)
+            self._write(_labelled(saved))
+            self._written = saved
+        self.keep(saved)
+        self._write({"asked": message})
+        self._is_asked = True
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece of the answer."""
+        if piece.text:
+            self._write({"kind": piece.kind, "text": piece.text})
+
+    def keep(self, saved: Mapping[str, Any]) -> None:
+        """Keep what has changed."""
+        before, now = self._written.get("messages", []), saved["messages"]
+        is_turn = now[:-2] == before and saved == {**self._written, "messages": now}
+        if self._is_asked and (is_turn or saved == self._written):
+            self._write({"turn": now[-2:] if is_turn else []})
+        elif saved != self._written:
+            self._write(_labelled(saved))
+        self._written, self._is_asked = saved, False
+
+    def _open(self, folder: Path) -> None:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}{KEPT_SUFFIX}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = _locked(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            self._stop(error)
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self._note(f"this conversation is not kept: {self._folder} cannot be written ({error.strerror})")
+        self._folder = self._file = None
+
+
+def _locked(file: Path, flags: int) -> TextIO:
+    """Return a file to append to. Raises OSError, also if another process has its lock."""
+    handle = os.open(file, flags | os.O_APPEND, OWNER_ONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return open(handle, "a", encoding="utf-8", errors="replace")
+
+
+def kept_folder() -> Path:
+    """Return the folder of kept conversations."""
+    return user_data_path("mlx_spec") / "conversations"
+
+
+def kept_files() -> list[Path]:
+    """Return the kept conversations, the newest first."""
+    found = []
+    for file in kept_folder().glob(f"*{KEPT_SUFFIX}"):
+        try:
+            found.append((file.stat().st_mtime_ns, file))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return [file for _, file in sorted(found, reverse=True)]
+
+
+def newest() -> Path:
+    """Return the conversation that was held last. Raises NotFound."""
+    for file in kept_files():
+        return file
+    raise NotFound(f"no conversation was kept in {kept_folder()} yet: `mlx-spec chat` begins one")
+
+
+def kept_rows(most: int = 20) -> list[tuple[str, ...]]:
+    """Return a row about each of the newest conversations: number, date, turns, first words, name."""
+    rows: list[tuple[str, ...]] = []
+    for number, file in enumerate(kept_files()[:most], 1):
+        try:
+            messages = read(file)["messages"]
+        except SpecError as error:
+            rows.append((str(number), "", "", str(error), file.stem))
+            continue
+        words = " ".join(messages[0]["content"].split()) if messages else ""
+        date = time.strftime("%d %b %H:%M", time.localtime(file.stat().st_mtime))
+        rows.append((str(number), date, turns(messages), words[:48] + "…" * (len(words) > 48), file.stem))
+    return rows
+
+
+def find(name: str) -> Path:
+    """Return the file of a typed name: a file, or a kept conversation by its name or number."""
+    file = file_named(name)
+    if typed_path(name).is_file() or file.exists():
+        return typed_path(name) if typed_path(name).is_file() else file
+    files = kept_files()
+    if name.isascii() and name.isdecimal() and len(name) < 7 and 0 < int(name) <= len(files):
+        return files[int(name) - 1]
+    return next((kept for kept in files if kept.stem == name), file)
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of turns in words."""
+    count = len(messages) // 2
+    return f"{count} turn{'' if count == 1 else 's'}"
+
+
+def _kept_content(text: str) -> dict[str, Any]:
+    """Return the conversation in a kept file as far as it came."""
+    saved: dict[str, Any] = {"messages": []}
+    unfinished = _Unfinished()
+    for line in text.split("\n"):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the last line of a process that was killed
+            continue
+        match entry:
+            case {"format": _, "messages": list()}:
+                saved, unfinished = entry, _Unfinished()
+            case {"asked": str(message)}:
+                saved["messages"] += unfinished.turn()
+                unfinished = _Unfinished(message)
+            case {"kind": "answer", "text": str(piece)}:
+                unfinished.answer += piece
+            case {"kind": "thinking", "text": str(piece)}:
+                unfinished.thinking += piece
+            case {"turn": list(turn)}:
+                saved["messages"] += turn
+                unfinished = _Unfinished()
+    saved["messages"] += unfinished.turn()
+    return saved
+
+
+@dataclass
+class _Unfinished:
+    """A turn that has not ended."""
+
+    message: str = ""
+    answer: str = ""
+    thinking: str = ""
+
+    def turn(self) -> list[dict[str, str]]:
+        """Return its messages, none if no piece of the answer came."""
+        answer, thinking = self.answer.strip(), self.thinking.strip()
+        if not answer + thinking:
+            return []
+        reply = {"role": "assistant", "content": answer}
+        thought = {"reasoning_content": thinking} if thinking else {}
+        return [{"role": "user", "content": self.message}, reply | thought]
