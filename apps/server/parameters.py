@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -25,8 +26,6 @@ from .thinking_fields import Effort
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but users list few by hand
 MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
-# Fields that `Sampling` has by the same names.
-SAMPLING = set("temperature top_p top_k min_p presence_penalty frequency_penalty seed min_tokens".split())
 GREEDY_BELOW = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
 Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
@@ -271,7 +270,8 @@ def _parse_sampling(body: SharedFields) -> Sampling:
     penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
     if penalised and body.repeat_last_n not in (None, -1):
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
-    values = {"temperature": 1.0, **body.model_dump(include=SAMPLING, exclude_none=True)}
+    same = {field.name for field in fields(Sampling)} & SharedFields.model_fields.keys() - {"logit_bias"}
+    values = {"temperature": 1.0, **body.model_dump(include=same, exclude_none=True)}
     values |= {"temperature": 0.0} if 0 < values["temperature"] < GREEDY_BELOW else {}
     values |= {"top_k": 0} if body.top_k == -1 else {}
     values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API

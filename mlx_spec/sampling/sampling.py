@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -59,10 +59,10 @@ class Sampling:
         if self.temperature != 0:
             _check_number("temperature", self.temperature, 1e-4, 1e4, also="0 or ")
         check_integer("top_k", self.top_k, least=0)
-        _check_number("top_p", self.top_p, 0, 1)
+        for name, each in FILTERS.items():
+            _check_number(name, vars(self)[name], each.least, each.most)
         if self.top_p == 0:
             raise InvalidValue("top_p=0 keeps no token: give a number above 0, up to 1")
-        _check_number("min_p", self.min_p, 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -133,9 +133,10 @@ class LogitsProcessor:
         if 0 < sampling.top_k < self._vocab_size:
             candidates = mx.topk(scores, sampling.top_k)
             scores = _keep_top_k(scores, candidates)
-        if sampling.top_p < 1:
-            scores = _keep_top_p(scores, candidates, sampling.top_p)
-        return _keep_min_p(scores, sampling.min_p) if sampling.min_p > 0 else scores
+        for name, each in FILTERS.items():
+            if (value := vars(sampling)[name]) != each.off:
+                scores = each.keep(scores, candidates, value)
+        return scores
 
     def process(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return logits [T, V] with penalties, bias and grammar, before temperature and filters."""
@@ -369,9 +370,26 @@ def _keep_top_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
     return mx.where(scores < least, -mx.inf, scores)
 
 
-def _keep_min_p(scores: mx.array, p: float) -> mx.array:
+def _keep_min_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
     """Mask scores [T, V] of tokens less than p times as likely as the most likely one."""
     return mx.where(scores < scores.max(axis=-1, keepdims=True) + math.log(p), -mx.inf, scores)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter of scores [T, V], which sets those of tokens that it drops to -inf.
+
+    `keep(scores, candidates, value)` returns them; the largest scores are among candidates [T, k], too.
+    """
+
+    keep: Callable[[mx.array, mx.array, float], mx.array]
+    off: float  # the value that drops nothing
+    least: float
+    most: float
+
+
+# Field of `Sampling` -> its filter, in the order in which they are applied, after top_k.
+FILTERS = {"top_p": Filter(_keep_top_p, 1, 0, 1), "min_p": Filter(_keep_min_p, 0, 0, 1)}
 
 
 def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:
