@@ -56,7 +56,8 @@ def _run(options: Options) -> int:
         except (BadCosts, Mismatch) as error:
             raise type(error)(f"{error}: measure here with `mlx-spec tune`") from error
     else:
-        pair.calibrate(options.context, again=True)
+        for _ in pair.calibrate(options.context, again=True):
+            pass
     costs = policies.costs
     assert costs is not None and policies.measured is not None
     measured = costs.table()

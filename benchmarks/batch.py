@@ -41,7 +41,7 @@ from mlx_spec.decode import round as engine
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.batch import BatchPolicies
-from mlx_spec.policy.calibrate import measure as calibrate
+from mlx_spec.policy.calibrate import measured
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter
 
@@ -148,9 +148,10 @@ def arms_of(
         prompt, script = next(iter(scripted.items()))
         target = pair.open().target
         target.prefill(list(prompt[:-1]))
-        policies.use(calibrate(target, (Scripted(script, vocab),), list(prompt)))
+        policies.use(measured(target, (Scripted(script, vocab),), list(prompt)))
     else:
-        pair.calibrate()
+        for _ in pair.calibrate():
+            pass
     assert isinstance(policies, BatchPolicies)
 
     def sequences(prompts: Sequence[list[int]], tokens: int, length: int | None) -> list[Any]:

@@ -100,11 +100,28 @@ def load(
     pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
     try:
         pair.check()  # refuses targets without exact rollback now, not in an answer
-        pair.calibrate()
+        _measure(pair)
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
+
+
+def _measure(pair: Pair) -> None:
+    """Measure the costs of a pair. The first time on a machine, say so, with the share that is done."""
+    from mlx_spec.policy import AdaptivePolicies
+
+    policies = pair.policies
+    is_first = isinstance(policies, AdaptivePolicies) and bool(policies.names) and policies.costs is None
+    text = f"measuring what {pair.info.target} takes on this machine, once"
+    is_terminal = sys.stderr.isatty()
+    if is_first and not is_terminal:
+        print(text, file=sys.stderr, flush=True)
+    for share in pair.calibrate():
+        if is_first and is_terminal:
+            print(f"\r{text}: {share:.0%}", end="", file=sys.stderr, flush=True)
+    if is_first and is_terminal:
+        print(f"\r{text}: 100%", file=sys.stderr, flush=True)
 
 
 def follow(target: str, ranks: Ranks) -> int:

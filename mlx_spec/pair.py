@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_spec.decode import round as engine
+from mlx_spec.decode.measuring import measure_costs, scratch_text
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
@@ -23,7 +24,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
-from mlx_spec.policy.calibrate import TIME_LIMIT, measure
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
@@ -32,11 +32,6 @@ from mlx_spec.types import FeatureSpec, Round, TargetParts
 
 GREEDY = Sampling()
 MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights' bytes unused in its buffers
-CALIBRATION_TOKENS = 256  # of context at which costs are measured: that of a first question
-CALIBRATION_ROOM = 32  # tokens of the context for the passes that are measured
-CALIBRATION_TEXT = (
-    "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
-)
 
 
 @dataclass(frozen=True)
@@ -76,6 +71,7 @@ class Pair:
         self._needs = _needs(drafters)
         self._kv_bits = kv_bits
         self._ranks = ranks
+        self._check: Generator[float, None, None] | None = None  # of costs, not yet done
 
     def generate(
         self,
@@ -131,37 +127,49 @@ class Pair:
         """Refuse a target that cannot take back rows exactly. Raises NotRewindable."""
         check_rows(self._model, lambda: self.open().target)
 
-    def calibrate(self, context: int = CALIBRATION_TOKENS, *, again: bool = False) -> None:
+    def calibrate(self, context: int | None = None, *, again: bool = False) -> Generator[float, None, None]:
         """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.
 
-        Known costs of rounds are kept, in plain tokens of now, unless they are clearly dearer than the new
-        ones: those were measured on a busy machine and could keep drafting off. `again` replaces them. Takes
-        a second, or a check of known costs about half of one.
+        Yields the share of the time limit that is spent, after each pass: the caller may do other work then,
+        or stop, which changes nothing. Known costs of rounds are kept, in plain tokens of now, unless they
+        are clearly dearer than the new ones: those were measured on a busy machine and could keep drafting
+        off. `again` replaces them. The limit is a second, or half of one where costs are known; a big model
+        takes longer. `context` tokens are read first; left out, those of a first question, as far as the time
+        allows.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
             return
+        is_new = again or policies.costs is None
+        text = scratch_text(self.text, context or 256, self.info.context_length)
+        found = yield from measure_costs(
+            self.open(),
+            text,
+            self.info.vocab_size,
+            policies.copying,
+            1.0 if is_new else 0.5,
+            whole=context is not None,
+        )
+        # Answers may have taught something meanwhile.
         known = None if again or policies.costs is None else policies.costs.table()
-        tokens = self.text.encode(CALIBRATION_TEXT) or [0]
-        context = max(min(context, (self.info.context_length or context) - CALIBRATION_ROOM), 2)
-        history = (tokens * (context // len(tokens) + 1))[:context]
-        parts = self.open()
-        sampler = GREEDY.sampler(len(history), self.info.vocab_size)
-        # Some drafters wait for the hidden state of a generated token.
-        rounds = engine.generate(parts.target, parts.drafters, FixedPolicy(0), sampler, history, max_tokens=2)
-        for round in rounds:
-            history += round.tokens
-        limit = TIME_LIMIT if known is None else TIME_LIMIT / 2
-        found = measure(parts.target, parts.drafters, history, policies.copying, limit)
         if known is None or known.dearer(found):
             policies.use(found)
         else:
             policies.use(known.at_speed_of(found), policies.measured)
 
-    def check_costs(self) -> None:
-        """Measure costs again if a drafter was too dear to try. Call it while no request waits."""
-        if isinstance(self.policies, AdaptivePolicies) and self.policies.claim_check():
-            self.calibrate()
+    def check_costs(self, is_wanted: Callable[[], bool]) -> None:
+        """Measure costs again if a drafter was too dear to try, until `is_wanted()` returns True.
+
+        That is asked after each pass, and another call goes on. Call it while no request waits.
+        """
+        if self._check is None and isinstance(self.policies, AdaptivePolicies):
+            if not self.policies.claim_check():
+                return
+            self._check = self.calibrate()
+        for _ in self._check or ():
+            if is_wanted():
+                return
+        self._check = None
 
     def prepare(
         self,

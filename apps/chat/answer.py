@@ -17,7 +17,7 @@ from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Statistics, source_words
 
 from .conversation import Conversation
-from .input import hidden_typing
+from .input import hidden_typing, key_waits
 from .interrupts import CtrlC, Interrupts
 from .saved import Journal
 from .terminal import BORDER, DIM, Terminal, origin_style
@@ -108,7 +108,8 @@ class ChatState:
         else:
             self.terminal.note("interrupted")
         if self.is_interactive:
-            self.conversation.pair.check_costs()
+            with hidden_typing():
+                self.conversation.pair.check_costs(lambda: self.interrupts.pressed or key_waits())
         return outcome
 
     def report(self, outcome: Outcome, *, full: bool) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from select import select
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -226,6 +227,11 @@ def hidden_typing() -> Iterator[None]:
         signal.signal(signal.SIGCONT, resumed)
         with suppress(termios.error):
             termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def key_waits() -> bool:
+    """Return True if a key was typed and not read. Call it within `hidden_typing`."""
+    return sys.stdin is not None and bool(select([sys.stdin], [], [], 0)[0])
 
 
 class _BestEffortHistory(FileHistory):

@@ -57,6 +57,7 @@ class EngineThread:
         self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read = 0.0  # time.monotonic()
+        self._last_busy = 0.0  # time.monotonic(): requests came or ran
         self._status = Status("loading")
         self.metrics = Metrics(self.status)
 
@@ -104,6 +105,7 @@ class EngineThread:
                 waiting=self._pending(),
                 running=len(self._running),
                 loading=self._models.loading,
+                measuring=self._models.measuring,
                 problem=self._problem,
             )
 
@@ -194,11 +196,17 @@ class EngineThread:
         self._models.expire(wanted | self._busy())
 
     def _check_costs(self) -> None:
-        """Measure doubtful costs again while no request waits."""
+        """Measure doubtful costs again, once no request has come for a while, until one comes."""
+        now = time.monotonic()
+        if self._running or self._is_wanted():
+            self._last_busy = now
+        elif now - self._last_busy >= IDLE_INTERVAL_S:
+            self._models.check_costs(self._is_wanted)
+
+    def _is_wanted(self) -> bool:
+        """Return True if a request waits or the server closes."""
         with self._changed:
-            is_idle = not self._running and not self._pending()
-        if is_idle:
-            self._models.check_costs()
+            return self._closing or self._pending() > 0
 
     def _busy(self) -> set[str]:
         return {job.model.name for job in self._running}
@@ -292,6 +300,7 @@ class EngineThread:
         job.close()
         with self._changed:
             self._running.remove(job)
+        self._last_busy = time.monotonic()
         self._blocked = None
         seconds = time.perf_counter() - job.began
         self._average_seconds += DURATION_WEIGHT * (seconds - self._average_seconds)

@@ -63,12 +63,20 @@ class Status:
     waiting: int = 0  # requests
     running: int = 0
     loading: str | None = None  # a model
+    measuring: str | None = None  # a model whose costs are measured again
     models: tuple[ModelStatus, ...] = ()  # those that are loaded
     active: int = 0  # bytes that MLX holds
     peak: int = 0
     cached: int = 0
     budget: int = 0  # bytes for weights and caches
     problem: str | None = None  # why it failed
+
+    @property
+    def waits_for(self) -> Literal["loading", "measuring", "answers"] | None:
+        """Return what the requests in the queue wait for; None if none waits."""
+        if not self.waiting:
+            return None
+        return "loading" if self.loading else "measuring" if self.measuring else "answers"
 
 
 class Metrics(Collector):
@@ -168,7 +176,12 @@ class Metrics(Collector):
         return {
             "models": models,
             "loading": status.loading,
-            "queue": {"waiting": status.waiting, "running": status.running},
+            "measuring": status.measuring,
+            "queue": {
+                "waiting": status.waiting,
+                "running": status.running,
+                "waits_for": status.waits_for,
+            },
             "memory_bytes": status.active,
             "memory_budget_bytes": status.budget,
             "last": last,

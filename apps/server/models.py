@@ -134,6 +134,7 @@ class Models:
         self._loaded: dict[str, LoadedModel] = {}
         self._described: set[str] = set()  # models whose cards were completed, or cannot be
         self.loading: str | None = None  # the model that is being loaded
+        self.measuring: str | None = None  # the model whose costs are being measured
         self._folder = None
         if settings.cache_folder is not None:
             self._folder = CacheFolder(settings.cache_folder, settings.cache_folder_bytes)
@@ -205,13 +206,21 @@ class Models:
             if limit is not None and now - self._loaded[name].last_used >= limit:
                 self.unload(name)
 
-    def check_costs(self) -> None:
-        """Measure the costs of loaded pairs again where they are in doubt."""
+    def check_costs(self, is_wanted: Callable[[], bool]) -> None:
+        """Measure the costs of loaded pairs again where they are in doubt, until `is_wanted()`.
+
+        That is asked after each pass, and another call goes on.
+        """
         for loaded in self._loaded.values():
+            self.measuring = loaded.name
             try:
-                loaded.pair.check_costs()
+                loaded.pair.check_costs(is_wanted)
             except Exception:  # such as too little memory: the known costs stay
                 LOG.exception("the costs of %s could not be measured again", loaded.name)
+            finally:
+                self.measuring = None
+            if is_wanted():
+                return
 
     def unload(self, name: str) -> None:
         """Give the memory of a model back."""

@@ -29,11 +29,12 @@ from mlx_spec import __version__
 from mlx_spec.checkpoint.config import WEIGHTS, fingerprint
 from mlx_spec.checkpoint.files import check_space, human_bytes, one_line
 from mlx_spec.checkpoint.writer import safetensors_header
+from mlx_spec.decode.measuring import scratch_text
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.pair import CALIBRATION_TEXT, Pair
+from mlx_spec.pair import Pair
 from mlx_spec.types import CacheState
 
 from .errors import LOG
@@ -384,9 +385,9 @@ class PrefixFiles:
 
 def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
-    tokens = (pair.text.encode(CALIBRATION_TEXT) or [0]) * PROBE_TOKENS
+    tokens = scratch_text(pair.text, PROBE_TOKENS, None)
     sequence = CachedSequence(pair.open())
-    for _ in decode(pair.prepare(sequence.parts, tokens[:PROBE_TOKENS], max_tokens=2)):
+    for _ in decode(pair.prepare(sequence.parts, tokens, max_tokens=2)):
         pass
     return sequence.state()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,13 +16,6 @@ from mlx_spec.types import Draft, no_draft
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-
-    def timeit(job, number):
-        start = clock.now
-        job()
-        return clock.now - start
-
-    monkeypatch.setattr(calibrate, "timeit", timeit)
     monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
@@ -56,7 +50,7 @@ class SlowDrafter:
 def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
     target = SlowTarget(clock, 0.001)
     drafters = [SlowDrafter(clock, 0.001), SlowDrafter(clock, 0.0), SlowDrafter(clock, 0.0, longest=0)]
-    table = calibrate.measure(target, drafters, [1, 2, 3], copying={1}, time_limit_s=0.5)
+    table = calibrate.measured(target, drafters, [1, 2, 3], copying={1}, limit_s=0.5)
     assert target.uncommitted == 0
     assert {1, 2, 3, 5} <= set(table.verify)
     assert table.verify[5] == pytest.approx(5 * table.verify[1])
@@ -68,7 +62,23 @@ def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
 
 def test_a_big_model_gets_the_required_sizes_only(clock):
     target = SlowTarget(clock, 0.02)
-    table = calibrate.measure(target, [SlowDrafter(clock, 0.005)], [1, 2, 3], time_limit_s=0.2)
+    table = calibrate.measured(target, [SlowDrafter(clock, 0.005)], [1, 2, 3], limit_s=0.2)
     assert {1, 2, 5} <= set(table.verify)
     assert len(table.verify) <= 5
     assert target.passes < 40
+
+
+def test_work_of_the_caller_between_passes_is_not_measured(clock):
+    target = SlowTarget(clock, 0.001)
+    alone = calibrate.measured(target, [SlowDrafter(clock, 0.001)], [1, 2, 3], limit_s=0.3)
+    watch = calibrate.Stopwatch(0.3)
+    measuring = calibrate.measure(target, [SlowDrafter(clock, 0.001)], [1, 2, 3], (), watch)
+    for passes in itertools.count():
+        try:
+            next(measuring)
+        except StopIteration as done:
+            assert done.value.plain == pytest.approx(alone.plain)
+            assert done.value.verify == pytest.approx(alone.verify)
+            break
+        clock.now += 0.5 * (passes % 7 == 0)  # a request is answered
+    assert target.uncommitted == 0

@@ -568,9 +568,28 @@ def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> N
         pairs.append(pair)
         return pair
 
+    def queued() -> float:
+        return closed(answer(engine, chat(QUESTION, max_tokens=4))).timings.queued_seconds
+
     with working(Settings((ServedModel("demo", "demo"),)), of_a_busy_machine) as engine:
-        closed(answer(engine, chat(QUESTION)))
+        assert max(queued() for _ in range(12)) < 0.3
+        wait_until(lambda: engine.status().measuring is not None)
+        assert queued() < 0.3
         wait_until(lambda: costs(pairs[0]).drafting(0, 1) <= 0.4)
+        wait_until(lambda: engine.status().measuring is None)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (Status("ready", waiting=0, running=1), None),
+        (Status("ready", waiting=1, running=1), "answers"),
+        (Status("ready", waiting=1, measuring="a"), "measuring"),
+        (Status("ready", waiting=1, running=1, loading="b"), "loading"),
+    ],
+)
+def test_the_queue_says_what_its_requests_wait_for(status: Status, reason: str | None) -> None:
+    assert Metrics(lambda: status).json()["queue"]["waits_for"] == reason
 
 
 def costs(pair: Pair) -> CostModel:

@@ -1,0 +1,67 @@
+"""Measure what the passes and drafts of a pair cost, on a scratch sequence, one pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+
+from mlx_spec.decode.round import generate, prefill
+from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.policy.calibrate import Share, Stopwatch, measure
+from mlx_spec.policy.costs import Table
+from mlx_spec.sampling import Sampling
+from mlx_spec.tokenizer import Text
+
+
+def scratch_text(tokenizer: Text, wanted: int, context_length: int | None) -> list[int]:
+    """Return a text of `wanted` tokens, or of fewer that leave room for the passes that are measured."""
+    line = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
+    tokens, room = tokenizer.encode(line) or [0], 64
+    size = wanted if context_length is None else max(min(wanted, context_length - room), 2)
+    return (tokens * (size // len(tokens) + 1))[:size]
+
+
+def measure_costs(
+    parts: SequenceParts,
+    text: Sequence[int],
+    vocab_size: int,
+    copying: Collection[int],
+    limit_s: float,
+    *,
+    whole: bool,
+) -> Generator[Share, None, Table]:
+    """Return the costs after `text`, or after as much of it as the time allows unless it is to be `whole`.
+
+    `parts` are of a new sequence. Yields after each pass of the model: the caller may do other work then, and
+    need not go on.
+    """
+    watch = Stopwatch(limit_s)
+    yield from _read(parts, text, watch, whole=whole)
+    history = list(text[: parts.target.size + 1])
+    sampler = Sampling().sampler(len(history), vocab_size)
+    # Some drafters wait for the hidden state of a generated token.
+    rounds = generate(parts.target, parts.drafters, FixedPolicy(0), sampler, history, max_tokens=2)
+    for round in rounds:
+        history += round.tokens
+        yield watch.share
+        watch.go_on()
+    return (yield from measure(parts.target, parts.drafters, history, copying, watch))
+
+
+def _read(
+    parts: SequenceParts, text: Sequence[int], watch: Stopwatch, *, whole: bool
+) -> Generator[Share, None, None]:
+    """Read a text in chunks that double while they are quick. Stop after a quarter of the time."""
+    chunk, before = 8, 0.0
+
+    def step() -> int:
+        return chunk
+
+    for _ in prefill(parts.target, parts.drafters, list(text), step):
+        share = watch.share
+        if share >= 1 / 4 and not whole:
+            return
+        chunk *= 2 if share - before < 1 / 16 else 1
+        yield share
+        watch.go_on()
+        before = watch.share
