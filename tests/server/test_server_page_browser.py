@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ QUESTION = "What does os.path.join do?"
 READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
 DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
 ENDS = {"1": -100, "15": -100}  # the demo's end tokens; without them it does not stop
+KEPT = """import('./page/store.js').then(async ({listConversations, listExchanges}) =>
+  listExchanges((await listConversations())[0].id))"""
 RECORD = """window.lengths = []; new MutationObserver(() => {
   const length = document.querySelector('.turn.assistant:last-child .answer')?.textContent.length ?? 0;
   if (length !== window.lengths.at(-1)) window.lengths.push(length);
@@ -126,7 +129,7 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
         assert text(tab, "#announce") == "Stopped"
     wait_until(lambda: server.get("/health").json()["running"] == 0, 10)  # the server has to stop, too
     tab.value("window.fetch = window.fetched")
-    tab.click("#restart")
+    tab.click("#new-chat")
     assert tab.value("document.querySelectorAll('.turn').length") == 0
     ask(tab)
     assert "os.path.join" in text(tab, ".turn.assistant .answer")
@@ -135,7 +138,7 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
 def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     visit(tab, server.base_url)
     tab.click("#settings summary")
-    tab.value("document.querySelector('#max-tokens').value = 3")
+    tab.value("document.querySelector('#max-completion-tokens').value = 3")
     tab.value("document.querySelector('#settings').dispatchEvent(new Event('input'))")
     assert "up to 3 tokens" in text(tab, "#settings-summary")
     tab.value("document.querySelector('#message').focus()")
@@ -147,7 +150,7 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     tab.until("document.querySelector('.facts')?.textContent.includes('cut at the longest answer')")
     assert text(tab, ".facts").startswith("demo · 3 tokens")
     tab.click("#highlight")
-    paint = "getComputedStyle(document.querySelector('.answer .run')).boxShadow"
+    paint = "getComputedStyle(document.querySelector('.answer .run')).backgroundImage"
     assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"
 
 
@@ -164,7 +167,8 @@ def test_a_key_is_asked_for_and_kept_in_memory(tab):
         tab.until("document.querySelector('#key-form').hidden && document.querySelector('#model').value")
         assert tab.value("document.querySelector('#key').value") == ""
         ask(tab)
-        kept = tab.value("JSON.stringify({...localStorage, ...sessionStorage}) + document.cookie")
+        kept = tab.value(f"(async () => JSON.stringify([localStorage, sessionStorage, await {KEPT}]))()")
+        kept += tab.value("document.cookie")
         assert "Hello you" in kept and "secret" not in kept
 
 
@@ -244,7 +248,7 @@ def test_figures_are_those_of_the_chosen_model(server, tab):
     tab.value(choose.format("tiny"))
     tab.until("document.querySelector('#reason').textContent === 'tiny has not answered yet.'")
     assert text(tab, "#speed") == "–" and not tab.value("document.querySelector('#acceptance svg')")
-    tab.value("document.querySelector('#max-tokens').value = 24")
+    tab.value("document.querySelector('#max-completion-tokens').value = 24")
     ask(tab)
     assert text(tab, ".turn:last-child .facts").startswith("tiny · 24 tokens")
     assert "gemma4_assistant" not in text(tab, "#acceptance")
@@ -260,7 +264,7 @@ def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
         ask(tab)
         assert text(tab, ".turn .problem") == "shutting down" and text(tab, ".turn > .answer") == "Hal"
         stub.events = ANSWER
-        tab.click(".again")  # Retry
+        tab.click(".actions .again")  # Retry
         tab.until("document.querySelector('.turn > .answer').textContent.includes('Hello you')")
         tab.until("!document.querySelector('#send').hidden")
         assert not tab.value("document.querySelector('.turn .problem')")
@@ -270,11 +274,12 @@ def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
         assert "lookup" in before and "Hm." in before
         reload(tab)
         assert tab.value("document.querySelector('#log').innerHTML") == before
-        assert tab.value("document.querySelector('#figures').hidden")
+        assert tab.value("!document.querySelector('#figures').hidden"), "a phone shows them on demand"
         ask(tab, "and?")
         sent = stub.requests[-1].prompt.messages
         assert [one["content"] for one in sent] == [QUESTION, "Hello you", "and?"]
-        tab.click("#restart")
+        tab.click("#show-chats")
+        tab.click("#new-chat")
         reload(tab)
         assert tab.value("document.querySelectorAll('.turn').length") == 0
 
@@ -283,3 +288,184 @@ def reload(tab: Tab) -> None:
     tab.value("window.isOld = true")
     tab.call("Page.reload")
     tab.until(f"!window.isOld && document.querySelector('#state') && {READY}")
+
+
+# --- what is drawn
+
+
+MARKDOWN = r"""# Top
+## Next
+1. first
+   - nested
+     1. deep
+2. second ~~struck~~ [good](https://a.example/b "t") [bad](javascript:alert(1)) https://c.example main.py
+
+| tea | 12 |
+|:--|--:|
+| **hot** | \* &amp; |
+
+> said \(a^2\)
+***
+$$
+\frac{1}{2}
++ x
+$$
+It costs $5 or $6, ![not fetched](https://d.example/x.png)
+
+def bare(x):
+    return x
+"""
+OUTLINE = """(() => { const walk = (node) => [...node.children].flatMap((one) =>
+  one.matches('span, br, .code-head, button') && !one.matches('.formula') ? walk(one)
+  : [one.matches('.formula') ? 'math:' + one.querySelector('math').getAttribute('display')
+     : one.tagName.toLowerCase() + `(${walk(one).join(' ')})`.replace('()', '')]);
+  return walk(document.querySelector('.turn.assistant > .answer')).join(' '); })()"""
+
+
+def streamed(said: str, pause: float = 0.001) -> Stub:
+    parts = [said[i : i + 3] for i in range(0, len(said), 3)]
+    pieces = (
+        TextDelta(0, "answer", part, (), (Span(part, ("lookup", None)[i % 2], i % 2),))
+        for i, part in enumerate(parts)
+    )
+    rounds = (event for piece in pieces for event in (piece, ROUND))
+    return Stub((READ, *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=pause)
+
+
+def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
+    with listening(streamed(MARKDOWN), Settings(DEMO)) as url:
+        visit(tab, url)
+        ask(tab)
+        assert tab.value(OUTLINE) == (
+            "h2 h3 ol(li(ul(li(ol(li)))) li(s a a)) "
+            "div(table(thead(tr(th th)) tbody(tr(td(strong) td)))) blockquote(p(math:null)) hr "
+            "math:block p(a) div(pre(code))"
+        )
+        links = (
+            "[...document.querySelectorAll('.answer a')].map((one) => [one.href, one.rel, one.textContent])"
+        )
+        assert [tuple(one) for one in tab.value(links)] == [
+            ("https://a.example/b", "noopener noreferrer", "good"),
+            ("https://c.example/", "noopener noreferrer", "https://c.example"),
+            ("https://d.example/x.png", "noopener noreferrer", "not fetched"),
+        ]
+        assert text(tab, ".answer td:last-child") == "* &"
+        assert text(tab, ".answer pre code") == "def bare(x):\n    return x"
+        untold = """(() => { const walker = document.createTreeWalker(
+          document.querySelector('.answer'), NodeFilter.SHOW_TEXT, (node) =>
+            node.data.trim() && !node.parentElement.closest('.run, .code-head, [href$=png]') ? 1 : 3);
+          const found = [];
+          while (walker.nextNode()) found.push(walker.currentNode.data);
+          return found; })()"""
+        assert tab.value(untold) == [], "every text has an origin"
+        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+
+
+# --- nothing is lost
+
+
+def log(tab: Tab) -> list[str]:
+    return list(tab.value("[...document.querySelectorAll('.said, .turn > .answer')].map((n) => n.innerText)"))
+
+
+def press(tab: Tab, words: str) -> None:
+    """Press the last button with these words, in a menu, too."""
+    tab.value(
+        f"[...document.querySelectorAll('button')].findLast((one) => one.textContent === {words!r}).click()"
+    )
+
+
+def test_another_try_and_an_edit_are_branches(tab):
+    stub = streamed("One")
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        ask(tab, "A")
+        ask(tab, "B")
+        tab.write("draft")
+        stub.events = streamed("Two").events
+        press(tab, "Retry")
+        tab.until("document.body.textContent.includes('Two')")
+        tab.until("!document.querySelector('#send').hidden")
+        assert (
+            log(tab) == ["A", "One", "B", "Two"] and text(tab, ".turn:nth-child(3) .tools span") == "2 of 2"
+        )
+        press(tab, "‹")
+        assert log(tab) == ["A", "One", "B", "One"]
+        tab.click(".turn.user .tools button")  # Edit of the first question
+        tab.value("document.querySelector('.edited').value = 'C'")
+        tab.press("Enter")
+        tab.until(f"{DONE} === 1 && !document.querySelector('#send').hidden")
+        assert log(tab) == ["C", "Two"]
+        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["C"]
+        reload(tab)
+        assert log(tab) == ["C", "Two"] and tab.value("document.querySelector('#message').value") == "draft"
+        press(tab, "‹")
+        assert log(tab)[:2] == ["A", "One"] and len(log(tab)) == 4
+
+
+def test_conversations_are_kept_renamed_exported_deleted_and_brought_back(tab):
+    titles = "[...document.querySelectorAll('#chat-list .title')].map((one) => one.textContent)"
+    with listening(streamed("One"), Settings(DEMO)) as url:
+        visit(tab, url)
+        ask(tab, "A")
+        tab.click("#new-chat")
+        assert log(tab) == []
+        ask(tab, "B")
+        assert tab.value(titles) == ["B", "A"]
+        press(tab, "Rename")  # the last one of the list
+        tab.write("Old")
+        tab.press("Enter")
+        tab.until(f"{titles}[1] === 'Old'")
+        tab.value(
+            "window.files = [];"
+            "URL.createObjectURL = (blob) => { blob.text().then((t) => files.push(t)); return '#' }"
+        )
+        press(tab, "Export Markdown")
+        press(tab, "Export JSON")
+        tab.until("window.files.length === 2")
+        written, data = tab.value("window.files")
+        assert written == "# Old\n\n## You\n\nA\n\n## Answer\n\nOne\n"
+        assert json.loads(data)["messages"][1] == {"role": "assistant", "content": "One"}
+        press(tab, "Delete")
+        assert tab.value(titles) == ["B"]
+        press(tab, "Undo")
+        tab.until(f"{titles}.length === 2 && document.querySelector('.said').textContent === 'A'")
+        reload(tab)
+        tab.until(f"{titles}.length === 2")
+        assert log(tab) == ["A", "One"]
+
+
+def test_an_answer_outlives_the_tab_that_shows_it(tab):
+    stub = Stub((READ, TextDelta(0, "answer", "Half of"), ROUND, 30.0, *ANSWER))
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.write("A")
+        tab.press("Enter")
+        tab.until("document.querySelector('.turn > .answer')?.textContent === 'Half of'")
+        tab.crash()
+        tab.call("Page.navigate", url=str(url))
+        tab.until(f"document.querySelector('#state') && {READY}")
+        tab.until("document.querySelector('#chat-list .title')")
+        tab.click("#chat-list .title")
+        tab.until("document.querySelector('.said')")
+        assert log(tab) == ["A", "Half of"] and "cut off" in text(tab, ".turn .problem")
+
+
+def test_a_message_waits_until_the_model_is_loaded(tab):
+    stub = Stub(ANSWER)
+    stub.state = replace(stub.state, state="loading", loading="demo")
+    with listening(stub, Settings(DEMO)) as url:
+        tab.open(url)
+        tab.until("document.querySelector('#model').value")
+        for name, value in {"top-p": 0.5, "top-k": 7, "min-p": 0.1, "seed": 3, "presence-penalty": 1}.items():
+            tab.value(f"document.querySelector('#{name}').value = {value}")
+        tab.write(QUESTION)
+        tab.press("Enter")
+        tab.until("document.querySelector('.phase')?.textContent === 'loading demo …'")
+        assert not stub.requests
+        stub.state = replace(stub.state, state="ready", loading=None)
+        tab.until(DONE)
+        assert text(tab, ".turn > .answer") == "Hello you"
+        sampling, most = stub.requests[-1].sampling, stub.requests[-1].max_tokens
+        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 7, 0.1, 3)
+        assert sampling.presence_penalty == 1 and most == 2048

@@ -77,6 +77,7 @@ class Tab:
     pipe: _Pipe
     session: str | None = None
     target: str | None = None
+    context: str | None = None  # its storage is shared with no other tab
     events: list[Json] = field(default_factory=list)
 
     def call(self, method: str, **parameters: Any) -> Json:
@@ -99,7 +100,9 @@ class Tab:
 
     def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
         """Load a page in a window of that many CSS pixels."""
-        self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.context = self.call("Target.createBrowserContext")["browserContextId"]
+        blank = self.call("Target.createTarget", url="about:blank", browserContextId=self.context)
+        self.target = blank["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -112,6 +115,15 @@ class Tab:
         target, self.session = self.target, None
         if target is not None:
             self.call("Target.closeTarget", targetId=target)
+            self.call("Target.disposeBrowserContext", browserContextId=self.context)
+
+    def crash(self) -> None:
+        """Kill the process of the page; it can be loaded again."""
+        self.call("Inspector.enable")
+        self.pipe.count += 1
+        self.pipe.send({"id": self.pipe.count, "method": "Page.crash", "sessionId": self.session})
+        while (event := self.pipe.next(PATIENCE)) and event.get("method") != "Inspector.targetCrashed":
+            pass  # the command itself has no answer
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Change the size of the window."""

@@ -20,8 +20,23 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
-MODULES = ("chat.js", "exchange.js", "figures.js", "markdown.js", "code.js", "server.js", "dom.js")
-FILES = (INDEX, "style.css", "icon.svg", *MODULES)
+MODULES = (
+    "chat.js",
+    "chats.js",
+    "code.js",
+    "conversation.js",
+    "dom.js",
+    "exchange.js",
+    "figures.js",
+    "markdown.js",
+    "origins.js",
+    "server.js",
+    "settings.js",
+    "store.js",
+    "syntax.js",
+)
+LIBRARIES = ("vendor/markdown-it.min.js", "vendor/temml.min.js")  # of others: see vendor/README.md
+FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)
 PREFIX = "/page/"
 HEADERS = {
     "content-security-policy": (

@@ -1,17 +1,24 @@
-// The chat: settings, the conversation, and the server's state every two seconds.
+// The page: the conversation that is shown, its requests, and the server's state every two seconds.
+import { Chats } from "./chats.js";
+import { Conversation } from "./conversation.js";
 import { announce, byId, copyButton, element, keep, plural, recall } from "./dom.js";
-import { Exchange, summary } from "./exchange.js";
+import { isNearEnd, summary } from "./exchange.js";
 import { Figures } from "./figures.js";
-import { drawLegend } from "./markdown.js";
+import { drawLegend } from "./origins.js";
 import { Refused, getJson, setKey, streamAnswer } from "./server.js";
+import { hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
+import { isKept } from "./store.js";
 
 const POLL_MS = 2000; // between two looks at the server
 const WAITING_POLL_MS = 300; // while an answer has not begun
-const MAX_KEPT_CHARS = 2_000_000; // of a conversation that survives a reload; browsers keep 5 MB
-const KEPT = "mlx_spec.conversation"; // of this tab
+const OPENED = "mlx_spec.opened"; // the conversation of this tab
+const DRAFT = "mlx_spec.draft"; // what was typed and not sent
 const SWITCHES = "mlx_spec.switches"; // of this browser
-const SETTINGS = ["model", "temperature", "max-tokens", "system"]; // ids of fields that a reload keeps
-const EXAMPLES = ["What does os.path.join do?", "Write code that reads a JSON file", "What does zip do?"];
+const EXAMPLES = {
+  demo: ["What does os.path.join do?", "Write code that reads a JSON file", "What does zip do?"], // its one subject
+  others: ["Explain how a rainbow forms", "Compare tea and coffee in a table", "Write a short poem about rain"],
+};
+const WIDE = { chats: matchMedia("(min-width: 75rem)").matches, figures: matchMedia("(min-width: 60rem)").matches };
 const STATES = {
   ok: ["ready", "ready"],
   loading: ["wait", "loading"],
@@ -23,58 +30,12 @@ const figures = new Figures();
 const sources = new Set(); // of all text so far
 const log = byId("log");
 const welcome = byId("welcome");
-let exchanges = [];
+const ideas = byId("ideas");
 let running = null; // {controller, exchange, phase} of the answer that streams
 
-// --- settings
+// --- the switches
 
-let cards = []; // of the models that the server offers
-
-function offerModels(found) {
-  const select = byId("model");
-  const chosen = cards.length ? select.value : recall("sessionStorage", KEPT)?.settings?.model;
-  cards = found;
-  select.replaceChildren(...found.map((card) => element("option", { value: card.id }, card.id)));
-  if (found.some((card) => card.id === chosen)) select.value = chosen;
-  settingsChanged();
-}
-
-const modelName = () => byId("model").value;
-const chosenCard = () => cards.find((card) => card.id === modelName());
-const servedName = () => chosenCard()?.model ?? modelName(); // what an alias stands for
-
-// The fields of a request without its messages.
-function requestFields() {
-  const fields = { model: modelName() };
-  const temperature = byId("temperature").valueAsNumber;
-  const maxTokens = byId("max-tokens").valueAsNumber;
-  if (Number.isFinite(temperature)) fields.temperature = temperature;
-  if (Number.isFinite(maxTokens)) fields.max_completion_tokens = maxTokens;
-  if (byId("thinking").checked && chosenCard()?.thinks) fields.chat_template_kwargs = { enable_thinking: true };
-  return fields;
-}
-
-function systemMessages() {
-  const text = byId("system").value.trim();
-  return text ? [{ role: "system", content: text }] : [];
-}
-
-function settingsChanged() {
-  const name = modelName();
-  document.title = name ? `${name} · mlx_spec` : "mlx_spec";
-  byId("can-think").hidden = !chosenCard()?.thinks;
-  figures.choose(servedName());
-  const fields = requestFields();
-  const parts = [fields.temperature ? `temperature ${fields.temperature}` : "greedy"];
-  if (fields.max_completion_tokens) parts.push(`up to ${fields.max_completion_tokens} tokens`);
-  if (fields.chat_template_kwargs) parts.push("thinking");
-  if (systemMessages().length) parts.push("system prompt");
-  byId("settings-summary").textContent = parts.join(" · ");
-}
-
-// --- the two switches
-
-const switches = { tints: true, figures: true, ...recall("localStorage", SWITCHES) };
+const switches = { tints: true, ...WIDE, ...recall("localStorage", SWITCHES) };
 
 function setSwitch(name, on) {
   switches[name] = on;
@@ -85,92 +46,93 @@ function setSwitch(name, on) {
 function drawSwitches() {
   byId("highlight").checked = switches.tints;
   log.classList.toggle("origins", switches.tints);
-  byId("legend").hidden = !switches.tints || ![...sources].some((source) => source);
-  byId("figures").hidden = !switches.figures;
-  byId("show-figures").setAttribute("aria-expanded", String(switches.figures));
+  byId("legend").hidden = !switches.tints || !conversation.record.leaf || ![...sources].some((source) => source);
+  for (const name of ["chats", "figures"]) {
+    byId(name).hidden = !switches[name];
+    byId(`show-${name}`).setAttribute("aria-expanded", String(switches[name]));
+  }
   figures.drawSoon();
 }
 
 // --- the conversation
 
-function keepConversation() {
-  const settings = Object.fromEntries(SETTINGS.map((id) => [id, byId(id).value]));
-  let kept = exchanges;
-  const fits = () => JSON.stringify(kept).length <= MAX_KEPT_CHARS;
-  while (kept.length && !(fits() && keep("sessionStorage", KEPT, { settings, exchanges: kept }))) kept = kept.slice(1);
-  if (!kept.length) keep("sessionStorage", KEPT, null);
-}
+const view = { log, sources, actions: { ask: askAgain, turn }, failed: sayNotKept };
+const opened = new Map(); // conversations by id
+let conversation = new Conversation(view);
+const chats = new Chats({ open, find });
 
-function restoreConversation() {
-  const kept = recall("sessionStorage", KEPT);
-  try {
-    for (const id of SETTINGS) if (kept?.settings[id] && id !== "model") byId(id).value = kept.settings[id];
-    for (const one of kept?.exchanges ?? []) addExchange(one.question).restore(one);
-  } catch { // of another version of this page
-    restart();
+async function find(record) {
+  if (!opened.has(record.id)) {
+    const found = new Conversation(view, record);
+    await found.load();
+    opened.set(record.id, found);
   }
-  drawLegend(byId("legend"), sources);
-  byId("restart").hidden = !exchanges.length;
+  return opened.get(record.id);
 }
 
-function addExchange(question) {
-  welcome.remove();
-  exchanges.push(new Exchange(log, question, sources, { retry, edit }));
-  return exchanges.at(-1);
+// Shows a conversation, or a new one for null. An answer that streams goes on in its own.
+async function open(record) {
+  show(record ? await find(record) : new Conversation(view));
+  log.scrollTop = log.scrollHeight;
+  if (!matchMedia("(min-width: 60rem)").matches) setSwitch("chats", false); // it covers the conversation
+  byId("message").focus();
+}
+
+function show(found) {
+  conversation = found;
+  opened.set(found.record.id, found);
+  if (found.record.leaf) found.show();
+  else log.replaceChildren(welcome);
+  keep("sessionStorage", OPENED, found.record.leaf ? found.record.id : null);
+  chats.choose(found.record);
+  drawLegend(byId("legend"), sources);
+  drawSwitches();
+  drawLatest();
+}
+
+function turn(exchange, step) {
+  if (running) return;
+  const before = exchange.asked.offsetTop - log.scrollTop;
+  conversation.turnTo(exchange, step);
+  log.scrollTop = conversation.path()[conversation.path(exchange.parent).length].asked.offsetTop - before;
+}
+
+function sayNotKept() {
+  byId("not-kept").hidden = false;
 }
 
 function stop() {
   running?.controller.abort();
 }
 
-function restart() {
-  stop();
-  exchanges = [];
-  sources.clear();
-  log.replaceChildren(welcome);
-  byId("restart").hidden = true;
-  keepConversation();
-  drawSwitches();
-  byId("message").focus();
+// Asks as another branch of an exchange, whose own stays.
+function askAgain(question, exchange) {
+  if (!running) send(question, exchange.parent);
 }
 
-function drop(exchange) {
-  exchange.remove();
-  exchanges = exchanges.filter((other) => other !== exchange);
-}
-
-function retry(exchange) {
-  if (running) return;
-  drop(exchange);
-  send(exchange.question);
-}
-
-function edit(exchange) {
-  if (running) return;
-  drop(exchange);
-  setMessage(exchange.question);
-  setRunning(null);
-}
-
-async function send(written) {
+async function send(written, parent = conversation.record.leaf) {
   const text = written.trim();
   if (!text || running) return;
-  const messages = [...systemMessages(), ...exchanges.flatMap((one) => one.messages()), { role: "user", content: text }];
+  const mine = conversation;
+  const exchange = mine.add(text, parent);
   const fields = requestFields();
-  const exchange = addExchange(text);
+  const messages = [...systemMessages(), ...mine.history(exchange), { role: "user", content: text }];
   exchange.model = servedName();
+  show(mine);
+  log.scrollTop = log.scrollHeight;
   setRunning({ controller: new AbortController(), exchange, phase: "waiting" });
   const end = await follow(exchange, { ...fields, messages });
   const facts = summary(end, fields.max_completion_tokens);
-  if (facts.length && cards.length > 1) facts.unshift(fields.model);
+  if (facts.length && hasSeveral()) facts.unshift(fields.model);
   exchange.end(facts, end.problem);
+  mine.touch();
+  chats.draw();
   drawLegend(byId("legend"), sources);
   drawSwitches();
   const count = end.usage?.completion_tokens;
   const complete = `Answer complete${count ? `, ${plural(count, "token")}` : ""}`;
   announce(end.problem ?? (end.stopped ? "Stopped" : complete));
   setRunning(null);
-  keepConversation();
   isListed = false; // a model that was loaded knows more of itself
 }
 
@@ -178,13 +140,16 @@ async function send(written) {
 async function follow(exchange, body) {
   const end = { timings: null, usage: null, reason: null, stopped: false, problem: null };
   const { signal } = running.controller;
-  figures.begin(exchange.model);
+  let last = null; // figures of the answer so far: a stopped one keeps them
   try {
+    await untilLoaded(signal);
+    figures.begin(exchange.model);
     for await (const chunk of streamAnswer(body, signal)) {
       if (chunk.mlx_spec?.prompt) showReading(exchange, chunk.mlx_spec.prompt);
       else if (running?.exchange === exchange && chunk.mlx_spec) setPhase("answering");
       exchange.take(chunk);
       figures.take(exchange.model, chunk);
+      last = chunk.mlx_spec?.statistics ?? last;
       end.timings = chunk.timings ?? end.timings;
       end.usage = chunk.usage ?? end.usage;
       end.reason = chunk.choices?.[0]?.finish_reason ?? end.reason;
@@ -195,7 +160,14 @@ async function follow(exchange, body) {
     if (error instanceof Refused && error.status === 401) askForKey();
   }
   figures.end(exchange.model, end.timings);
-  return end;
+  return { ...end, timings: end.timings ?? last };
+}
+
+// A message that comes before the first model is loaded waits for it.
+async function untilLoaded(signal) {
+  while ((await getJson("health", { signal })).status === "loading") {
+    await new Promise((resolve) => { setTimeout(resolve, WAITING_POLL_MS); });
+  }
 }
 
 function showReading(exchange, { prompt_n: total, cached_n: cached, read_n: read }) {
@@ -214,10 +186,9 @@ function setRunning(answer) {
   running = answer;
   byId("send").hidden = answer !== null;
   byId("stop").hidden = answer === null;
-  byId("restart").hidden = answer !== null || !exchanges.length;
   log.classList.toggle("running", answer !== null);
   if (answer) announce("Answering");
-  byId("message").focus();
+  byId("message").focus({ preventScroll: true });
   drawState();
   poll();
 }
@@ -231,6 +202,11 @@ function growMessage() {
   const box = byId("message");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight}px`;
+  keep("localStorage", DRAFT, box.value || null);
+}
+
+function drawLatest() {
+  byId("latest").hidden = isNearEnd(log);
 }
 
 // --- the server's state
@@ -249,7 +225,8 @@ function drawState() {
   byId("state").textContent = text;
   if (running?.phase !== "waiting") return;
   const queued = server.waiting ? "waiting for other answers" : "";
-  running.exchange.showPhase(server.loading ? `loading ${server.loading} …` : queued);
+  const loading = server.loading ?? (server.health === "loading" ? "the model" : null);
+  running.exchange.showPhase(loading ? `loading ${loading} …` : queued);
 }
 
 function askForKey(problem = "") {
@@ -260,6 +237,7 @@ function askForKey(problem = "") {
 
 async function listModels() {
   offerModels((await getJson("v1/models")).data ?? []);
+  settingsChanged();
   isListed = true;
   needsKey = false;
   byId("key-form").hidden = true;
@@ -293,6 +271,23 @@ async function poll() {
 
 // --- the page
 
+function submit() {
+  if (running) return;
+  const text = byId("message").value;
+  setMessage("");
+  send(text);
+}
+
+function settingsChanged() {
+  figures.choose(servedName());
+  const examples = EXAMPLES[servedName()] ?? EXAMPLES.others;
+  ideas.replaceChildren(...examples.map((example) => {
+    const button = element("button", { type: "button", class: "quiet" }, example);
+    button.addEventListener("click", () => send(example));
+    return element("li", {}, button);
+  }));
+}
+
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
@@ -302,24 +297,15 @@ byId("message").addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
-
-function submit() {
-  if (running) return;
-  const text = byId("message").value;
-  setMessage("");
-  send(text);
-}
-
 byId("message").addEventListener("input", growMessage);
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+document.addEventListener("keydown", ({ key, target }) => {
+  if (key === "Escape" && !target.closest("form.editing, #chats")) stop();
 });
 byId("stop").addEventListener("click", stop);
-byId("restart").addEventListener("click", restart);
-byId("settings").addEventListener("input", settingsChanged);
-byId("model").addEventListener("change", settingsChanged);
 byId("highlight").addEventListener("change", (event) => setSwitch("tints", event.target.checked));
-byId("show-figures").addEventListener("click", () => setSwitch("figures", !switches.figures));
+for (const name of ["chats", "figures"]) {
+  byId(`show-${name}`).addEventListener("click", () => setSwitch(name, !switches[name]));
+}
 byId("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   setKey(byId("key").value);
@@ -331,20 +317,25 @@ byId("key-form").addEventListener("submit", async (event) => {
     askForKey(error.message);
   }
 });
-addEventListener("pagehide", keepConversation);
-for (const example of EXAMPLES) {
-  const button = element("button", { type: "button", class: "quiet" }, example);
-  button.addEventListener("click", () => send(example));
-  byId("ideas").append(element("li", {}, button));
-}
+byId("latest").addEventListener("click", () => { log.scrollTop = log.scrollHeight; });
+log.addEventListener("scroll", drawLatest, { passive: true });
+new MutationObserver(drawLatest).observe(log, { childList: true, subtree: true });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) chats.load(); }); // of other tabs
+
 const base = new URL(".", location.href).href; // a proxy may put the page below a path
 byId("endpoint").textContent = `${base}v1`;
 byId("endpoint").after(copyButton(() => byId("endpoint").textContent, "Copy endpoint"));
 byId("base-url").textContent = byId("endpoint").textContent;
 byId("anthropic").textContent = base.slice(0, -1);
-restoreConversation();
+prepareSettings(settingsChanged);
 settingsChanged();
-drawSwitches();
+setMessage(recall("localStorage", DRAFT) ?? "");
+const before = recall("sessionStorage", OPENED);
+show(conversation);
 new ResizeObserver(() => figures.drawSoon()).observe(byId("figures"));
 byId("message").focus();
+await chats.load();
+const last = chats.records.find(({ id }) => id === before);
+if (last) await open(last);
+if (!await isKept()) sayNotKept();
 poll();

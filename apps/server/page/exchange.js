@@ -1,15 +1,17 @@
-// A question and its answer: drawn while it streams, and kept for a reload.
+// A question and its answer: drawn while it streams, and kept in the browser.
 import { copyButton, decimal, duration, element, known, percent, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
 
 const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
+const IDLE_SHARE = 3; // of the time of a drawing, for which the next one waits: long answers leave time to scroll
 
 export class Exchange {
-  // The actions are called with this exchange; `sources` gets the origins that the legend has to explain.
-  constructor(log, question, sources, actions) {
-    Object.assign(this, { log, question, sources, actions, model: "", facts: [], problem: null, hasEnded: false });
-    this.asked = element("article", { class: "turn user", "aria-label": "You" },
-      element("div", { class: "said" }, question));
+  // `view` has {log, sources, actions}: the legend explains `sources`, and actions get this exchange.
+  constructor(view, { id, parent, question, conversation }) {
+    Object.assign(this, view, { id, parent, question, conversation, model: "", facts: [], problem: null, hasEnded: false });
+    this.said = element("div", { class: "said" }, question);
+    this.tools = element("div", { class: "tools" });
+    this.asked = element("article", { class: "turn user", "aria-label": "You" }, this.said, this.tools);
     this.body = element("div", { class: "answer waiting" });
     this.status = element("div", { class: "phase" });
     this.turn = element("article", { class: "turn assistant", "aria-label": "Answer", "aria-busy": "true" },
@@ -17,8 +19,43 @@ export class Exchange {
     this.answer = new Rendered(this.body);
     this.thinking = null;
     this.isScheduled = false;
-    log.append(this.asked, this.turn);
-    log.scrollTop = log.scrollHeight;
+    this.elements = [this.asked, this.turn];
+  }
+
+  // Draws what a conversation shows of it: one of several branches.
+  show(number, count) {
+    const branches = count < 2 ? [] : [
+      this.#button("‹", () => this.actions.turn(this, -1), "Branch before"),
+      element("span", {}, `${number} of ${count}`),
+      this.#button("›", () => this.actions.turn(this, 1), "Next branch"),
+    ];
+    this.tools.replaceChildren(...branches, this.#button("Edit", () => this.#edit()));
+    if (this.isDrawn || !this.hasEnded) return;
+    this.isDrawn = true;
+    this.#drawText(true);
+  }
+
+  // Opens the question for a change; the draft in the message box stays.
+  #edit() {
+    const box = element("textarea", { class: "edited", "aria-label": "Edited message", rows: "3" });
+    box.value = this.question;
+    const close = () => form.replaceWith(this.said);
+    const form = element("form", { class: "editing" }, box,
+      element("button", { type: "submit" }, "Send as a new branch"), this.#button("Cancel", close));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!box.value.trim()) return;
+      close();
+      this.actions.ask(box.value, this);
+    });
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      form.requestSubmit();
+    });
+    this.said.replaceWith(form);
+    box.focus();
   }
 
   // Says what happens before the first text; `share` of it is done, if that is known.
@@ -47,12 +84,19 @@ export class Exchange {
       this.sources.add(span.source);
       target.append(span.text, span.source, span.position ?? 0);
     }
+    this.keep();
     if (this.isScheduled) return;
     this.isScheduled = true;
-    requestAnimationFrame(() => {
+    requestAnimationFrame(() => this.#drawPiece());
+  }
+
+  #drawPiece() {
+    const began = performance.now();
+    if (!this.hasEnded) this.draw();
+    setTimeout(() => {
       this.isScheduled = false;
-      this.draw();
-    });
+      if (!this.hasEnded) this.draw();
+    }, IDLE_SHARE * (performance.now() - began));
   }
 
   #thinkingText() {
@@ -64,40 +108,46 @@ export class Exchange {
     return this.thinking;
   }
 
-  draw() {
-    const isNearEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < FOLLOW_PX;
-    this.answer.draw();
-    this.thinking?.draw();
-    if (isNearEnd) this.log.scrollTop = this.log.scrollHeight;
+  draw(isComplete = false) {
+    const isFollowed = this.turn.isConnected && isNearEnd(this.log);
+    this.#drawText(isComplete);
+    if (isFollowed) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  #drawText(isComplete) {
+    this.answer.draw(isComplete);
+    this.thinking?.draw(isComplete || Boolean(this.answer.text));
   }
 
   end(facts, problem) {
-    Object.assign(this, { facts, problem, hasEnded: true });
+    const isFollowed = this.turn.isConnected && isNearEnd(this.log);
+    Object.assign(this, { isDrawn: true });
     this.showPhase("");
-    this.draw();
+    this.#drawText(true);
+    this.#close(facts, problem);
+    if (isFollowed) this.log.scrollTop = this.log.scrollHeight;
+    this.keep();
+  }
+
+  #close(facts, problem) {
+    Object.assign(this, { facts, problem, hasEnded: true });
     this.body.classList.remove("waiting");
     this.body.hidden = !this.answer.text;
     this.turn.setAttribute("aria-busy", "false");
     this.status.replaceWith(
       ...(problem ? [element("p", { class: "problem", role: "alert" }, problem)] : []),
       element("div", { class: "foot" },
-        ...(facts.length ? [element("p", { class: "facts" }, facts.join(" · "))] : []),
         element("div", { class: "actions" },
           ...(this.answer.text ? [copyButton(() => this.answer.text, "Copy answer")] : []),
-          this.#button("Retry", this.actions.retry), this.#button("Edit", this.actions.edit))),
+          this.#button("Retry", () => this.actions.ask(this.question, this))),
+        ...(facts.length ? [element("p", { class: "facts" }, facts.join(" · "))] : [])),
     );
-    this.log.scrollTop = this.log.scrollHeight;
   }
 
-  #button(text, action) {
-    const button = element("button", { type: "button", class: "small again" }, text);
-    button.addEventListener("click", () => action(this));
+  #button(text, action, label = text) {
+    const button = element("button", { type: "button", class: "small again", "aria-label": label }, text);
+    button.addEventListener("click", action);
     return button;
-  }
-
-  remove() {
-    this.asked.remove();
-    this.turn.remove();
   }
 
   messages() { // a question without an answer is not part of the history
@@ -105,18 +155,26 @@ export class Exchange {
     return [{ role: "user", content: this.question }, { role: "assistant", content: this.answer.text }];
   }
 
+  // As it is kept. What is read before the end was cut off.
   toJSON() {
-    const { question, model, answer, thinking, facts, problem, hasEnded } = this;
-    return { question, model, answer, thinking, facts, problem: hasEnded ? problem : "The answer was cut off by a reload." };
+    const { id, conversation, parent, question, model, facts, hasEnded } = this;
+    const problem = hasEnded ? this.problem : "The answer was cut off: its page was closed.";
+    const [answer, thinking] = [this.answer.toJSON(), this.thinking?.toJSON() ?? null];
+    return { id, conversation, parent, question, model, answer, thinking, facts, problem };
   }
 
+  // Takes a kept answer; it is drawn when it is shown.
   restore({ model, answer, thinking, facts, problem }) {
     this.model = model;
     if (thinking) this.#thinkingText().restore(thinking);
     this.answer.restore(answer);
     for (const { source } of [...this.answer.runs, ...(this.thinking?.runs ?? [])]) this.sources.add(source);
-    this.end(facts, problem);
+    this.#close(facts, problem);
   }
+}
+
+export function isNearEnd(log) {
+  return log.scrollHeight - log.scrollTop - log.clientHeight < FOLLOW_PX;
 }
 
 // Returns what stands below an answer.

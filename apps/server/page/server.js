@@ -21,7 +21,7 @@ async function request(path, options = {}) {
   throw new Refused(response.status, body?.error?.message ?? `the server answered ${response.status}`);
 }
 
-export const getJson = async (path) => (await request(path)).json();
+export const getJson = async (path, options) => (await request(path, options)).json();
 
 // Yields the chunks of a streamed answer.
 export async function* streamAnswer(body, signal) {

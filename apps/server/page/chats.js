@@ -1,0 +1,110 @@
+// The list of conversations: new, open, rename, delete with undo, export.
+import { announce, byId, element } from "./dom.js";
+import { listConversations, purge, put } from "./store.js";
+
+const UNDO_MS = 10_000; // that a deletion can be undone
+const FILES = { Markdown: ["md", "text/markdown", (one) => one.toMarkdown()],
+  JSON: ["json", "application/json", (one) => JSON.stringify(one, null, 2)] };
+
+export class Chats {
+  // `open` takes a record or null, for a new one; `find` returns the Conversation of a record.
+  constructor({ open, find }) {
+    Object.assign(this, { open, find, records: [], current: null });
+    byId("new-chat").addEventListener("click", () => open(null));
+    document.addEventListener("click", ({ target }) => {
+      for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = menu.contains(target);
+    });
+  }
+
+  async load() {
+    const found = await listConversations().catch(() => []);
+    const now = Date.now();
+    for (const one of found.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id);
+    const mine = new Map(this.records.map((one) => [one.id, one])); // open ones may be newer here
+    this.records = found.filter(({ deleted }) => !deleted).map((one) => mine.get(one.id) ?? one);
+    this.draw();
+  }
+
+  // Marks the record of what is shown, new or not.
+  choose(record) {
+    this.current = record.id;
+    if (record.title && !this.records.some(({ id }) => id === record.id)) this.records.push(record);
+    this.draw();
+  }
+
+  draw() {
+    this.records.sort((a, b) => b.updated - a.updated);
+    byId("chat-list").replaceChildren(...this.records.map((record) => this.#entry(record)));
+  }
+
+  #entry(record) {
+    const title = button(record.title, () => this.open(record), "title");
+    if (record.id === this.current) title.setAttribute("aria-current", "true");
+    const menu = element("details", { class: "menu" }, element("summary", { "aria-label": `More: ${record.title}` }, "⋯"));
+    const entry = element("li", {}, title, menu);
+    const exports = Object.entries(FILES).map(([name, file]) => button(`Export ${name}`, () => this.#export(record, file)));
+    menu.append(element("div", {}, button("Rename", () => this.#rename(record, entry)), ...exports,
+      button("Delete", () => this.#delete(record))));
+    menu.addEventListener("click", ({ target }) => { if (target.closest("button")) menu.open = false; });
+    return entry;
+  }
+
+  #rename(record, entry) {
+    const box = element("input", { "aria-label": "Title" });
+    box.value = record.title;
+    entry.replaceChildren(box);
+    box.select();
+    const finish = (title) => {
+      if (title) record.title = title;
+      put("conversations", record);
+      this.draw();
+    };
+    box.addEventListener("keydown", ({ key }) => {
+      if (key === "Enter") box.blur();
+      if (key === "Escape") box.value = record.title;
+      if (key === "Escape") box.blur();
+    });
+    box.addEventListener("blur", () => finish(box.value.trim()), { once: true });
+  }
+
+  #delete(record) {
+    record.deleted = Date.now();
+    put("conversations", record);
+    this.records = this.records.filter((one) => one !== record);
+    this.draw();
+    if (record.id === this.current) this.open(null);
+    this.#offerUndo(record);
+  }
+
+  #offerUndo(record) {
+    const note = element("p", {}, element("span", {}, `Deleted “${record.title}”`));
+    const timer = setTimeout(() => {
+      note.remove();
+      purge(record.id);
+    }, UNDO_MS);
+    note.append(button("Undo", () => {
+      clearTimeout(timer);
+      note.remove();
+      record.deleted = null;
+      put("conversations", record);
+      this.records.push(record);
+      this.open(record);
+    }));
+    byId("notes").append(note);
+    announce(note.textContent);
+  }
+
+  async #export(record, [ending, type, write]) {
+    const text = write(await this.find(record));
+    const name = record.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "conversation";
+    const address = URL.createObjectURL(new Blob([text], { type }));
+    element("a", { href: address, download: `${name}.${ending}` }).click();
+    setTimeout(() => URL.revokeObjectURL(address));
+  }
+}
+
+function button(text, action, kind = "quiet") {
+  const made = element("button", { type: "button", class: kind }, text);
+  made.addEventListener("click", action);
+  return made;
+}

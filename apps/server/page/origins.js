@@ -1,0 +1,108 @@
+// Where each token came from: the model itself, or a drafter. Runs of text, their marks, and the legend.
+import { element } from "./dom.js";
+
+const SHADES = 8; // classes k1 to k8 of the style sheet
+const SOURCES = {
+  lookup: "lookup in the text so far",
+  grammar: "forced by the grammar",
+  prediction: "the client's prediction",
+};
+
+// Text as it grows, with its origins.
+export class Origins {
+  text = "";
+  runs = []; // {start, source, position}, in order; neighbours of the model itself are one
+
+  append(text, source, position) {
+    const before = this.runs.at(-1);
+    if (source || !before || before.source) this.runs.push({ start: this.text.length, source, position });
+    this.text += text;
+  }
+
+  // As it is kept in the browser.
+  toJSON() {
+    return { text: this.text, runs: this.runs.map(({ start, source, position }) => [start, source, position]) };
+  }
+
+  restore({ text, runs }) {
+    runs.forEach(([start, source, position], i) => this.append(text.slice(start, runs[i + 1]?.[0]), source, position));
+  }
+
+  // Appends the text from one place to another, a span for each origin; `marks` colour parts of it.
+  paint(parent, from, to, marks = [], shift = 0) {
+    let passed = 0; // marks
+    for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
+      const run = this.runs[i];
+      const end = this.runs[i + 1]?.start ?? this.text.length;
+      const [low, high] = [Math.max(run.start, from), Math.min(end, to)];
+      if (low >= high) continue;
+      const offset = shift + low - from;
+      while (marks[passed]?.end <= offset) passed += 1;
+      const node = originSpan(run, coloured(this.text.slice(low, high), marks, passed, offset));
+      if (run.position === 1 && run.start >= from) node.classList.add("first"); // of a round
+      parent.append(node);
+    }
+  }
+
+  // Appends nodes that stand for the text at a place.
+  paintAs(parent, from, ...nodes) {
+    parent.append(this.runs.length ? originSpan(this.runs[this.#runAt(from)], nodes) : nodes[0]);
+  }
+
+  #runAt(offset) {
+    let [low, high] = [0, this.runs.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.runs[middle].start <= offset) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+}
+
+// Returns the text as strings and coloured spans; it stands at `offset` of what the marks, from one on, are for.
+function coloured(text, marks, first, offset) {
+  const parts = [];
+  let at = 0;
+  for (let i = first; i < marks.length && marks[i].start - offset < text.length; i += 1) {
+    const { start, end, kind } = marks[i];
+    const [low, high] = [Math.max(start - offset, at), Math.min(end - offset, text.length)];
+    parts.push(text.slice(at, low), element("span", { class: kind }, text.slice(low, high)));
+    at = high;
+  }
+  parts.push(text.slice(at));
+  return parts.filter((part) => part);
+}
+
+function originSpan(run, nodes) {
+  return element("span", { class: originClass(run), title: originText(run) }, ...nodes);
+}
+
+function originClass(run) {
+  if (!run.source) return "run target";
+  if (run.source in SOURCES) return `run ${run.source}`;
+  return `run drafter k${Math.min(Math.max(run.position, 1), SHADES)}`;
+}
+
+function originText(run) {
+  if (!run.source) return "made by the model itself";
+  const place = run.position ? `, token ${run.position} of its draft` : "";
+  return `drafted: ${SOURCES[run.source] ?? run.source}${place}`;
+}
+
+// Draws the entries for `sources`, those of the text so far.
+export function drawLegend(host, sources) {
+  const drafters = [...sources].filter((source) => source && !(source in SOURCES));
+  const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
+  host.replaceChildren(
+    legendEntry([], "no line: the model itself"),
+    ...(drafters.length ? [legendEntry(shades, `drafted by ${drafters.join(", ")}, 1st to ${SHADES}th token`)] : []),
+    ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], source)),
+  );
+}
+
+function legendEntry(classes, text) {
+  const swatches = classes.map((name) => element("span", { class: `run ${name}` }, "a"));
+  return element("span", { class: "entry" },
+    element("span", { class: "swatches", "aria-hidden": "true" }, ...swatches), text);
+}

@@ -1,0 +1,87 @@
+// What a request asks for besides its messages: the model, its sampling, the system prompt.
+import { byId, element, keep, recall } from "./dom.js";
+
+const KEPT = "mlx_spec.settings"; // of this browser
+// Parameters of the API -> [label, least, most, step, what stands in an empty field]. An empty one is not sent.
+const NUMBERS = {
+  temperature: ["Temperature", 0, 2, 0.1, "0: greedy"],
+  max_completion_tokens: ["Longest answer, in tokens", 1, null, 1, "the context"],
+  top_p: ["Top p", 0, 1, 0.05, "1: all"],
+  top_k: ["Top k", 0, null, 1, "0: all"],
+  min_p: ["Min p", 0, 1, 0.01, "0: all"],
+  seed: ["Seed", 0, null, 1, "by chance"],
+  presence_penalty: ["Presence penalty", -2, 2, 0.1, "0"],
+  frequency_penalty: ["Frequency penalty", -2, 2, 0.1, "0"],
+  repetition_penalty: ["Repetition penalty", 0, 2, 0.05, "1"],
+};
+const FIRST = { temperature: "0", max_completion_tokens: "2048" }; // as in the terminal
+const idOf = (name) => name.replaceAll("_", "-");
+const IDS = [...Object.keys(NUMBERS).map(idOf), "system"];
+
+let cards = []; // of the models that the server offers
+
+const modelName = () => byId("model").value;
+export const chosenCard = () => cards.find((card) => card.id === modelName());
+export const servedName = () => chosenCard()?.model ?? modelName(); // what an alias stands for
+export const hasSeveral = () => cards.length > 1;
+
+export function offerModels(found) {
+  const select = byId("model");
+  const chosen = cards.length ? select.value : recall("localStorage", KEPT)?.model;
+  cards = found;
+  select.replaceChildren(...found.map((card) => element("option", { value: card.id }, card.id)));
+  if (found.some((card) => card.id === chosen)) select.value = chosen;
+  describe();
+}
+
+// Returns the fields of a request without its messages.
+export function requestFields() {
+  const fields = { model: modelName() };
+  for (const name of Object.keys(NUMBERS)) {
+    const value = byId(idOf(name)).valueAsNumber;
+    if (Number.isFinite(value)) fields[name] = value;
+  }
+  if (byId("thinking").checked && chosenCard()?.thinks) fields.chat_template_kwargs = { enable_thinking: true };
+  return fields;
+}
+
+export function systemMessages() {
+  const text = byId("system").value.trim();
+  return text ? [{ role: "system", content: text }] : [];
+}
+
+function describe() {
+  const name = modelName();
+  document.title = name ? `${name} · mlx_spec` : "mlx_spec";
+  byId("can-think").hidden = !chosenCard()?.thinks;
+  const { model: _, temperature, max_completion_tokens: most, chat_template_kwargs: thinks, ...others } = requestFields();
+  const parts = [temperature ? `temperature ${temperature}` : "greedy"];
+  if (most) parts.push(`up to ${most} tokens`);
+  for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}`);
+  if (thinks) parts.push("thinking");
+  if (systemMessages().length) parts.push("system prompt");
+  byId("settings-summary").textContent = parts.join(" · ");
+}
+
+// Draws the fields as they were left; `changed` is called after each change.
+export function prepareSettings(changed) {
+  const kept = recall("localStorage", KEPT) ?? FIRST;
+  for (const [name, [label, least, most, step, empty]] of Object.entries(NUMBERS)) {
+    const id = idOf(name);
+    const limits = { min: String(least), ...(most === null ? {} : { max: String(most) }), step: String(step) };
+    byId("numbers").append(element("div", { class: "field" }, element("label", { for: id }, label),
+      element("input", { id, type: "number", inputmode: "decimal", placeholder: empty, ...limits })));
+    byId(id).value = kept[name] ?? "";
+  }
+  byId("system").value = kept.system ?? "";
+  byId("thinking").checked = Boolean(kept.thinking);
+  const change = () => {
+    const values = Object.fromEntries(IDS.map((id) => [id.replaceAll("-", "_"), byId(id).value]));
+    keep("localStorage", KEPT, { ...values, model: modelName(), thinking: byId("thinking").checked });
+    describe();
+    changed();
+  };
+  byId("settings").addEventListener("input", change);
+  byId("model").addEventListener("change", change);
+  describe();
+}
