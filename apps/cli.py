@@ -41,6 +41,7 @@ PROGRAMS = {
     "tune": Program("apps.tune:main", "apps.tune:Options", MEASUREMENTS),
     "roofline": Program("apps.roofline:main", "apps.roofline:Options", MEASUREMENTS),
     "bench": Program("apps.bench:main", "apps.bench:Options", MEASUREMENTS),
+    "race": Program("apps.race:main", "apps.race:Options", MEASUREMENTS),
     "doctor": Program("apps.doctor:main", "apps.doctor:Options", MEASUREMENTS),
 }
 

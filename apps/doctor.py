@@ -25,7 +25,8 @@ from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO, LOOKUP
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
-from mlx_spec.hub.local import cache_folder, local_models
+from mlx_spec.hub.local import local_models
+from mlx_spec.hub.names import cache_folder
 
 from .models import shown_number
 
@@ -49,6 +50,9 @@ class Options(PairOptions):
     speculation is the text without. Ends with a certificate to paste into an issue; `mlx-spec bench` measures
     the gain. The exit status is 1 when something is wrong.
     """
+
+    def check_name(self) -> None:
+        """Let a row of the report say it."""
 
     quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
     json: Json = False

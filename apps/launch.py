@@ -231,7 +231,12 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
         _wait_ready(address, None)
         yield address, False
         return
-    if target is None or options.print:
+    if target is not None and options.print:
+        raise NotFound(
+            f"no mlx-spec server at {address.url} has {target}, and --print starts none: start it with "
+            f"`mlx-spec serve {shlex.quote(target)}`"
+        )
+    if target is None:
         raise NotFound(
             f"no mlx-spec server at {address.url}: start one with `mlx-spec serve --target REPO`, "
             "or let --target REPO start one for this run"

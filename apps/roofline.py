@@ -100,10 +100,23 @@ class Options(PairOptions):
     context: Annotated[int, option(value="N", help="tokens of context", min=0)] = 1024
     json: Json = False
 
+    def check_name(self) -> None:
+        if not SIZE.fullmatch(self.chosen or ""):
+            super().check_name()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := [name for name in self.chip or () if _key(name) not in map(_key, NAMES)]:
             raise BadOptions(f"--chip {unknown[0]!r} is not known: give one of {', '.join(NAMES)}")
+
+
+def this_chip() -> Chip | None:
+    """Return the chip of this machine, None if it is not Apple's or MLX is not here."""
+    try:
+        name = device_name()
+    except ImportError:
+        return None
+    return next((chip for chip in CHIPS if _key(chip.name) == _key(name)), None)
 
 
 def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:
@@ -168,7 +181,12 @@ def _run(options: Options) -> int:
     from mlx_spec.load import folders
 
     name = options.target_or(DEMO)
-    target_path, drafter_path = folders(name, options.drafter)
+    drafter_path = options.drafter  # a size stands for itself
+    target_path, own = (name, None) if SIZE.fullmatch(name) else folders(name)
+    if drafter_path is None:
+        drafter_path = own
+    elif not SIZE.fullmatch(drafter_path):
+        drafter_path = folders(DEMO, drafter_path)[1]
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
     drafter = _sizes(drafter_path, options.context, WeightFormat(16)) if drafter_path else None
     wanted = {_key(name) for name in options.chip or NAMES}

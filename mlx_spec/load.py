@@ -33,6 +33,7 @@ from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typ
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, made_for
+from mlx_spec.hub.names import resolve
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -177,12 +178,22 @@ class _Names:
 
 def _named(target: str, drafter: str | None) -> _Names:
     """Fill in the bundled pair, a manifest, and the target's own drafter."""
+    meant = resolve(target)
+    published = made_for(meant.target) or (None if "/" in target else meant.drafter)
+    target = meant.target
+    if drafter is not None and drafter.lower() in (LOOKUP, NONE):
+        drafter = drafter.lower()
+    elif drafter is not None:
+        try:
+            drafter = resolve(drafter).target
+        except NotFound as error:
+            raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     if target == DEMO:
         own: str | None = str(demo.DRAFTER)
         path = str(demo.TARGET)
     else:
         path, own = _from_manifest(target)
-        own = own or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else made_for(target))
+        own = own or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else published)
     chosen = own or LOOKUP if drafter is None else drafter
     if chosen == NONE:
         return _Names(target, path, None, None)

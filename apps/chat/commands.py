@@ -14,9 +14,10 @@ from mlx_spec.cli.command import table
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE
 
+from ..race import question, show_race
 from . import models, saved
 from .answer import ChatState, Outcome
-from .input import CommandCompleter, edited
+from .input import CommandCompleter, edited, hidden_typing
 from .interrupts import CtrlC
 from .settings import NAMES, AnswerSettings, changed, shown, values
 from .terminal import legend
@@ -52,6 +53,7 @@ class Commands:
             "stats": Command(self._stats, "", "more about the last answer"),
             "save": Command(self._save, "FILE", "write the conversation to a file"),
             "load": Command(self._load, "[FILE|NUMBER]", "list the kept conversations, or go on with one"),
+            "race": Command(self._race, "[QUESTION]", "answer it twice at once, with drafts and plain"),
             "edit": Command(self._edit, "", "change the last message in $EDITOR and send it again"),
             "retry": Command(self._retry, "", "answer the last message again"),
             "undo": Command(self._undo, "", "forget the last message and its answer"),
@@ -196,6 +198,17 @@ class Commands:
         target = content.get("target")
         if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
+
+    def _race(self, words: str) -> None:
+        talk, interrupts = self._conversation, self._chat.interrupts
+        last = "".join(turn["content"] for turn in talk.turns[-2:-1])
+        if not (words or last):
+            raise InvalidValue("there is no question yet: /race QUESTION")
+        prompt = question(talk.pair.text, words or last, talk.system)
+        with interrupts.acting(CtrlC.NOTE), hidden_typing():
+            count = min(talk.settings.max_tokens, 256)  # enough turns for a narrow interval
+            lines = show_race(talk.pair, prompt, count, talk.settings, lambda: interrupts.pressed)
+        self._terminal.note(*lines)
 
     def _edit(self, _: str) -> None:
         before = "".join(turn["content"] for turn in self._conversation.turns[-2:-1])

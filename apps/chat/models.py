@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,21 +15,21 @@ from typing import Any
 from platformdirs import user_cache_path
 
 from mlx_spec import hub, load
-from mlx_spec.checkpoint.files import default_folder, human_bytes, read_pair, typed_path, write_atomically
+from mlx_spec.checkpoint.files import human_bytes, read_pair, typed_path, write_atomically
 from mlx_spec.cli.command import table
-from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, made_for, resolve
+from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, find_alias, made_for
+from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
-from mlx_spec.hub.local import cache_folder, local_models, partners
+from mlx_spec.hub.local import local_models, partners
+from mlx_spec.hub.names import cache_folder, resolve
 from mlx_spec.pair import Pair
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
-from ..models import summary
+from ..listing import fit, listed
+from ..models import SMOLLM2_BYTES
 from .arguments import Options
-
-MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.1, 500_000_000  # of a loaded pair: its weights times, and besides
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,16 @@ def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairChoic
     if target is None:
         used = used_last() or PairChoice(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter
+    else:
+        target, drafter = _meant(target, drafter)
     return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits, options.ahead)
+
+
+def _meant(name: str, drafter: str | None) -> tuple[str, str | None]:
+    """Return a target as `load` takes it, and the drafter that `load` would not find for it."""
+    found = resolve(name)
+    is_published = find_alias(name) is not None and found.drafter != made_for(found.target)
+    return found.target, found.drafter if drafter is None and is_published else drafter
 
 
 def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
@@ -102,37 +112,36 @@ def with_drafts(choice: PairChoice, word: str, own: str | None) -> PairChoice:
 def names() -> list[str]:
     """Return the names that `/model` takes."""
     here = [model.name for model in local_models() if not model.is_drafter]
-    return [*here, *(name for name in aliases() if name not in here)]
+    return [*here, *(name for name in (SMOLLM2, *aliases()) if name not in here)]
 
 
 def find_model(name: str, kv_bits: int | None) -> tuple[PairChoice, list[str]]:
     """Return the choice that a typed name means, and its repositories that are not here. Raises NotFound."""
-    converted = default_folder() / typed_path(name)
-    if name in (DEMO, SMOLLM2) or typed_path(name).exists():
-        return PairChoice(name, kv_bits=kv_bits), []
-    if converted.is_dir():
-        return PairChoice(str(converted), kv_bits=kv_bits), []
     found = resolve(name)
     drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
-    missing = [part for part in parts if not _is_local(part)]
+    missing = [each for each in parts if not (each == DEMO or typed_path(each).exists() or _is_local(each))]
     return PairChoice(found.target, drafter, kv_bits=kv_bits), missing
 
 
 def listing(present: str) -> list[str]:
     """Return lines about the models on this disk, the present one marked, and those to download."""
     models = local_models()
-    marked = [("*" if m.name == present else " ", m) for m in models if not m.is_drafter]  # also the demo
-    rows = [(mark, m.name, human_bytes(m.size), fit(m.size), summary(m, models)) for mark, m in marked]
-    lines = ["on this disk:", *table(rows)]
+    lines = listed([model for model in models if not model.is_drafter], present)
     here = {model.name for model in models if model.problem is None}
-    if absent := [alias for alias in ALIASES if resolve(alias).target not in here]:
-        lines += ["to be fetched:", *table([(f"  {alias}", resolve(alias).target) for alias in absent])]
+    size = f"{human_bytes(SMOLLM2_BYTES)}, a small real model"
+    small = "its package is here" if _is_local(SMOLLM2) else size
+    absent = [] if SMOLLM2 in here else [(f"  {SMOLLM2}", small)]
+    pairs = [(alias, aliases()[alias].target) for alias in ALIASES]
+    absent += [(f"  {alias}", target) for alias, target in pairs if target not in here]
+    lines += ["to be fetched:", *table(absent)]
     return [*lines, "/model NAME loads one, and asks before it downloads anything"]
 
 
 def describe_download(missing: Sequence[str]) -> list[str]:
     """Return lines about a download. Raises SpecError if the hub does not answer or the disk is full."""
+    if SMOLLM2 in missing:
+        return [f"{SMOLLM2}: {human_bytes(SMOLLM2_BYTES)} to fetch, a small real model in a package"]
     plans = [hub.plan(name) for name in missing]
     size, total = sum(plan.missing for plan in plans), sum(plan.total for plan in plans)
     folder = cache_folder()
@@ -144,16 +153,9 @@ def describe_download(missing: Sequence[str]) -> list[str]:
 def download(name: str) -> bool:
     """Run `mlx-spec pull`, which Ctrl-C stops and the next one resumes. Returns True if all is here."""
     command = [sys.executable, "-m", "mlx_spec", "pull", name]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode == 0
-
-
-def fit(size: int) -> str:
-    """Return in words whether weights of `size` bytes fit the memory of this machine."""
-    available = memory_for_models()
-    needed = int(size * MEMORY_FACTOR) + MEMORY_EXTRA_BYTES
-    if needed <= available:
-        return f"fits, about {human_bytes(needed)} of {human_bytes(available)}"
-    return f"does not fit, about {human_bytes(needed)} and there are {human_bytes(available)}"
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    importlib.invalidate_caches()  # smollm2 is a package
+    return done.returncode == 0
 
 
 # --- the pair used last
@@ -196,5 +198,5 @@ def _absolute(name: str) -> str:
 
 def _is_local(name: str) -> bool:
     with suppress(SpecError):
-        return hub.on_disk(name) is not None
+        return (smollm2_place() if name == SMOLLM2 else hub.on_disk(name)) is not None
     return False

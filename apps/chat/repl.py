@@ -7,12 +7,16 @@ import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 
+from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.cli.command import INTERRUPTED, refuse
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import DEMO
+from mlx_spec.hub.catalog import DEMO, SMOLLM2
 from mlx_spec.policy import FixedPolicy
 
+from ..listing import expected_gain
+from ..models import SMOLLM2_BYTES
+from ..roofline import this_chip
 from . import saved
 from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
@@ -20,17 +24,13 @@ from .commands import Commands
 from .conversation import Conversation, NoModelLeft
 from .input import open_input, unquoted
 from .interrupts import CtrlC, Interrupts
-from .models import choose, open_pair
+from .models import choose, open_pair, used_last
 from .settings import from_options
 from .terminal import Terminal
 
 COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # /usr/bin is a message
 HINTS = dict.fromkeys(("exit", "quit", "bye", "q"), "exit") | dict.fromkeys(("help", "?"), "help")
 DEFAULTS = vars(Options())
-ABOUT_DEMO = (
-    "a small demo model that explains the Python standard library; for a real one: /model, "
-    "or --target REPO_OR_FOLDER"
-)
 
 
 def run(
@@ -52,7 +52,8 @@ def run(
         choice = choose(options, past)
         if prompt is None:
             remembered = ", the pair used last" if options.chosen is None and past is None else ""
-            terminal.note(ABOUT_DEMO if choice.target == DEMO else f"loading {choice.target}{remembered}")
+            is_demo = choice.target == DEMO
+            terminal.note(about_demo() if is_demo else f"loading {choice.target}{remembered}")
         chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
             Conversation(
                 open_pair(choice, think=settings.think, ranks=ranks), choice, settings, options.system
@@ -81,6 +82,19 @@ def run(
         answered = _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
         journal.keep(chat.conversation.save())
         return answered
+
+
+def about_demo() -> str:
+    """Return what the demo is, and which model to take where it gains little."""
+    about = "a small demo model that explains the Python standard library; "
+    chip = this_chip()
+    gain = None if chip is None else expected_gain(DEMO, chip)
+    if gain is not None and gain < 1.2 and used_last() is None:  # below it, speculation is hard to see
+        return (
+            f"{about}this {chip and chip.name} should gain {gain:.2f} x with it, as it is tiny. "
+            f"/model {SMOLLM2} changes to a real model of {human_bytes(SMOLLM2_BYTES)} and asks first"
+        )
+    return f"{about}for a real one: /model {SMOLLM2}, or /model lists others"
 
 
 def _converse(chat: ChatState, *, history: bool) -> None:

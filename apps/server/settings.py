@@ -206,7 +206,12 @@ class Options(PairOptions):
         ),
     ] = None
     allow_extra_parameters: Annotated[
-        bool, network_option(help="accept unknown parameters without effect; each is logged once")
+        bool,
+        flag(
+            "--allow-extra-parameters",
+            "accept unknown parameters without effect; each is logged once",
+            "Network",
+        ),
     ] = False
     log_file: Annotated[
         Path | None,

@@ -105,18 +105,22 @@ def gguf_folder(file: Path) -> Path:
 
     Raises BadCheckpoint for a file that cannot be read, NoSpace before anything is written.
     """
-    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
-    status = file.stat()
-    identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
-    prefix = f"{file.stem[:MAX_STEM]}-{place}-"
-    parent = default_folder()
-    out = parent / (prefix + hashlib.sha256(identity.encode()).hexdigest()[:8])
+    out = gguf_place(file)
     if not out.is_dir():
         _write(file, out)
-        for stale in parent.glob(f"{escape(prefix)}*"):
+        for stale in out.parent.glob(f"{escape(out.name.rpartition('-')[0])}-*"):
             if stale != out:
                 shutil.rmtree(stale, ignore_errors=True)
     return out / "target"
+
+
+def gguf_place(file: Path) -> Path:
+    """Return where the checkpoint of a GGUF file as it is now belongs: among the converted pairs."""
+    place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
+    status = file.stat()
+    identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
+    name = f"{file.stem[:MAX_STEM]}-{place}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    return default_folder() / name
 
 
 def _write(file: Path, out: Path) -> None:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 import typer
+from typer.core import TyperOption
 from typer.main import get_command
 
 from mlx_spec import __version__
 from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.names import resolve
 
 ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
 STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
@@ -80,7 +82,7 @@ class PairOptions:
         str | None,
         option(
             value=MODEL,
-            help="model that answers: Hugging Face name, folder, GGUF file or smollm2",
+            help="model that answers: a name of `mlx-spec models`, owner/name, folder or GGUF file",
             default="the small bundled demo; in chat the pair used last",
             panel=MODEL_PANEL,
         ),
@@ -103,6 +105,11 @@ class PairOptions:
     def chosen(self) -> str | None:
         """Return the target, given either way; None if there is none."""
         return self.model if self.target is None else self.target
+
+    def check_name(self) -> None:
+        """Raise NotFound if the target means nothing, which takes no MLX."""
+        if self.chosen is not None:
+            resolve(self.chosen)
 
     def target_or(self, default: str) -> str:
         """Return the target, or a default if none is given; an empty name is a name."""
@@ -130,14 +137,20 @@ def program(
 
     def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parse(options, name, arguments)
-        return guarded(lambda: run(parsed))
+
+        def checked() -> int:
+            if isinstance(parsed, PairOptions):
+                parsed.check_name()
+            return run(parsed)
+
+        return guarded(checked)
 
     return main
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> object:
     """Parse a command line and return what the callback returns. Raises SystemExit as `parse` does."""
-    command = get_command(app)
+    command = tidied(get_command(app))
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with command.make_context(name, words) as context:
@@ -146,6 +159,15 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> obj
         raise SystemExit(done.exit_code) from None
     except typer.TyperException as error:
         refuse(name, error.format_message())
+
+
+def tidied(command: Any) -> Any:
+    """Return a typer command whose help page folds its paragraphs and gives no flag a value."""
+    command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    for each in (*command.params, command.get_help_option(typer.Context(command))):
+        if isinstance(each, TyperOption) and each.is_flag and each.metavar is None:
+            each.metavar = " "
+    return command
 
 
 def refuse(name: str, problem: str) -> NoReturn:

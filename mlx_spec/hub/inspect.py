@@ -28,6 +28,7 @@ from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, targe
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
+from mlx_spec.hub.names import resolve
 
 MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.
@@ -96,6 +97,7 @@ def inspect(name: str) -> CheckpointInfo | ConvertedPair:
     Of a repository that is not in the cache, only config.json and the headers are fetched. Raises NotFound
     or BadCheckpoint.
     """
+    name = resolve(name).target
     if name == DEMO:
         from mlx_spec import demo
 

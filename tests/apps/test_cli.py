@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 from pkgutil import resolve_name
 
 import pytest
@@ -44,6 +45,18 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
         if not param.hidden:
             assert param.help
             assert param.metavar in shown if param.param_type_name == "argument" else param.opts[-1] in shown
+
+
+@pytest.mark.parametrize("name", ["", *PROGRAMS])
+def test_help_fits_a_terminal_of_80_columns(name, capsys, monkeypatch):
+    """Nothing is cut, no flag looks as if it took a value, and paragraphs fold at the edge only."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    with pytest.raises(SystemExit):
+        main([name, "--help"] if name else ["--help"])
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "<bool>" not in shown
+    for line, after in pairwise(shown.partition("╭")[0].splitlines()):
+        assert not (line.strip() and after.strip()) or len(line.rstrip()) + len(after.split()[0]) > 77
 
 
 @pytest.mark.parametrize("arguments", [["--help"], []])
@@ -207,6 +220,30 @@ def test_a_home_that_no_shell_put_in(monkeypatch, tmp_path):
     assert parse(settings_of_tune, "tune", ["--export=~/costs.json"]).export == tmp_path / "costs.json"
 
 
+MISTAKEN = (
+    "chat -p hi NAME; serve NAME; bench NAME; race NAME; tune NAME; roofline NAME; "
+    "inspect NAME; pull NAME; rm NAME"
+)
+
+
+@pytest.mark.parametrize("name", ["smolm2", "Gemma-4-e2", "dem"])
+def test_a_mistaken_name_is_answered_alike_everywhere(name, capsys, empty_stdin):
+    meant = {"smolm2": "smollm2", "Gemma-4-e2": "gemma-4-e2b", "dem": "demo"}[name]
+    for command in MISTAKEN.split("; "):
+        status = main([name if word == "NAME" else word for word in command.split()])
+        out, err = capsys.readouterr()
+        assert (status, out, err.count("\n")) == (1, "", 1), command
+        assert f"there is no folder {name}, and" in err and f"did you mean {meant}" in err, command
+
+
+@pytest.mark.parametrize("command", ["chat nosuch -p hi", "bench nosuch", "race nosuch", "tune nosuch"])
+def test_a_mistaken_name_is_refused_before_mlx_is_imported(command):
+    code = f"import sys; from mlx_spec.apps.cli import main; main({command.split()}); print(*sys.modules)"
+    done = run([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+    assert "there is no folder nosuch" in done.stderr
+    assert not {"mlx", "mlx_lm", "torch", "transformers"} & {n.split(".")[0] for n in done.stdout.split()}
+
+
 # --- completion
 
 
@@ -228,7 +265,7 @@ def test_completion(words, offered, capsys, monkeypatch):
     assert left.value.code == 0 and capsys.readouterr().out.split() == offered
 
 
-@pytest.mark.parametrize("program", ["bench", "chat", "doctor", "roofline", "serve", "tune"])
+@pytest.mark.parametrize("program", ["bench", "chat", "doctor", "race", "roofline", "serve", "tune"])
 def test_a_model_is_the_first_argument_of_every_program(program):
     options = resolve_name(f"mlx_spec.{PROGRAMS[program].options}")
     as_argument, as_option = (parse(options, program, words) for words in (["a/b"], ["--target", "a/b"]))

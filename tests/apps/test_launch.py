@@ -150,6 +150,12 @@ def test_refusals(words: list[str], problem: str, url: str, capsys: pytest.Captu
     assert problem in error and error.count("\n") == 1
 
 
+def test_print_starts_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the command that starts the one that was asked for."""
+    assert launch.main(["claude", "--print", "--url", "http://127.0.0.1:1", "--target", "demo"]) == 1
+    assert "--print starts none: start it with `mlx-spec serve demo`" in capsys.readouterr().err
+
+
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch.main(["qwen"]) == 1

@@ -44,7 +44,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         "/stats": "there is no answer yet",
         "/retry": "no message to answer again",
         "/undo": "nothing to undo",
-        "/dance": "there is no command /dance: /help lists them",
+        "/juggle": "there is no command /juggle: /help lists them",
         "/hlep": "did you mean /help?",
         "/stat": "did you mean /stats?",
         "/models": "did you mean /model?",
@@ -60,7 +60,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         f"/json {tmp_path}": "give a file with a JSON schema",
         "/highlight maybe": "give on or off",
         "/highlight on": "there are no colours here",
-        "/model nothing-like-that": "is not a known model",
+        "/model nothing-like-that": "there is no folder nothing-like-that",
     }
     _, *said = converse(TINY, *refusals)
     for problem, line in zip(refusals.values(), said, strict=True):
@@ -93,7 +93,7 @@ def test_every_command(converse, tmp_path):
         "/system Answer in verse.": "new system prompt, 0 turns kept",
         "/system": "system prompt: Answer in verse.",
         "/system off": "no system prompt",
-        "/model": r"on this disk:\n\* .*fits, about(.*\n)*.*gemma-4-e2b",
+        "/model": r"\* demo .*yes, (.*\n)*  smollm2 .*(.*\n)*  gemma-4-e2b",
         f"/json {schema}": f"answers match {schema}",
         "What does zip do?": r'\A\{.*"ok".*\}\n',
         "/json off": "answers are free",
@@ -103,7 +103,7 @@ def test_every_command(converse, tmp_path):
     for line, pattern in lines.items():
         assert re.search(pattern, said[line]), (line, said[line])
     names = set(re.findall(r"^/(\w+)", said["/help"], re.MULTILINE))
-    wanted = "help exit clear system model draft set show stats save load edit retry undo json highlight"
+    wanted = "help exit clear system model draft set show stats save load race edit retry undo json highlight"
     assert names == set(wanted.split())
     assert answer_in(said[JOIN]) == answer_in(said["/retry"]) == answer_in(said["/retry "])
     assert json.loads(answer_in(said["What does zip do?"])).keys() == {"ok", "code"}
@@ -172,14 +172,14 @@ def _converted(home: Path, name: str) -> Path:
 
 
 def test_first_run_takes_the_pair_used_last(converse, tmp_path):
-    assert re.search("a small demo model .* for a real one: /model", converse([])[0])
+    assert re.search("a small demo model .* for a real one: /model smollm2", converse([])[0])
     place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
     os.utime(place / "target" / "config.json", (4e9, 4e9))
     lines = "hello", "/model mine", "/show", "/model", "/model other"
     greeting, _, switched, shown, listed, _ = converse(["--max-tokens=4"], *lines)
     assert f"loading {place}, the pair used last" in greeting  # the files say so
     assert "drafts: by" in switched and "turns: 1, " in shown
-    assert re.search(rf"\*  {place} .*fits", listed) and f"   {other} " in listed
+    assert re.search(rf"\* {place} .*yes, ", listed) and f"\n{other} " in listed
     assert f"loading {other}, the pair used last" in converse([])[0]  # so it was remembered
 
 
@@ -255,9 +255,7 @@ def test_model_is_downloaded(converse, tmp_path, monkeypatch):
         _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines)
     assert re.search(f"gemma-4-e2b +{E2B}", listed)
     for said in asked:
-        assert re.search(
-            r"(: 0\.\d MB of 0\.\d MB to fetch\n)+.* are free on the disk; memory: fits, about", said
-        )
+        assert re.search(r"(: 0\.\d MB of 0\.\d MB to fetch\n)+.* are free on the disk; memory: yes, ", said)
     ends = ("nothing was downloaded", "gemma-4-e2b is not here: the conversation goes on as before")
     for said, end in zip(asked, (*ends, f"loading {E2B}"), strict=True):
         assert "Download? [y/N] " in said and end in said

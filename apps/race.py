@@ -1,0 +1,187 @@
+"""`mlx-spec race` and `/race`: one question answered twice at once, with drafts and plain.
+
+Both take turns of a few tokens, so that both feel the same machine. A turn of the one and a turn of the other
+make a pair; the multiple is the median of the pairs' ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from math import comb
+from typing import TYPE_CHECKING, Annotated
+
+from mlx_spec.cli.command import ERROR, Ahead, KvBits, PairOptions, option, program, show
+from mlx_spec.device import require_backend
+from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.catalog import DEMO
+
+from .bench import BURST, QUESTIONS, Run, arm
+
+if TYPE_CHECKING:
+    from mlx_spec.pair import Pair
+    from mlx_spec.sampling.sampling import Sampling
+    from mlx_spec.tokenizer import Text
+
+NAMES = ("with drafts", "plain")
+
+
+@dataclass(frozen=True)
+class Options(PairOptions):
+    """Answer one question twice at once, with drafts and plain: how much faster, and is the text the same?"""
+
+    prompt: Annotated[str, option("--prompt", "-p", value="TEXT", help="the question")] = QUESTIONS[0]
+    tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 256
+    temperature: Annotated[float, option(value="T", help="0 is greedy", min=0)] = 0.0
+    seed: Annotated[int, option(value="N", help="of both answers, at a temperature above 0")] = 0
+    kv_bits: KvBits = None
+    ahead: Ahead = False
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two answers to one prompt, as far as they came."""
+
+    runs: tuple[Run, Run]  # with drafts, and plain
+    ratios: Sequence[float]  # of the speeds in each pair of turns
+
+    @property
+    def difference(self) -> int | None:
+        """Return the index of the first token that differs; None if all are the same so far."""
+        drafted, plain = (run.tokens for run in self.runs)
+        same = min(len(drafted), len(plain))
+        if drafted[:same] != plain[:same]:
+            return next(i for i in range(same) if drafted[i] != plain[i])
+        both_ended = all(run.is_complete for run in self.runs)
+        return same if both_ended and len(drafted) != len(plain) else None
+
+
+def race(pair: Pair, prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> Iterator[Race]:
+    """Yield the race after each pair of turns. Raises InvalidValue without drafts or without a seed."""
+    from mlx_spec.decode.round import decode
+    from mlx_spec.sampling.sampling import Sampling
+
+    if not pair.drafter_names:
+        raise InvalidValue(f"{pair.info.target} has no drafter: /draft auto, or leave out --drafter none")
+    sampling = sampling or Sampling()
+    if sampling.temperature > 0 and sampling.seed is None:
+        raise InvalidValue("draws without a seed differ: set one with /set seed N, or temperature 0")
+    runs = []
+    for parts in (arm(pair, None), arm(pair, 0)):
+        sequence = pair.prepare(parts, prompt, sampling=sampling, max_tokens=count)
+        for _ in sequence.prefill():
+            pass
+        runs.append(Run(decode(sequence)))
+    both, ratios = (runs[0], runs[1]), list[float]()
+    turn = 0
+    while not all(run.is_complete for run in both):
+        speeds = [_turn(run) for run in (both if turn % 2 else both[::-1])]
+        drafted, plain = speeds if turn % 2 else speeds[::-1]
+        if turn and drafted and plain:  # the first turn compiles kernels
+            ratios.append(drafted / plain)
+        turn += 1
+        yield Race(both, ratios)
+
+
+def _turn(run: Run) -> float | None:
+    """Decode a few tokens more. Return their number a second, None if the answer had ended."""
+    if run.is_complete:
+        return None
+    tokens, seconds = len(run.tokens), run.seconds
+    run.decode(BURST)
+    return (len(run.tokens) - tokens) / max(run.seconds - seconds, 1e-9)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the order statistics around the median that hold it with a probability of 95 % or more.
+
+    With fewer than six values these are the least and the greatest one, with less.
+    """
+    ordered, count = sorted(values), len(values)
+    tails = accumulate(2 * comb(count, i) / 2**count for i in range(count // 2))
+    k = max(sum(tail <= 0.05 for tail in tails) - 1, 0)
+    return ordered[k], ordered[-1 - k]
+
+
+def verdict(race: Race, text: Text) -> list[str]:
+    """Return the lines about a race that has ended."""
+    lines = [
+        f"{name:<12}{len(run.tokens)} tokens in {run.seconds:.2f} s, {_speed(run):.1f} tokens/s"
+        for name, run in zip(NAMES, race.runs, strict=True)
+    ]
+    if race.ratios:
+        low, high = interval(race.ratios)
+        middle, count = statistics.median(race.ratios), len(race.ratios)
+        turns = f"median of {count} paired turns" if count > 1 else "one pair of turns"
+        lines.append(f"{middle:.2f} x plain ({low:.2f} to {high:.2f}, {turns})")
+    else:
+        lines.append("too short for a multiple: ask for a longer answer")
+    if (place := race.difference) is None:
+        so_far = "" if all(run.is_complete for run in race.runs) else " so far"
+        return [*lines, f"every token the same{so_far} ✓"]
+    words = [repr(text.decode(run.tokens[place : place + 4])) for run in race.runs]
+    return [
+        *lines,
+        f"the first difference is token {place + 1}: {words[0]} with drafts, {words[1]} plain; "
+        "`mlx-spec doctor` tells a rounding from a bug",
+    ]
+
+
+def show_race(
+    pair: Pair, prompt: Sequence[int], count: int, sampling: Sampling | None, is_stopped: Callable[[], bool]
+) -> list[str]:
+    """Show a race on a terminal while it runs, in two rows on stderr. Return the lines about its result."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    last = None
+    rows = Live(console=console, transient=True, auto_refresh=False)
+    with rows if console.is_terminal else nullcontext() as live:
+        for last in race(pair, prompt, count, sampling):
+            if live is not None:
+                live.update(_rows(last, pair.text, console.width), refresh=True)
+            if is_stopped():
+                break
+    return [] if last is None else verdict(last, pair.text)
+
+
+def _rows(race: Race, text: Text, width: int) -> str:
+    most, rows = max(_speed(run) for run in race.runs), []
+    for name, run in zip(NAMES, race.runs, strict=True):
+        bar = "█" * round(12 * _speed(run) / most)
+        head = f"{name:<12}{bar:<12} {_speed(run):7.1f} tokens/s {len(run.tokens):5} tokens  "
+        tail = " ".join(text.decode(run.tokens[-32:]).split())
+        space = max(width - len(head) - 1, 0)
+        rows.append(head + tail[max(len(tail) - space, 0) :])
+    return "\n".join(row[: max(width - 1, 0)] for row in rows)
+
+
+def _speed(run: Run) -> float:
+    return len(run.tokens) / run.seconds if run.seconds else 0.0
+
+
+def question(text: Text, words: str, system: str | None = None) -> list[int]:
+    """Return the prompt of a question; the words as they are if the target has no chat template."""
+    if not text.chats:
+        return text.prompt_tokens(words)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return text.prompt([*messages, {"role": "user", "content": words}])
+
+
+def _run(options: Options) -> int:
+    require_backend()
+    from mlx_spec import load
+    from mlx_spec.sampling.sampling import Sampling
+
+    sampling = Sampling(temperature=options.temperature, seed=options.seed)
+    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
+    lines = show_race(pair, question(pair.text, options.prompt), options.tokens, sampling, lambda: False)
+    show(*lines)
+    return 0 if lines[-1].endswith("✓") else ERROR
+
+
+main = program("race", Options, _run)
