@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx_spec import hub
 from mlx_spec.checkpoint.files import human_bytes, read_optional
-from mlx_spec.checkpoint.weights import decode_sizes
+from mlx_spec.checkpoint.weights import MemoryNeed, decode_sizes
 from mlx_spec.cli.command import table
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import SpecError
@@ -28,7 +28,12 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
     for model in models:
         gain = None if chip is None or model.problem else expected_gain(model.name, chip)
         mark = "* " if model.name == present else ""
-        cells = mark + model.name, human_bytes(model.size), fit(model.size), _drafter(model, models)
+        cells = (
+            mark + model.name,
+            human_bytes(model.size),
+            fit(model.found.memory) if model.found else "",
+            _drafter(model, models),
+        )
         rows.append((*cells, "" if gain is None else f"{gain:.2f} x"))
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]  # type: ignore[misc]  # nothing is known of this chip
@@ -36,16 +41,14 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
     return [*table(rows, right=(1,)), *problems]
 
 
-def fit(size: int) -> str:
-    """Return in words whether weights of `size` bytes fit the memory of this machine."""
+def fit(need: MemoryNeed) -> str:
+    """Return in words whether a model fits the memory of this machine."""
     try:
         available = memory_for_models()
     except ImportError:
         return "no MLX"
-    needed = int(size * 1.1) + 500_000_000  # caches and the rest of the program, measured as upper bounds
-    if needed <= available:
-        return f"yes, {human_bytes(needed)} of {human_bytes(available)}"
-    return f"no, {human_bytes(needed)} of {human_bytes(available)}"
+    verdict = "yes" if need.total <= available else "no"
+    return f"{verdict}, {human_bytes(need.total)} of {human_bytes(available)}"
 
 
 def expected_gain(name: str, chip: roofline.Chip) -> float | None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
+from mlx_spec.checkpoint.weights import is_dequantized
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
@@ -31,7 +32,7 @@ from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
-from mlx_spec.load import is_dequantized, load
+from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Text, read_text

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import (
     TOKENIZERS,
-    check_weights,
     context_length,
     fingerprint,
     read_checkpoint,
@@ -30,6 +29,7 @@ from mlx_spec.checkpoint.config import (
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.checkpoint.weights import is_dequantized, sizes_of
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, made_for
@@ -90,7 +90,7 @@ def load(
         found = _open_drafter(names, folder, config, text)
     sizes = (
         size // (1 if ranks is None else ranks.size),
-        check_weights(found.folder) if found and found.folder else 0,
+        int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
     )
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context_length(config), *sizes)
     if not isinstance(ahead, bool):
@@ -216,10 +216,11 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
 
 
 def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
-    """Return the folder, the config and the bytes of a target. All ranks must have the same."""
+    """Return the folder, the config and the loaded bytes of a target. All ranks must have the same."""
     checkpoint = read_checkpoint(find(names.target_path))
-    folder, size = checkpoint.folder, checkpoint.check_weights()
+    checkpoint.check_weights()
     checkpoint.check_kind()
+    folder, size = checkpoint.folder, int(sizes_of(checkpoint, 0).held)
     if ranks is not None:
         ranks.compare(_identity(folder))
     return folder, checkpoint.config, size
@@ -373,13 +374,6 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     if ranks is not None:
         ranks.shard(model, config)
     return model
-
-
-def is_dequantized(config: Mapping[str, Any]) -> bool:
-    """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
-    import mlx.core as mx
-
-    return "gguf" in config and mx.default_device().type == mx.cpu
 
 
 def _vocab_size(config: Mapping[str, Any], text: Text) -> int:

@@ -42,7 +42,7 @@ class PairInfo:
     drafter: str | None  # the same; None if there is none
     vocab_size: int
     context_length: int | None  # tokens of prompt and output together; None if the checkpoint names no limit
-    target_bytes: int  # size of the weight files
+    target_bytes: int  # of the weights in memory
     drafter_bytes: int
 
 
@@ -95,7 +95,7 @@ class Pair:
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
-        return Pair(self.info, self.text, self._model, drafters, policies, self._kv_bits)
+        return Pair(self.info, self.text, self._model, drafters, policies, self._kv_bits, self._ranks)
 
     @property
     def parts(self) -> TargetParts:

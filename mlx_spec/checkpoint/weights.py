@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.checkpoint.config import integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.families import Config, TargetShape
+from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
+from mlx_spec.checkpoint.quantizers import FP8
+from mlx_spec.checkpoint.quantizers import SCALES as FP8_SCALES
+from mlx_spec.checkpoint.repairs import OTHER_PARTS
 
 # --- formats of safetensors and of quantizers
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
@@ -57,7 +61,7 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """The bytes that decoding reads and holds of a model."""
+    """The bytes that decoding reads and holds of a model, once it is loaded."""
 
     read: float  # weights for one token, its experts included
     held: float  # all weights
@@ -68,22 +72,73 @@ class DecodeSizes:
     kv_held: float = 0.0
 
 
-def decode_sizes(folder: Path, context: int) -> DecodeSizes:
-    """Return what one token after `context` others reads of the checkpoint in `folder`.
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The bytes that a model takes, or a target and its drafter."""
 
-    A number in K/V takes two bytes; unknown attention counts as full. Raises NotFound or BadCheckpoint.
+    weights: int
+    caches: int  # K/V of one conversation of `context` tokens
+    context: int
+
+    @property
+    def total(self) -> int:
+        """Return all bytes."""
+        return self.weights + self.caches
+
+    def __str__(self) -> str:
+        return (
+            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, "
+            f"{human_bytes(self.caches)} for {self.context} tokens of conversation)"
+        )
+
+
+def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: int = 8192) -> MemoryNeed:
+    """Return what a target and its drafter take once they are loaded, with a conversation; load nothing.
+
+    Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, or as many as
+    the target's context holds.
     """
+    context = min(checkpoints[0].context or reserved, reserved)
+    target, *drafter = [sizes_of(checkpoint, context) for checkpoint in checkpoints]
+    return MemoryNeed(
+        int(target.held) // ranks + sum(int(size.held) for size in drafter),
+        int(target.kv_held) // ranks + sum(int(size.kv_held) for size in drafter),
+        context,
+    )
+
+
+def total_need(needs: Iterable[MemoryNeed]) -> MemoryNeed:
+    """Return what several models take together, for a conversation as long as the longest."""
+    each = list(needs)
+    return MemoryNeed(
+        sum(need.weights for need in each),
+        sum(need.caches for need in each),
+        max((need.context for need in each), default=0),
+    )
+
+
+def decode_sizes(folder: Path, context: int) -> DecodeSizes:
+    """Return the sizes of the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
     checkpoint = read_checkpoint(folder)
     checkpoint.check_weights()
+    return sizes_of(checkpoint, context)
+
+
+def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
+    """Return what one token after `context` others reads of a checkpoint that is loaded.
+
+    A number in K/V takes two bytes; unknown attention counts as full.
+    """
     config, headers = checkpoint.config, checkpoint.headers
     text = text_config(config)
     has_head = any(LM_HEADS & set(name.split(".")) for name in headers.tensors)
     read = experts = held = 0.0
     for name, tensor in headers.tensors.items():
         parts = frozenset(name.split("."))
-        share = tensor.nbytes * _share_read(parts, config, text, has_head=has_head)
+        size = _loaded_bytes(name, tensor, checkpoint)
+        share = size * _share_read(parts, config, text, has_head=has_head)
         read += share
-        held += tensor.nbytes
+        held += size
         experts += share if parts & EXPERTS else 0
     kv_read, kv_held = _kv_bytes(text, context)
     return DecodeSizes(
@@ -95,6 +150,30 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
         kv_read=kv_read,
         kv_held=kv_held,
     )
+
+
+def is_dequantized(config: Config) -> bool:
+    """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
+    if "gguf" not in config:
+        return False
+    import mlx.core as mx
+
+    return mx.default_device().type == mx.cpu
+
+
+def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int:
+    """Return the bytes of a tensor in memory: of FP8 16 bits or more a weight, none of images and sound."""
+    tensors, config = checkpoint.headers.tensors, checkpoint.config
+    if OTHER_PARTS.search(name):
+        return 0
+    if is_dequantized(config):
+        return 4 * _parameters(name, tensor, tensors, config)
+    if not checkpoint.is_fp8:
+        return tensor.nbytes
+    if name.endswith(FP8_SCALES):
+        return 0
+    dtype = config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
+    return tensor.size * (4 if "float32" in str(dtype) else 2) if tensor.dtype == FP8 else tensor.nbytes
 
 
 def target_shape(config: Config) -> TargetShape:

@@ -24,7 +24,15 @@ from mlx_spec.checkpoint.headers import (
     choose_files,
     indexed_tensors,
 )
-from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, target_shape
+from mlx_spec.checkpoint.weights import (
+    BITS,
+    MemoryNeed,
+    count_parameters,
+    memory_need,
+    precision,
+    target_shape,
+    total_need,
+)
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
@@ -54,6 +62,7 @@ class CheckpointInfo(TargetShape):
     kind: str | None  # of a drafter, None for a target
     parameters: int
     size: int  # bytes of the weights
+    memory: MemoryNeed  # once it is loaded
     precision: str
     layer_types: Mapping[str, int]  # attention type -> layers, empty if all are the same
     heads: int | None
@@ -89,6 +98,11 @@ class ConvertedPair:
     def size(self) -> int:
         """Return the bytes of the weights of both."""
         return sum(part.size for part in (self.target, self.drafter) if part)
+
+    @property
+    def memory(self) -> MemoryNeed:
+        """Return what both take once they are loaded."""
+        return total_need(part.memory for part in (self.target, self.drafter) if part)
 
 
 def inspect(name: str) -> CheckpointInfo | ConvertedPair:
@@ -196,6 +210,7 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         kind=family.kind if family else None,
         parameters=count_parameters(tensors, config),
         size=headers.size,
+        memory=memory_need([checkpoint]),
         precision=precision(tensors, config),
         layer_types=dict(counts) if len(counts) > 1 else {},
         heads=integer(text, "num_attention_heads"),

@@ -251,6 +251,8 @@ def test_model_is_downloaded(converse, tmp_path, monkeypatch):
                 monkeypatch.setenv(name, value)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         lines = ("hello", "/model", *["/model gemma-4-e2b"] * 3, "/show")
         _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines)
     assert re.search(f"gemma-4-e2b +{E2B}", listed)

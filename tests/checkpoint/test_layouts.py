@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 from support.pairs import TOKENIZER
 
 from mlx_spec import load
+from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.weights import memory_need
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.options import ConversionOptions
@@ -333,6 +335,9 @@ def test_fp8_is_dequantized_exactly(settings: Config, end: str, form: str, tmp_p
     write_fp8(folder, stored)
     read, found = read_model(folder)
     assert "quantization_config" not in found
+    saved = read_checkpoint(folder)  # its files hold a byte of each weight
+    held = sum(array.nbytes for _, array in tree_flatten(read.parameters()))
+    assert memory_need([saved]).weights == held > saved.headers.size
     assert all(mx.array_equal(a, exact[n]) for n, a in tree_flatten(read.parameters()))
     out = tmp_path / "pair"
     options = ConversionOptions(str(folder), out, drafter="none", quantization="none")

@@ -248,7 +248,7 @@ def test_a_request_with_many_choices_leaves_room_for_others() -> None:
 
 def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MAX_RESERVED_TOKENS", 300)
-    with working(replace(DEMO, memory_bytes=models.memory_need(DEMO.models[0]).total)) as engine:
+    with working(replace(DEMO, memory_bytes=models.need_of(DEMO.models[0]).total)) as engine:
         prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt) for prompt in prompts]
         streams[0].until(RoundDone)

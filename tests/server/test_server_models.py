@@ -21,12 +21,12 @@ from mlx_spec.apps.server import engine_thread
 from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import Models, load_served, memory_need, next_in_queue
+from mlx_spec.apps.server.models import Models, load_served, need_of, next_in_queue
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
 
 ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
-NEED = memory_need(ONE)
+NEED = need_of(ONE)
 
 
 def settings(*served: ServedModel, room: float = 10, **given: Any) -> Settings:
@@ -79,7 +79,7 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     list(pair.generate([5] * 9, max_tokens=4))
     assert NEED.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
     assert NEED.context == pair.info.context_length == 4096
-    assert memory_need(replace(ONE, drafter="none")).weights < NEED.weights
+    assert need_of(replace(ONE, drafter="none")).weights < NEED.weights
     assert memory_for_models() > 10**8
 
 
