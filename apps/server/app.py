@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -158,8 +159,8 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     server = Server(settings, engine)
     names = ", ".join(model.name for model in settings.models)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{host}:{listener.getsockname()[1]}/v1"
-    print(f"mlx-spec: {names} at {url} (Ctrl-C stops the server)", flush=True)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    print(f"mlx-spec: loading {names} (Ctrl-C stops the server)\n  page  {url}\n  API   {url}/v1", flush=True)
     threading.Thread(target=server.watch, name="mlx_spec watching", daemon=True).start()
     server.run([listener])
     status = 1 if server.problem else 0
@@ -234,8 +235,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def watch(self) -> None:
-        """Wait for the first model; end the server if it cannot be loaded."""
-        if self._engine.wait_loaded():
+        """Wait for the first model and say that it is ready; end the server if it cannot be loaded."""
+        began, seconds, shows = time.monotonic(), 0, sys.stdout.isatty()
+        while not (is_loaded := self._engine.wait_loaded(1.0)) and self._engine.status().state == "loading":
+            seconds = round(time.monotonic() - began)
+            if shows:  # measuring costs writes its share over this line
+                print(f"\rmlx-spec: loading, {seconds} s ", end="", flush=True)
+        if is_loaded:
+            start = "\r\x1b[K" if shows and seconds else ""
+            print(f"{start}mlx-spec: ready in {time.monotonic() - began:.0f} s", flush=True)
+            return
+        if self._engine.status().state != "failed":  # it was ended before
             return
         self.problem = self._engine.status().problem
         if self.problem and self._has_log_file:  # else the log has said so on stderr

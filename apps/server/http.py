@@ -26,9 +26,10 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
@@ -297,6 +298,11 @@ def error_response(path: str, failure: Failure) -> Response:
     return response
 
 
+def is_base_in_browser(path: str, headers: Headers) -> bool:
+    """Return True if a browser opens the API's base URL, which the server prints: it is led to the page."""
+    return path == "/v1" and "text/html" in headers.get("accept", "")
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
     """Return the response to a request whose route raised an error, or that has no route.
 
@@ -311,6 +317,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     message, code = str(error.detail), None
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
+        if request.method in ("GET", "HEAD") and is_base_in_browser(path, request.headers):
+            return RedirectResponse("../" if request.scope.get("raw_path", b"").endswith(b"/") else "./")
         message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}{why}", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}{why}", "method_not_allowed"

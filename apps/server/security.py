@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure, shutting_down
-from .http import error_response
+from .http import error_response, is_base_in_browser
 from .settings import (
     ANY_NAME,
     ANY_ORIGIN,
@@ -127,7 +127,8 @@ class Guards:
                     await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
                     return
             path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
-            if not (reads and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))):
+            is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or is_base_in_browser(path, headers)
+            if not (reads and is_open):
                 self._check_key(headers)
             length = headers.get("content-length", "")
             if length.isdecimal():  # a body that is too large is not even read

@@ -285,8 +285,10 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
         [sys.executable, *command.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            line = process.stdout.readline()
-            url = re.search(r"demo at (http://127\.0\.0\.1:\d+)/v1 .*Ctrl-C", line)[1]
+            printed = "".join(process.stdout.readline() for _ in range(3))
+            said = r"mlx-spec: loading demo \(Ctrl-C .*\n  page  (http://127\.0\.0\.1:\d+)\n  API   \1/v1\n"
+            url = re.fullmatch(said, printed)[1]
+            assert re.fullmatch(r"mlx-spec: ready in \d+ s\n", process.stdout.readline())
             with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as client:
                 wait_until(lambda: client.get("/health").json()["status"] == "ok")
                 with client.stream("POST", CHAT, json=ask) as response:
@@ -346,7 +348,7 @@ def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_pat
     waited = []
 
     class Engine(Stub):
-        def wait_loaded(self):
+        def wait_loaded(self, timeout):
             return True
 
         def close(self, timeout):

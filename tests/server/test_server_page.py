@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from support.endpoint import Stub, error_of, fresh, stubbed
+from support.endpoint import DEMO, Stub, error_of, fresh, stubbed
 
 from mlx_spec.apps.server import page
+from mlx_spec.apps.server.settings import Settings
 
 FOLDER = Path(page.__file__).parent
 PATHS = ["/", *(page.PREFIX + name for name in page.FILES if name != page.INDEX)]
@@ -96,7 +97,7 @@ def test_metrics_are_there_as_the_page_reads_them():
     assert endpoint.client.get("/metrics.json").json()["last"] is None
     endpoint.chat()
     found = endpoint.client.get("/metrics.json").json()
-    assert found["queue"] == {"waiting": 0, "running": 0} and found["loading"] is None
+    assert found["queue"] == {"waiting": 0, "running": 0, "waits_for": None} and found["loading"] is None
     assert found["memory_bytes"] == found["memory_budget_bytes"] == 0
     expected = {
         "model": "demo",
@@ -116,3 +117,17 @@ def test_metrics_are_there_as_the_page_reads_them():
     read = set(re.findall(r'(?:"|numbers\.)([a-z_]+_(?:total|count|sum))', script))
     assert len(read) == 9 and read <= set(numbers)
     assert set(re.findall(r"metrics\.(?!json)(\w+)", script + text_of("chat.js"))) <= set(found)
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize(("path", "leads"), [("/v1", "./"), ("/v1/", "../")])
+def test_the_base_url_leads_a_browser_to_the_page(path, leads, key):
+    client = stubbed(Stub(), Settings(DEMO, api_key=key)).client
+    led = client.get(path, headers={"accept": "text/html,*/*"}, follow_redirects=False)
+    assert (led.status_code, led.headers["location"]) == (307, leads), "below the path of a proxy, too"
+    assert client.get(path, headers={"accept": "text/html"}).text == text_of(page.INDEX)
+    for asked in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
+        assert client.get(path, headers=asked).status_code == (404 if key is None else 401)
+    assert client.post(path, headers={"accept": "text/html"}, json={}).status_code == (
+        404 if key is None else 401
+    )

@@ -25,6 +25,7 @@ const STATES = {
   draining: ["wait", "shutting down"],
   failed: ["bad", "could not load its model"],
 };
+const QUEUED = { answers: "waiting for other answers", measuring: "waiting for a measurement of this machine" };
 
 const figures = new Figures();
 const sources = new Set(); // of all text so far
@@ -214,7 +215,7 @@ function drawLatest() {
 let isListed = false;
 let needsKey = false;
 let polls = 0;
-const server = { health: null, loading: null, waiting: 0 };
+const server = { health: null, loading: null, waitsFor: null };
 
 function drawState() {
   let [kind, text] = ["bad", "not reachable"];
@@ -224,7 +225,7 @@ function drawState() {
   byId("state").dataset.state = kind;
   byId("state").textContent = text;
   if (running?.phase !== "waiting") return;
-  const queued = server.waiting ? "waiting for other answers" : "";
+  const queued = QUEUED[server.waitsFor] ?? "";
   const loading = server.loading ?? (server.health === "loading" ? "the model" : null);
   running.exchange.showPhase(loading ? `loading ${loading} …` : queued);
 }
@@ -252,12 +253,12 @@ async function look() {
       if (!isListed) await listModels();
       const askedAt = performance.now();
       const metrics = await getJson("metrics.json");
-      Object.assign(server, { loading: metrics.loading, waiting: metrics.queue.waiting });
+      Object.assign(server, { loading: metrics.loading, waitsFor: metrics.queue.waits_for });
       figures.look(metrics, askedAt);
     }
   } catch (error) {
     if (error instanceof Refused && error.status === 401) askForKey();
-    else if (!(error instanceof Refused)) Object.assign(server, { health: null, loading: null, waiting: 0 });
+    else if (!(error instanceof Refused)) Object.assign(server, { health: null, loading: null, waitsFor: null });
   }
   drawState();
 }
