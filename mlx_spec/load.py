@@ -10,7 +10,6 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,7 +134,7 @@ def follow(target: str, ranks: Ranks) -> int:
 
 def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
     """Load a drafter on rank 1 and draft ahead for rank 0, which has the target. Return its exit status."""
-    from mlx_spec.distributed.ahead_rank import draft_for_rank_0
+    from mlx_spec.ahead import draft_for_rank_0
     from mlx_spec.tokenizer import read_text
 
     names = _named(target, drafter)
@@ -309,14 +308,12 @@ def _offered(
     found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool | Ranks
 ) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
-    from mlx_spec.distributed.ahead_rank import RemoteDrafter
-    from mlx_spec.drafters.ahead import ahead_source
+    from mlx_spec.ahead import drafting_ahead
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
-    remote = None if isinstance(ahead, bool) else partial(RemoteDrafter, ahead)
-    offered = [ahead_source(found, remote) if ahead else found]
+    offered = [drafting_ahead(found, ahead) if ahead else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))
@@ -341,15 +338,15 @@ def _policies(
         return FixedPolicy(0, Reason.DISABLED)
     if num_draft_tokens is not None:
         first = offered[0]
-        return FixedPolicy(num_draft_tokens, names=[first.name], ahead=first.drafts_ahead)
+        return FixedPolicy(num_draft_tokens, names=[first.name], ahead=first.own_costs is not None)
     folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
     key = Key(device_name(), fingerprint(target), prints, quantization, kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
-    ahead = [source.name for source in offered if source.drafts_ahead]
+    own = {source.name: source.own_costs for source in offered if source.own_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
     names, folder = list(folders), saved_costs.folder()
-    return BatchPolicies(names, copying, ahead=ahead, together=together, key=key, folder=folder)
+    return BatchPolicies(names, copying, own_costs=own, together=together, key=key, folder=folder)
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import mlx.core as mx
 
@@ -217,9 +217,6 @@ class DraftingSampler(Sampler, Protocol):
 
     def fresh(self) -> DraftingSampler:
         """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
-
-    def remote_settings(self) -> tuple[Any, int]:
-        """Return a `Sampling` and the prompt length for a sampler of the same history in another process."""
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         """Return the `count` tokens [T, count] that each row draws most probably, the likeliest first.

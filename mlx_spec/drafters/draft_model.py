@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,11 +16,8 @@ from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drawing import (
-    AheadRequest,
     DraftBuilder,
     DrafterSource,
-    Found,
-    Outcome,
     SequenceDrafter,
     draw_rows,
 )
@@ -28,7 +25,7 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import common_prefix
-from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import CacheState, Draft, DraftingSampler, Features, FeatureSpec, Sampler, no_draft
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
@@ -52,6 +49,30 @@ class VocabularySizes:
             return logits[:, : self.target]
         unknown = mx.full((logits.shape[0], self.target - self.drafter), -mx.inf, dtype=logits.dtype)
         return mx.concatenate([logits, unknown], axis=-1)
+
+
+# The tokens that a verification adds to a history: accepted draft tokens, and the one after them.
+Outcome = tuple[int, ...]
+Found = Mapping[Outcome, Draft]
+
+
+class BranchRequest(Protocol):
+    """Drafts that are wanted after several outcomes of a draft."""
+
+    history: list[int]  # before the draft
+    limit: int  # of each draft
+    sampler: DraftingSampler
+
+    @property
+    def drafted(self) -> list[int]:
+        """Return the tokens of the draft."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Return True if the drafts are no longer wanted."""
+
+    def outcomes(self, logits: mx.array) -> list[Outcome]:
+        """Choose outcomes by the logits [K + 1, V] after each prefix of the draft."""
 
 
 class DraftModel(SequenceDrafter):
@@ -115,19 +136,22 @@ class DraftModel(SequenceDrafter):
         self._uncommitted, self._num_guesses = rows.size, limit - 1
         return builder.draft()
 
-    def draft_ahead(self, request: AheadRequest) -> Found:
-        """Return drafts for likely outcomes: branches of a tree, or only one if the model reads no trees."""
-        if self._model.tree_obstacle:
-            return super().draft_ahead(request)
+    @property
+    def can_branch(self) -> bool:
+        """Return True if its model reads trees."""
+        return self._model.tree_obstacle is None
+
+    def draft_branches(self, request: BranchRequest) -> Found:
+        """Return drafts after several outcomes of a draft, as branches of a tree; none if cancelled."""
         self.write(request.history)
         chain = [request.history[-1], *request.drafted]
         outcomes = request.outcomes(self._write_tree(self._rows(chain), range(len(request.drafted))))
-        found = {} if request.found.cancelled() else self._branches(request, outcomes)
+        found = {} if request.is_cancelled else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]
         return found
 
-    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> Found:
+    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Found:
         """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
         builders = [DraftBuilder(request.history, request.sampler, outcome) for outcome in outcomes]
         parents = [*range(len(request.drafted)), *(len(outcome) - 1 for outcome in outcomes)]
@@ -136,7 +160,7 @@ class DraftModel(SequenceDrafter):
             logits = self._write_tree(tokens, parents)
             tokens = mx.concatenate([b.draw(logits[i : i + 1]) for i, b in enumerate(builders)])
             mx.eval(tokens)
-            if request.found.cancelled():
+            if request.is_cancelled:
                 return {}
             parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)
         return {outcome: builder.draft() for outcome, builder in zip(outcomes, builders, strict=True)}
@@ -199,7 +223,7 @@ class Pard(DraftModel):
         self._written += history[len(self._written) :]
         return draw_rows(self._vocabulary.fit(logits), history, sampler)
 
-    def _branches(self, request: AheadRequest, outcomes: Sequence[Outcome]) -> Found:
+    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Found:
         """Draft after each outcome, all of them in one pass."""
         rows, parents = list[mx.array](), list(range(len(request.drafted)))
         for outcome in outcomes:

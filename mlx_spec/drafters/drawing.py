@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar import read_tokens
+from mlx_spec.policy.costs import RoundCosts
 from mlx_spec.types import (
     CacheState,
     Draft,
@@ -24,51 +21,7 @@ from mlx_spec.types import (
     FeatureSpec,
     Sampler,
     TargetParts,
-    no_draft,
 )
-
-# The tokens that a verification adds to a history: accepted draft tokens, and the one after them.
-Outcome = tuple[int, ...]
-Found = Mapping[Outcome, Draft]
-
-
-@dataclass(eq=False)
-class AheadRequest:
-    """Drafts that are wanted for the likely outcomes of a draft that is being verified."""
-
-    history: list[int]
-    draft: Draft  # the one that is verified after `history`
-    limit: int  # of each draft
-    guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
-    sampler: DraftingSampler  # a fresh one
-    found: Future[Found] = field(default_factory=Future)  # cancelled once no draft waits for it
-
-    @cached_property
-    def drafted(self) -> list[int]:
-        """Return the tokens of the draft. Waits for the drafter."""
-        return read_tokens(self.draft.tokens)
-
-    def outcomes(self, logits: mx.array) -> list[Outcome]:
-        """Return the likely outcomes by the drafter's logits [K + 1, V] after each prefix of its draft.
-
-        Only the logits choose them, not what is drawn for them: so the distribution of a draft is the same
-        whether or not its outcome was chosen. Waits for the logits.
-        """
-        count = min(max(self.guesses) + 1, logits.shape[1])
-        ranked = self.sampler.rank(logits, self.history, self.draft.tokens, count)
-        tokens, found = iter(read_tokens(ranked.flatten())), list[Outcome]()
-        for k, guesses in enumerate(self.guesses):
-            others = [t for t in islice(tokens, count) if [t] != self.drafted[k : k + 1]]  # that is accepted
-            found += [(*self.drafted[:k], token) for token in others[:guesses]]
-        return found
-
-    def outcome(self, history: Sequence[int]) -> Outcome | None:
-        """Return the outcome that led to `history`; None if that is another text. The draft is verified."""
-        start = len(self.history)
-        outcome = tuple(history[start:])
-        accepted = list(outcome[:-1])
-        follows = outcome and accepted == self.drafted[: len(accepted)]
-        return outcome if follows and history[:start] == self.history else None
 
 
 class SequenceDrafter(Drafter):
@@ -94,14 +47,7 @@ class SequenceDrafter(Drafter):
         return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
-        """Do nothing: `Ahead` is the one that drafts ahead."""
-
-    def draft_ahead(self, request: AheadRequest) -> Found:
-        """Return drafts for likely outcomes. This one guesses that all is accepted and its copy goes on."""
-        history = [*request.history, *request.drafted]
-        guess = read_tokens(self.draft(history, 1, request.sampler).tokens)
-        found = self.draft([*history, *guess], request.limit, request.sampler) if guess else no_draft()
-        return {(*request.drafted, *guess): found} if found.tokens.size else {}
+        """Do nothing. A drafter that works ahead begins here."""
 
 
 class DrafterWrapper(SequenceDrafter):
@@ -143,7 +89,7 @@ class DrafterSource:
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     folder: Path | None = None  # of its checkpoint, if it has one
     remake: Callable[[Any], DrafterSource] | None = None  # returns the same drafters with a copy of `network`
-    drafts_ahead: bool = False
+    own_costs: RoundCosts | None = None  # what its rounds take, if drafters work while a pass runs
     drafts_together: bool = False  # one pass drafts for several sequences
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
-from mlx_spec.policy.ahead import LEAST_LOSS, AheadCosts
-from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, Table, best_length
+from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, RoundCosts, Table, best_length
 from mlx_spec.policy.saved_costs import Key
 from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
 
@@ -34,6 +34,7 @@ BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
 FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
 ENOUGH_TOKENS = 16  # of an answer, to say that speculation pays: fewer are noise
+LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
 TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
 SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
 
@@ -131,7 +132,7 @@ class AdaptivePolicy:
         for index, proposal in enumerate(self._proposals):
             if (limit := proposal.available(history, self._queued)) < 1:
                 continue
-            speed, length, ahead = self._best(index, limit, costs)
+            length, speed, ahead = self._best(index, limit, costs)
             if speed * costs.plain > 1 + EPSILON:
                 paying.append((speed, index, length, ahead))
             else:
@@ -156,16 +157,12 @@ class AdaptivePolicy:
         """Return the choice of a drafter, with its name."""
         return Choice(drafter, limit, ahead, self._names[drafter])
 
-    def _best(self, index: int, limit: int, costs: CostModel) -> tuple[float, int, bool]:
-        """Return the best speed of a drafter, its draft length, and whether to draft ahead."""
-        tokens, ahead = self._proposals[index].expected_tokens(), self._shared.ahead.get(index)
-        length, speed = best_length(tokens, costs.rounds(index), limit)
-        if ahead is None:
-            return speed, length, False
-        longer, faster = best_length(tokens, ahead.rounds(costs, index), limit)
-        if not ahead.wanted(faster / speed, needed=speed * costs.plain <= 1 + EPSILON):
-            return speed, length, False
-        return (faster, longer, True) if faster > speed else (speed, length, True)
+    def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
+        """Return the draft length of a drafter with the best speed, that speed, and `Choice.ahead`."""
+        tokens, own = self._proposals[index].expected_tokens(), self._shared.own_costs.get(index)
+        if own is not None:
+            return own.best(tokens, costs, index, limit)
+        return *best_length(tokens, costs.rounds(index), limit), False
 
     def _reason_on(self) -> Reason:
         """Return PAYS only if this answer has gained time, over enough tokens to mean it."""
@@ -187,7 +184,7 @@ class AdaptivePolicy:
             length -= 1
         while length:
             seconds = costs.seconds(index, length) + self._cost_of_repeated_draft(index, length, costs)
-            seconds += self._shared.ahead[index].extra(costs, length) if ahead else 0.0
+            seconds += self._shared.own_costs[index].extra(costs, length) if ahead else 0.0
             if account.affords(seconds / costs.plain, wait):
                 break
             length -= 1
@@ -226,14 +223,11 @@ class AdaptivePolicy:
 
     def _observe_costs(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> float:
         """Learn what a draft and its pass took. Return the seconds to charge."""
-        rows, model = round.nodes or round.drafted, self._shared.ahead.get(drafter)
+        own = self._shared.own_costs.get(drafter)
+        if own is None:
+            return costs.observe_round(drafter, round.nodes or round.drafted, seconds)
         ahead = any(choice.ahead for choice in self._choices if choice.drafter == drafter)
-        if model is not None:
-            model.observe_round(round.ahead, ahead=ahead)
-            if ahead:
-                drafting = 0.0 if round.ahead else costs.drafting(drafter, rows)
-                return model.observe_pass(costs, rows, seconds, drafting)
-        return costs.observe_round(drafter, rows, seconds, drafted=not round.ahead)
+        return own.observe(round, costs, drafter, seconds, ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
         """Learn what was accepted of a draft."""
@@ -265,8 +259,8 @@ class AdaptivePolicies:
     """Makes the adaptive policies of a pair, and holds what its sequences share.
 
     `names` are its drafters in order. Those in `copying` copy text, as lookup does: drafting takes no time.
-    Those in `ahead` can draft ahead; that saves time only where drafting takes some. Those in `together`
-    draft for several sequences in one pass.
+    Those in `own_costs` know what their rounds take, which counts only where drafting takes time. Those in
+    `together` draft for several sequences in one pass.
     With `key` and `folder`, costs are loaded from a file and saved there.
     """
 
@@ -275,7 +269,7 @@ class AdaptivePolicies:
         names: Sequence[str],
         copying: Collection[str] = (),
         *,
-        ahead: Collection[str] = (),
+        own_costs: Mapping[str, RoundCosts] = MappingProxyType({}),
         together: Collection[str] = (),
         key: Key | None = None,
         folder: Path | None = None,
@@ -283,7 +277,8 @@ class AdaptivePolicies:
         self.names, self.key, self.folder = tuple(names), key, folder
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
         self.together = frozenset(index for index, name in enumerate(names) if name in together)
-        self.ahead = {i: AheadCosts() for i, n in enumerate(names) if n in ahead and i not in self.copying}
+        timed = [(i, name) for i, name in enumerate(names) if i not in self.copying]
+        self.own_costs = {i: own_costs[name] for i, name in timed if name in own_costs}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account = Account()
         self.costs: Costs | None = None

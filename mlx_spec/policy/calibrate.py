@@ -159,7 +159,7 @@ def _lower_quartiles(
     """Return lower quartiles of interleaved samples. Optional jobs may begin in half of the time."""
     samples: dict[Hashable, list[float]] = {}
     for name, job in {**required, **optional}.items():
-        if name in required or watch.share < 1 / 2:
+        if name in required or (watch.share < 1 / 2 and _expected(name, samples) < watch.limit_s / 2):
             yield from _sample(job, watch)
             seconds, is_whole = yield from _sample(job, watch)
             if not is_whole:
@@ -171,6 +171,12 @@ def _lower_quartiles(
                 seconds, is_whole = yield from _sample(required.get(name) or optional[name], watch)
                 values += [seconds] if is_whole else []
     return {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
+
+
+def _expected(name: Hashable, samples: Mapping[Hashable, list[float]]) -> float:
+    """Return the seconds of a pass at most, by the rows of the largest that was measured; 0 for others."""
+    known = [rows for rows in samples if isinstance(rows, int)]
+    return samples[max(known)][0] / max(known) * name if isinstance(name, int) and known else 0.0
 
 
 def _sample(job: Job, watch: Stopwatch) -> Generator[Share, None, tuple[float, bool]]:

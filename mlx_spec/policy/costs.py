@@ -10,14 +10,14 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import SpecError
-from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.types import MAX_DRAFT_TOKENS, Round
 
 Floats = NDArray[np.float64]
 
@@ -82,6 +82,19 @@ class Table:
         old, new = CostModel(self), CostModel(now)
         ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
         return any(float(ratio[: FIRST_LENGTH + 1].max()) > STALE for ratio in ratios)
+
+
+class RoundCosts(Protocol):
+    """Learns what rounds take with a drafter that may work while its draft is verified (`Choice.ahead`)."""
+
+    def best(self, tokens: Floats, costs: CostModel, drafter: int, limit: int) -> tuple[int, float, bool]:
+        """Return the draft length with the most tokens per second, that speed, and `Choice.ahead`."""
+
+    def extra(self, costs: CostModel, tokens: int) -> float:
+        """Return the seconds that its work adds to a pass."""
+
+    def observe(self, round: Round, costs: CostModel, drafter: int, seconds: float, ahead: bool) -> float:
+        """Learn from a round that drafted. Return the seconds to charge for it."""
 
 
 class Costs:

@@ -237,15 +237,6 @@ class Greedy:
         """Return a drafting sampler that has counted no tokens. It shares the seed and the count of draws."""
         return self._with(self.processor.fresh())
 
-    def remote_settings(self) -> tuple[Sampling, int]:
-        """Return settings without a grammar, and the prompt length, for a sampler in another process.
-
-        With a seed that sampler has the same noise. Without one it is greedy, because noise is not sent.
-        """
-        sampling = self.processor.sampling
-        temperature = 0.0 if sampling.seed is None else sampling.temperature
-        return replace(sampling, temperature=temperature, grammar=None), self.processor.prompt_length
-
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         return likeliest(self._known_scores(logits, history, drafted), count)
 

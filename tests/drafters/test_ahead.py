@@ -29,13 +29,21 @@ from support.exact_distribution import PLAIN, V
 from support.lossless import emitted
 from support.waiting import wait_until
 
+from mlx_spec.ahead import drafter as ahead
+from mlx_spec.ahead.drafter import Ahead, CPUThread
+from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
+from mlx_spec.ahead.request import DrafterCopy, LocalCopy
 from mlx_spec.decode import Batch
 from mlx_spec.decode.round import RunningSequence, generate
-from mlx_spec.distributed.ahead_rank import RemoteDrafter, draft_for_rank_0
-from mlx_spec.drafters import DrafterSource, ahead
-from mlx_spec.drafters.ahead import Ahead, CPUThread, DrafterCopy
-from mlx_spec.drafters.draft_model import DraftModel, Pard, VocabularySizes, draft_model_source
-from mlx_spec.drafters.drawing import AheadRequest, Outcome
+from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.draft_model import (
+    BranchRequest,
+    DraftModel,
+    Outcome,
+    Pard,
+    VocabularySizes,
+    draft_model_source,
+)
 from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
@@ -246,8 +254,8 @@ def test_texts_in_a_batch() -> None:
 class Peeking(DraftModel):
     """Keeps a draft only if it begins with an even token: what was drawn decides what is stored."""
 
-    def draft_ahead(self, request: AheadRequest) -> Mapping[Outcome, Draft]:
-        found = super().draft_ahead(request)
+    def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
+        found = super().draft_branches(request)
         return {outcome: draft for outcome, draft in found.items() if read(draft.tokens)[0] % 2 == 0}
 
 
@@ -413,7 +421,7 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
 def test_a_process_ends_while_drafts_wait() -> None:
     """MLX aborted one process in four without the care of `CPUThread`."""
     program = (
-        "import mlx.core as mx; from mlx_spec.drafters.ahead import CPUThread\n"
+        "import mlx.core as mx; from mlx_spec.ahead.drafter import CPUThread\n"
         "def job(): x = mx.ones((64, 64)) @ mx.ones((64, 64)); mx.eval(x)\n"
         "for thread in [CPUThread() for _ in range(40)]: thread.run(job), thread.run(job)"
     )
@@ -423,7 +431,7 @@ def test_a_process_ends_while_drafts_wait() -> None:
 
 def test_an_error_in_the_thread_is_raised() -> None:
     class Broken(DraftModel):
-        def draft_ahead(self, request: AheadRequest) -> Mapping[Outcome, Draft]:
+        def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
             raise RuntimeError("broken")
 
     source = draft_model_source("other", noisy(), SAME, Broken)
@@ -460,7 +468,8 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         drafter = ahead_in(Inline(), draft_model_source("other", network, SAME)).make(parts)
         assert isinstance(drafter, Ahead)
         drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
-        its_copy = drafter._copy
+        assert isinstance(drafter._copy, LocalCopy)
+        its_copy = drafter._copy._drafter
         assert isinstance(its_copy, DraftModel)
         other, layer = its_copy._model._model, network.model.layers[0].self_attn
         copied = other.model.layers[0].self_attn
@@ -485,7 +494,7 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
     may_draft, begun = threading.Event(), list[int]()
 
     class Slow(DraftModel):
-        def draft_ahead(self, request: AheadRequest) -> Mapping[Outcome, Draft]:
+        def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
             begun.append(len(request.history))
             may_draft.wait()
             return {}

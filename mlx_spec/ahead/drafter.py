@@ -20,14 +20,16 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, DrafterWrapper, Found
+from mlx_spec.ahead.costs import AheadCosts
+from mlx_spec.ahead.request import AheadRequest, DrafterCopy, LocalCopy
+from mlx_spec.drafters.draft_model import Found
+from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
@@ -48,17 +50,6 @@ def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     weights[-1] *= (1 - acceptance) ** -0.5
     total = mean * (drafted + 1)
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
-
-
-class DrafterCopy(Protocol):
-    """A copy of a drafter that drafts ahead of one sequence, on this machine or on another one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its caches on this machine."""
-
-    def draft_ahead(self, request: AheadRequest, /) -> Found:
-        """Return drafts for likely outcomes, or fewer if the request is cancelled meanwhile."""
 
 
 class CPUThread:
@@ -173,9 +164,9 @@ def ahead_source(
         return source if source.remake is None else source.remake(_dense_copy(source.network))
 
     def make(parts: TargetParts) -> Ahead:
-        return Ahead(source.make(parts), thread, make_copy or (lambda: copied().make(parts)), mean)
+        return Ahead(source.make(parts), thread, make_copy or (lambda: LocalCopy(copied().make(parts))), mean)
 
-    return replace(source, make=make, drafts_ahead=True)
+    return replace(source, make=make, own_costs=AheadCosts())
 
 
 def check_ahead(source: DrafterSource) -> None:

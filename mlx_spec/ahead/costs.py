@@ -10,7 +10,9 @@ import math
 
 import numpy as np
 
-from mlx_spec.policy.costs import CostModel, Floats
+from mlx_spec.policy.adaptive import EPSILON, LEAST_LOSS
+from mlx_spec.policy.costs import CostModel, Floats, best_length
+from mlx_spec.types import Round
 
 MEMORY = 16  # rounds that the running means remember
 PRIOR_ROUNDS = 2  # weight of the values assumed before anything was measured
@@ -18,7 +20,6 @@ PRIOR_HITS = 0.5  # share of drafts that are there at once
 OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
 MAX_STREAK = 32  # rounds with drafting ahead, after which one without it corrects the table
 PROBE_SHARE = 0.0025  # share of the time of drafts for finding out whether drafting ahead pays by now
-LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
 
 
 class AheadCosts:
@@ -30,6 +31,23 @@ class AheadCosts:
         self._measured = self._looked_up = PRIOR_ROUNDS  # rounds in the means
         self._since = 0  # rounds without drafting ahead in a row
         self._streak = 0  # rounds with it in a row
+
+    def best(self, tokens: Floats, costs: CostModel, drafter: int, limit: int) -> tuple[int, float, bool]:
+        """Return the draft length with the most tokens per second, that speed, and whether to draft ahead."""
+        length, speed = best_length(tokens, costs.rounds(drafter), limit)
+        longer, faster = best_length(tokens, self.rounds(costs, drafter), limit)
+        if not self.wanted(faster / speed, needed=speed * costs.plain <= 1 + EPSILON):
+            return length, speed, False
+        return (longer, faster, True) if faster > speed else (length, speed, True)
+
+    def observe(self, round: Round, costs: CostModel, drafter: int, seconds: float, ahead: bool) -> float:
+        """Learn from a round that drafted, perhaps ahead. Return the seconds to charge for it."""
+        rows = round.nodes or round.drafted
+        self.observe_round(round.ahead, ahead=ahead)
+        if not ahead:
+            return costs.observe_round(drafter, rows, seconds, drafted=not round.ahead)
+        drafting = 0.0 if round.ahead else costs.drafting(drafter, rows)
+        return self.observe_pass(costs, rows, seconds, drafting)
 
     def rounds(self, costs: CostModel, drafter: int) -> Floats:
         """Return the expected seconds of a round that drafts ahead, by draft tokens."""

@@ -7,16 +7,20 @@ rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.ahead.drafter import check_ahead
+from mlx_spec.ahead.request import AheadRequest, LocalCopy
 from mlx_spec.distributed.ranks import Ranks
-from mlx_spec.drafters.ahead import check_ahead
-from mlx_spec.drafters.drawing import AheadRequest, DrafterSource, Found, SequenceDrafter
+from mlx_spec.drafters.draft_model import Found
+from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.sampling import Greedy
 from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import Draft
 
@@ -35,8 +39,9 @@ class RemoteDrafter:
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history
         rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
-        sampling, prompt_length = request.sampler.remote_settings()
-        self._ranks.send("ahead", self._number, *rows, _packed(sampling), prompt_length)
+        assert isinstance(request.sampler, Greedy)
+        processor = request.sampler.processor
+        self._ranks.send("ahead", self._number, *rows, _packed(processor.sampling), processor.prompt_length)
         return {tuple(outcome): _draft_of(tokens) for outcome, tokens in self._ranks.receive()}
 
 
@@ -44,11 +49,11 @@ def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> in
     """Draft ahead on this rank until rank 0 ends. Return its exit status."""
     check_ahead(source)
     parts = LMTarget(source.network).parts  # it does not read the target's
-    sequences: dict[int, tuple[SequenceDrafter, list[int]]] = {}
+    sequences: dict[int, tuple[LocalCopy, list[int]]] = {}
     while True:
         match ranks.receive():
             case ["ahead", number, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
-                drafter, sent = sequences.get(number) or (source.make(parts), [])
+                drafter, sent = sequences.get(number) or (LocalCopy(source.make(parts)), [])
                 history = [*sent[:keep], *tokens]
                 sequences[number] = drafter, history
                 sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
@@ -66,7 +71,9 @@ def _draft_of(tokens: list[int]) -> Draft:
 
 
 def _packed(sampling: Sampling) -> dict[str, Any]:
-    """Return settings without a grammar as JSON."""
+    """Return settings as JSON, without the grammar. Those without a seed are greedy: noise is not sent."""
+    temperature = 0.0 if sampling.seed is None else sampling.temperature
+    sampling = replace(sampling, temperature=temperature, grammar=None)
     bias = sampling.logit_bias and [*sampling.logit_bias.items()]
     return {**vars(sampling), "logit_bias": bias, "late_tokens": [*sampling.late_tokens]}
 

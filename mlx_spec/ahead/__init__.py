@@ -1,0 +1,25 @@
+"""Drafting ahead: while the target verifies a draft, a copy of the drafter drafts for its likely outcomes.
+
+The rest of the package knows three things of it: `Drafter.prepare` is called before a draft is verified where
+`Choice.ahead` says so, `Draft.ahead` says whether a draft was there at once, and `DrafterSource.own_costs`
+decides when it pays.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from mlx_spec.ahead.drafter import ahead_source
+from mlx_spec.ahead.ranks import RemoteDrafter
+from mlx_spec.ahead.ranks import draft_for_rank_0 as draft_for_rank_0
+from mlx_spec.distributed.ranks import Ranks
+from mlx_spec.drafters import DrafterSource
+
+
+def drafting_ahead(source: DrafterSource, where: Literal[True] | Ranks) -> DrafterSource:
+    """Return the source of drafters that also draft ahead: on this machine's CPU, or on rank 1.
+
+    Raises InvalidValue if it cannot draft ahead.
+    """
+    return ahead_source(source, partial(RemoteDrafter, where) if isinstance(where, Ranks) else None)
