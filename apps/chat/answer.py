@@ -69,6 +69,7 @@ class ChatState:
         texts, first_seconds = {"answer": "", "thinking": ""}, None
         keys = hidden_typing() if self.is_interactive else nullcontext()
         self.journal.ask(message, self.conversation.save())
+        self.terminal.renders = self.is_interactive and not self.highlight
         with (
             keys,
             suppress(KeyboardInterrupt),

@@ -29,6 +29,7 @@ from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_term_environment_variable, is_dumb_terminal
@@ -263,6 +264,8 @@ def open_history(terminal: Terminal) -> Path | None:
 
 def _output() -> Vt100_Output:
     stream = sys.stdout if sys.stdout and sys.stdout.isatty() else sys.stderr
-    output = Vt100_Output.from_pty(stream, term=get_term_environment_variable())
+    depth = ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None
+    term = get_term_environment_variable()
+    output = Vt100_Output.from_pty(stream, term=term, default_color_depth=depth)
     output.enable_cpr = False  # a terminal may answer the question for its cursor too late
     return output

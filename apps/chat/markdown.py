@@ -11,6 +11,7 @@ import re
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_inline import StateInline
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
@@ -19,8 +20,35 @@ from rich.theme import Theme
 CODE_THEME = "ansi_dark"  # the terminal's own colours, so that its background may be dark or light
 THEME = Theme({"markdown.code": "cyan"})
 PLAIN_BLOCKS = {"paragraph_open", "paragraph_close", "inline"}
+MATH = re.compile(r"\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 PLAIN_SPANS = {"text", "softbreak", "hardbreak"}
 TRAILING_SPACES = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
+
+
+def _keep_math(state: StateInline, silent: bool) -> bool:
+    """Take \\(...\\) and \\[...\\] as they are: their brackets would lose the backslash."""
+    found = MATH.match(state.src, state.pos)
+    if found is not None and not silent:
+        state.pending += found[0]
+    state.pos = state.pos if found is None else found.end()
+    return found is not None
+
+
+PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+PARSER.inline.ruler.before("escape", "math", _keep_math)
+
+
+def finished(text: str, *, splits_lists: bool) -> tuple[str, str, bool]:
+    """Return the finished blocks of a text, the rest, and whether a blank line parts them.
+
+    With `splits_lists` an item of a list is a block, so that a list may be longer than the screen.
+    """
+    blocks = [block for block in PARSER.parse(text) if block.map]
+    starts = [block.map[0] for block in blocks if block.map and block.level == 0]
+    items = [b.map[0] for b in blocks if b.map and (b.level, b.type) == (1, "list_item_open")]
+    cut = max([*starts, *(items if splits_lists else ())], default=0)
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[:cut]), "".join(lines[cut:]), cut in starts
 
 
 class _LeftHeading(Heading):
@@ -47,14 +75,15 @@ class _AnswerMarkdown(Markdown):
 
 def rendered(text: str, columns: int) -> str | None:
     """Return the text with escape codes, `columns` wide; None if there is no Markdown in it."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
-    blocks = parser.parse(text)
+    blocks = PARSER.parse(text)
     spans = [span for block in blocks for span in block.children or ()]
     if {block.type for block in blocks} <= PLAIN_BLOCKS and {span.type for span in spans} <= PLAIN_SPANS:
         return None
     for span in spans:
         if span.type == "softbreak":
             span.type = "hardbreak"
+        if span.type == "image":  # rich shows it before the text of its paragraph
+            span.type, span.content, span.children = "text", f"[image: {span.content}]", None
     markdown = _AnswerMarkdown("", hyperlinks=False)
     markdown.parsed = blocks
     console = Console(

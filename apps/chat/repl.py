@@ -42,6 +42,8 @@ def run(
         FixedPolicy(options.num_draft_tokens or 0)  # refuses a number that is too large
     except InvalidValue as error:
         refuse("mlx-spec chat", str(error))
+    if options.highlight and not terminal.has_styles:
+        raise InvalidValue("--highlight: there are no colours here: use a terminal with them, unset NO_COLOR")
     is_kept = not options.no_history and (prompt is None or options.continued)
     with (
         nullcontext() if options.trace is None else Trace(options.trace) as trace,
@@ -94,7 +96,7 @@ def about_demo() -> str:
             f"{about}this {chip and chip.name} should gain {gain:.2f} x with it, as it is tiny. "
             f"/model {SMOLLM2} changes to a real model of {human_bytes(SMOLLM2_BYTES)} and asks first"
         )
-    return f"{about}for a real one: /model {SMOLLM2}, or /model lists others"
+    return f'{about}try "What does zip do?"; for a real one: /model {SMOLLM2}, or /model lists others'
 
 
 def _converse(chat: ChatState, *, history: bool) -> None:
@@ -119,6 +121,7 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
     try:
         text = read()
     except KeyboardInterrupt:
+        chat.terminal.note("Ctrl-D or /exit leaves")
         return
     if command := COMMAND.fullmatch(text.strip()):
         try:

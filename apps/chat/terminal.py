@@ -47,6 +47,7 @@ class Terminal:
         self.has_styles = _has_styles(sys.stdout)
         self._moves = self.shows_thinking and not is_dumb_terminal()
         self._dims_notes = _has_styles(sys.stderr)
+        self.renders = False  # each block of an answer as Markdown when it has ended
         self._kind = ""  # of the last piece of this answer
         self._wrapping = Wrapping()  # of all text of that kind
         self._size: os.terminal_size | None = None  # when that text began
@@ -58,6 +59,11 @@ class Terminal:
         if kind != self._kind:
             self._start(kind)
         self._write(text, ";".join(code for code in (DIM if kind == "thinking" else "", style) if code))
+        if self.renders and self._size is not None and "\n" in text and not self._wrapping.in_code:
+            from .markdown import finished
+
+            is_high = self._wrapping.shown.count("\n") > self._size.lines / 2
+            self._render(*finished(self._wrapping.text, splits_lists=is_high))
 
     def end(self, *, interrupted: bool = False) -> None:
         """End the answer and its line; after Ctrl-C the line holds "^C". Raises OSError."""
@@ -68,20 +74,32 @@ class Terminal:
         self._kind = ""
 
     def render(self) -> None:
-        """Replace the last part of an ended answer by its rendered Markdown. Raises OSError.
+        """Replace the last blocks of an ended answer by their rendered Markdown. Raises OSError."""
+        from .markdown import finished
 
-        Does nothing if there is no Markdown, or if the text may have left the screen or changed its shape.
+        if self._size is not None and self._wrapping.shown.count("\n") >= self._size.lines:
+            self._render(*finished(self._wrapping.text, splits_lists=True))
+        self._render(self._wrapping.text, "", False)
+
+    def _render(self, text: str, rest: str, is_parted: bool) -> None:
+        """Replace blocks on the screen by their rendered Markdown, and show the rest behind them again.
+
+        They stay as they are without Markdown, or if they may have left the screen or changed its shape.
         """
         from .markdown import rendered
 
         size = self._size
-        if not self.has_styles or size is None or size != _size(sys.stdout):
+        if not text or not self.has_styles or size is None or size != _size(sys.stdout):
             return
-        height = rows(self._wrapping.shown.removesuffix("\n"), size.columns)
-        if height is None or height >= size.lines:
+        shown, self._wrapping = self._wrapping.shown, Wrapping()
+        again = self._wrapping.add(rest, "", size.columns)
+        height = rows(shown, size.columns)
+        if height is None or height > size.lines:
             return
-        if (text := rendered(self._wrapping.text, size.columns)) is not None:
-            self._put(f"\x1b[{height}A\x1b[J{text}")
+        if (new := rendered(text, size.columns)) is not None:
+            up = f"\x1b[{height - 1}A" if height > 1 else ""
+            gap = "\n" if is_parted else ""
+            self._put(f"\r{up}\x1b[J{new}{gap}{again}")
 
     def note(self, *lines: str) -> None:
         """Show lines that are not part of the answer."""
@@ -184,7 +202,7 @@ class Wrapping:
         self.line = ""  # the last line of the text
         self._column = 0
         self._word: list[tuple[str, str]] = []  # its pieces and their styles
-        self._in_code = False
+        self.in_code = False
 
     def add(self, text: str, style: str, columns: int) -> str:
         """Return what to write for more text; 0 columns: their number is not known."""
@@ -193,12 +211,12 @@ class Wrapping:
 
     def _part(self, part: str, style: str, columns: int) -> str:
         if part == "\n":
-            self._in_code ^= self.line.lstrip().startswith(FENCES)
+            self.in_code ^= self.line.lstrip().startswith(FENCES)
             self.shown += part
             self.line, self._column, self._word = "", 0, []
             return part
         self.line += part
-        if not columns or self._in_code or UNSURE_WIDTH.search(self.line):
+        if not columns or self.in_code or UNSURE_WIDTH.search(self.line):
             self.shown += part
             return in_style(part, style)
         if part[0] == " ":

@@ -6,7 +6,9 @@ is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli
 
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,7 +255,11 @@ def note(line: str) -> None:
 
 def tell(what: object) -> None:
     """Print an error or a message on stderr, as one line without control characters."""
-    note(f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS))
+    line = f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS)
+    if sys.stderr is not None and sys.stderr.isatty():  # it folds between words; a file has it as one line
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    note(line)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -166,6 +166,15 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     assert capsys.readouterr() == ("a[2Jb?\nc\td\n", "mlx-spec: a[2Jb? c\td\n")
 
 
+def test_a_message_on_a_terminal_folds_between_words(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "20")
+    tell("install huggingface_hub first, and again")
+    assert stderr.getvalue() == "mlx-spec: install\nhuggingface_hub\nfirst, and again\n"
+
+
 def test_stdout_of_another_encoding(monkeypatch):
     """It cannot say "×"."""
     with io.TextIOWrapper(io.BytesIO(), "ascii") as stdout:

@@ -109,6 +109,7 @@ def test_bad_target_is_one_line(tmp_path, monkeypatch, capfd):
         ([], b"word " * 5000, r"the prompt is too long: \d+ tokens > 4096 maximum, "),
         ([], None, "stdin is closed"),  # there is nobody to talk to
         (["--prompt=hi", "--system=\udcff"], b"", "--system is not valid text"),
+        (["--prompt=hi", "--highlight"], b"", "--highlight: there are no colours here"),
     ],
 )
 def test_bad_prompt_is_one_line(arguments, stdin, said, monkeypatch, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import pty
 import re
 import select
@@ -244,6 +245,11 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
         ("see <b> and :smile:\n\nnext", None),
         ("- one\n  * two", "<1> • </>one\n<1>   </><1> • </>two\n"),
         ("a `b*c*` and **bold**\nand *it* <b>", "a <36>b*c*</> and <1>bold</>\nand <3>it</> <b>\n"),
+        ("see ![a cat](c.png) **here**", "see [image: a cat] <1>here</>\n"),
+        (
+            r"**so** \(a_1 * b_2 * c\) and \[x*y*z\], `\(`",
+            r"<1>so</> \(a_1 * b_2 * c\) and \[x*y*z\], <36>\(</>" + "\n",
+        ),
         ("[here](https://a.b)", "<94>here</> (<4;34>https://a.b</>)\n"),
     ],
 )
@@ -273,12 +279,61 @@ def test_rendered_at_the_end(monkeypatch):
         shown.piece("**bold**\ntext", "answer")
         shown.end()
         shown.render()
-        expected = "**bold**\r\ntext\r\n\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"
+        expected = "**bold**\r\ntext\r\n\r\x1b[2A\x1b[J\x1b[1mbold\x1b[0m\r\ntext\r\n"
         seen = b""
         while len(seen) < len(expected):
             assert select.select([screen], [], [], LIMIT)[0], seen
             seen += screen.read(65536)
     assert seen.decode() == expected
+
+
+def seen(written: str, lines: int) -> list[str]:
+    """Return what a terminal of that height shows, with what has scrolled away."""
+    screen, row, column = [""], 0, 0
+    for code, move, char in re.findall(r"\x1b\[(\d*)(?:;\d+)*([A-Za-z])|(.)", written, re.DOTALL):
+        if move == "A":
+            assert int(code) < lines, "above the screen"
+            row -= int(code)
+        elif move == "J":
+            del screen[row + 1 :]
+            screen[row] = screen[row][:column]
+        elif char == "\n":
+            row, column = row + 1, 0
+            screen += [""] * (row == len(screen))
+        elif char == "\r":
+            column = 0
+        elif char:
+            screen[row] = screen[row][:column].ljust(column) + char
+            column += 1
+    return [line.rstrip() for line in screen]
+
+
+LONG = [f"Part **{i}**:\n\n1. *one* `x`\n2. two\n\n# Head\ntext\n\n" for i in range(9)]
+ITEMS = [f"{i}. item **{i}**\n\n" for i in range(1, 31)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "parts", [LONG, ITEMS, ["plain\n\n", "```python\n", *["x = 1\n"] * 20, "```\n", "*a*"]]
+)
+def test_answers_longer_than_the_screen_are_rendered(parts, size, monkeypatch):
+    """Each block when it has ended, with what one rendering of all would show."""
+    written: list[str] = []
+    text = "".join(parts)
+    shown = Terminal()
+    monkeypatch.setattr("mlx_spec.apps.chat.terminal._size", lambda _: os.terminal_size((60, 10)))
+    monkeypatch.setattr(shown, "_put", written.append)
+    shown.has_styles = shown.renders = True
+    for start in range(0, len(text), size):
+        shown.piece(text[start : start + size], "answer")
+    shown.end()
+    shown.render()
+    lines = [line.split() for line in seen("".join(written), 10) if line]
+    if parts[0] == "plain\n\n":  # code that is higher than the screen stays as it came
+        assert lines[0] == ["plain"] and lines[-1] == ["a"] and "```python" in lines[1]
+    else:
+        whole = re.sub(r"\x1b\[[\d;]*m", "", rendered(text, 60) or "")
+        assert lines == [line.split() for line in whole.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize(
