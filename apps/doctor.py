@@ -31,7 +31,9 @@ from mlx_spec.hub.names import cache_folder
 from .models import shown_number
 
 if TYPE_CHECKING:
-    from .selftest import Comparison, Gap, SelfTest
+    from mlx_spec.cli.lossless import Gap
+
+    from .selftest import Comparison, SelfTest
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
 BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each holds all of MLX

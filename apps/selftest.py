@@ -1,13 +1,7 @@
-"""The self-test of `mlx-spec doctor`: text with drafts against plain text.
-
-A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
-the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
-measured: the same tokens are decoded in blocks, with nothing to roll back, and row by row.
-"""
+"""The self-test of `mlx-spec doctor`: text with drafts against plain text, up to near-ties."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,16 +10,15 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_spec.checkpoint.files import one_line
+from mlx_spec.cli.lossless import Gap, allowed_roundings, logits_gap, next_logits, token_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import TEXTS
 from mlx_spec.decode.round import RunningSequence, decode
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.drafters.drawing import SequenceDrafter
-from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.sampling.sampling import gumbel, noise_key
 from mlx_spec.session import Statistics
 from mlx_spec.tokenizer import Text, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
@@ -38,11 +31,6 @@ OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "bes
 MIN_ANSWER_TOKENS = 16  # however slow they come
 DECODE_COST = 5.0  # plain answers that all ways to decode one take together
 PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
-NOISE_MARGIN = 4  # times the largest measured difference that counts as rounding
-MIN_ROUNDINGS = 1.0  # allowed if no difference was measured
-# Type -> (bits of its fraction, roundings that are allowed at most). What leads to a logit is rounded to its
-# type on the way: a few times in the short types; of float32 the sums themselves differ.
-TYPES = {mx.bfloat16: (7, 8), mx.float16: (10, 8), mx.float32: (23, 4096)}
 PATH = re.compile(r"(/[\w.@+~-]+){2,}")  # in an error: not to be shown to others
 
 
@@ -56,63 +44,6 @@ class Effort:
 
 
 LONG, QUICK = Effort(60.0, 4, 64), Effort(15.0, 2, 32)
-
-
-# --- rounding
-
-
-@dataclass(frozen=True)
-class Gap:
-    """The distance of two logits that might have been the same."""
-
-    logits: float
-    rounding: float  # the step from one number of the type to the next
-    dtype: str
-    limit: int  # roundings that are allowed at most
-
-    @property
-    def roundings(self) -> float:
-        """Return the distance in units of the type."""
-        return self.logits / self.rounding
-
-    def within(self, allowed: float) -> bool:
-        """Return True if the gap is at most `allowed` roundings. False for NaN."""
-        return self.roundings <= min(allowed, self.limit)
-
-
-def logits_gap(a: mx.array, b: mx.array) -> Gap:
-    """Return the largest difference of two rows of logits [V]."""
-    difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
-    return _gap(float(difference), float(mx.abs(a).max().astype(mx.float32)), a.dtype)
-
-
-def token_gap(pair: Pair, history: Sequence[int], tokens: tuple[int, int], sampling: Sampling) -> Gap:
-    """Return the distance of two tokens after `history`, noise included if the sampling is seeded."""
-    logits = next_logits(pair.open().target, history)
-    values = scores = logits.astype(mx.float32)
-    if sampling.temperature > 0:
-        assert sampling.seed is not None, "without a seed no two texts are the same"
-        key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
-        scores = values + sampling.temperature * gumbel((values.shape[0],), key)
-    first, second = tokens
-    size = max(abs(float(values[first])), abs(float(values[second])))
-    return _gap(abs(float(scores[first] - scores[second])), size, logits.dtype)
-
-
-def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
-    """Return the logits [V] after `history`, of which the target may hold a prefix, in its own type."""
-    if target.size < len(history) - 1:
-        target.prefill(list(history[target.size : -1]))
-    logits = target.verify(mx.array(list(history[-1:]), dtype=mx.int32))[0]
-    target.commit(0)
-    return logits
-
-
-def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
-    """Return a gap of logits of about `size`; below 1 the rounding of 1 counts."""
-    fraction, limit = TYPES[dtype]
-    power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
-    return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)
 
 
 # --- answers
@@ -205,9 +136,7 @@ class SelfTest:
     @property
     def allowed(self) -> float:
         """Return the roundings up to which another token is a near-tie."""
-        if self.noise is None:
-            return MIN_ROUNDINGS
-        return min(max(MIN_ROUNDINGS, NOISE_MARGIN * self.noise.roundings), self.noise.limit)
+        return allowed_roundings(self.noise)
 
     @property
     def wrong(self) -> list[Comparison]:
@@ -370,7 +299,7 @@ class _Tester:
         if at < both:
             tokens = expected.tokens[at], found.tokens[at]
             before = [*found.question.tokens, *found.tokens[:at]]
-            gap = token_gap(self._pair, before, tokens, found.sampling)
+            gap = token_gap(self._pair.open().target, before, tokens, found.sampling)
             a, b = (self._pair.text.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)
         elif found.next is not None and len(found.tokens) < len(expected.tokens):

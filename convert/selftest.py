@@ -25,6 +25,7 @@ from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.checkpoint.weights import is_dequantized
+from mlx_spec.cli.lossless import allowed_roundings, logits_gap, next_logits, token_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
@@ -57,9 +58,6 @@ GENERATED = 48  # tokens after each prompt
 # chance, but at most MAX_FLOOR, for targets that repeat themselves.
 MIN_ACCEPTANCE, CHANCE_FACTOR, MAX_FLOOR = 0.1, 1.5, 0.3
 LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
-# Two steps of a logit of the type, relative. A block of rows and a single row may be summed in another order,
-# and in a tie within the last bits both tokens are the most likely one.
-TIE_TOLERANCE = {mx.bfloat16: 2.0**-6, mx.float16: 2.0**-9, mx.float32: 1e-4}
 
 
 class SelfTestFailed(SpecError):
@@ -392,7 +390,11 @@ def check_lossless(
 
 
 def _is_tie(target: Path, history: list[int], tokens: tuple[int, int]) -> bool:
-    """Return True if two tokens are equally likely within the logits' type."""
-    logits = load_lazily(target, None)(mx.array([history]))[0, -1]
-    a, b = (float(value) for value in np.array(logits[mx.array(tokens)].astype(mx.float32)))
-    return abs(a - b) <= TIE_TOLERANCE[logits.dtype] * max(abs(a), abs(b))
+    """Return True if two tokens are equally likely up to the rounding by which ways to read a text differ."""
+    model = load_lazily(target, None)
+    single, block = next_logits(LMTarget(model), history), LMTarget(model)
+    if history[: -K - 1]:
+        block.prefill(history[: -K - 1])
+    others = block.verify(mx.array(history[-K - 1 :]))[-1], model(mx.array([history]))[0, -1]
+    noise = max((logits_gap(single, other) for other in others), key=lambda gap: gap.roundings)
+    return token_gap(LMTarget(model), history, tokens).within(allowed_roundings(noise))

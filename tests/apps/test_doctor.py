@@ -26,10 +26,10 @@ from mlx_spec.apps.selftest import (
     SPOILED,
     Comparison,
     Divergence,
-    Gap,
     SelfTest,
     self_test,
 )
+from mlx_spec.cli.lossless import Gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair

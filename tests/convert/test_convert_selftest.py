@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from support.drafting import GOLDEN
 from support.golden_pairs import converted, refusal
 
 import mlx_spec
+from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
 from mlx_spec.convert.parts import convert_model
@@ -164,3 +166,14 @@ def test_text_that_is_not_the_targets(tmp_path: Path) -> None:
     wrong = [*plain[:3], (plain[3] + 1) % 512, *plain[4:]]
     with pytest.raises(SelfTestFailed, match="not lossless"):
         check_lossless(out / "target", [prompt], [plain], [wrong])
+
+
+def test_a_near_tie_is_what_rounding_explains() -> None:
+    """The doctor and the conversion have this rule."""
+    row = mx.array([17.0, 16.875, 3.0]).astype(mx.bfloat16)  # neighbours in bfloat16
+    one = logits_gap(row, row[mx.array([1, 0, 2])])
+    assert one.roundings == 1.0 and one.within(allowed_roundings(None))
+    three = replace(one, logits=3 * one.logits)
+    assert not three.within(allowed_roundings(None)) and three.within(allowed_roundings(one))
+    assert not replace(one, logits=9 * one.logits).within(allowed_roundings(three))
+    assert not replace(one, logits=float("nan")).within(allowed_roundings(one))

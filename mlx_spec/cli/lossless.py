@@ -1,0 +1,86 @@
+"""The rule of near-ties, for self-tests that compare text with drafts and text without.
+
+A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
+the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
+measured: the logits after the same tokens, written row by row and in blocks, with nothing to roll back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import GREEDY
+from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.sampling import gumbel, noise_key
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The distance of two logits that might have been the same."""
+
+    logits: float
+    rounding: float  # the step from one number of the type to the next
+    dtype: str
+    limit: int  # roundings that are allowed at most
+
+    @property
+    def roundings(self) -> float:
+        """Return the distance in units of the type."""
+        return self.logits / self.rounding
+
+    def within(self, allowed: float) -> bool:
+        """Return True if the gap is at most `allowed` roundings. False for NaN."""
+        return self.roundings <= min(allowed, self.limit)
+
+
+def allowed_roundings(noise: Gap | None) -> float:
+    """Return the roundings up to which another token is a near-tie.
+
+    `noise` is the largest measured difference between caches without a rollback: four times that counts as
+    rounding. Without a measured difference one rounding does.
+    """
+    return 1.0 if noise is None else min(max(1.0, 4 * noise.roundings), noise.limit)
+
+
+def logits_gap(a: mx.array, b: mx.array) -> Gap:
+    """Return the largest difference of two rows of logits [V]."""
+    difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()
+    return _gap(float(difference), float(mx.abs(a).max().astype(mx.float32)), a.dtype)
+
+
+def token_gap(
+    target: LMTarget, history: Sequence[int], tokens: tuple[int, int], sampling: Sampling = GREEDY
+) -> Gap:
+    """Return the distance of two tokens after `history`, noise included if the sampling is seeded."""
+    logits = next_logits(target, history)
+    values = scores = logits.astype(mx.float32)
+    if sampling.temperature > 0:
+        assert sampling.seed is not None, "without a seed no two texts are the same"
+        key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
+        scores = values + sampling.temperature * gumbel((values.shape[0],), key)
+    first, second = tokens
+    size = max(abs(float(values[first])), abs(float(values[second])))
+    return _gap(abs(float(scores[first] - scores[second])), size, logits.dtype)
+
+
+def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
+    """Return the logits [V] after `history`, of which the target may hold a prefix, in its own type."""
+    if target.size < len(history) - 1:
+        target.prefill(list(history[target.size : -1]))
+    logits = target.verify(mx.array(list(history[-1:]), dtype=mx.int32))[0]
+    target.commit(0)
+    return logits
+
+
+def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
+    """Return a gap of logits of about `size`; below 1 the rounding of 1 counts."""
+    # Bits of the fraction, and the roundings that are allowed at most. What leads to a logit is rounded to
+    # its type on the way: a few times in the short types; of float32 the sums themselves differ.
+    fraction, limit = {mx.bfloat16: (7, 8), mx.float16: (10, 8), mx.float32: (23, 4096)}[dtype]
+    power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
+    return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)
