@@ -349,7 +349,7 @@ def test_prompts_that_are_written_at_the_end_are_waited_for(monkeypatch, tmp_pat
 
     class Engine(Stub):
         def wait_loaded(self, timeout):
-            return True
+            return False  # it is ended before
 
         def close(self, timeout):
             waited.append(timeout)
