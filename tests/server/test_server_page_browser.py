@@ -127,6 +127,8 @@ def test_stop_ends_the_answer_and_the_next_one_works(server, tab):
         tab.click("#stop") if how == "click" else tab.press("Escape")
         tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
         assert text(tab, "#announce") == "Stopped"
+        facts = text(tab, ".turn:last-child .facts")
+        assert "tokens/s" in facts and "accepted" in facts, "a stopped answer keeps its figures"
     wait_until(lambda: server.get("/health").json()["running"] == 0, 10)  # the server has to stop, too
     tab.value("window.fetch = window.fetched")
     tab.click("#new-chat")
@@ -359,6 +361,11 @@ def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
           return found; })()"""
         assert tab.value(untold) == [], "every text has an origin"
         assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+        assert tab.value("document.querySelector('#latest').hidden")
+        tab.value("document.querySelector('#log').scrollTop = 0")
+        tab.until("!document.querySelector('#latest').hidden")
+        tab.click("#latest")
+        tab.until("document.querySelector('#latest').hidden")
 
 
 # --- nothing is lost
