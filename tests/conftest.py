@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
@@ -21,19 +18,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed() -> None:
     """The same random numbers in every run of a test, whatever ran before it."""
     mx.random.seed(0)
-
-
-@pytest.fixture(scope="session")
-def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """Return what converts the trained pair of a family, once: to its folder and its manifest."""
-    from support.drafting import TRAINED, prove
-
-    @cache
-    def made(family: str) -> tuple[Path, dict[str, Any]]:
-        out = tmp_path_factory.mktemp("trained") / "out"
-        return out, prove(*TRAINED[family], out)
-
-    return made
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -119,12 +119,9 @@ def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
     assert drafted_excess(law_source("eagle3", tmp_path), FILTERED, seeded(FILTERED)) < 1
 
 
-CONTROLS = {"pard": 100, "mtp": 150, "eagle3": 150, "dflash": 200, "peagle": 300}  # generations that tell
-
-
-@pytest.mark.parametrize(("family", "generations"), CONTROLS.items())
-def test_argmax_drafts_that_pose_as_sampled_are_caught(family, generations, tmp_path):
-    assert control_excess(law_source(family, tmp_path), generations) > 1
+@pytest.mark.parametrize("family", ["pard", "dflash", "peagle", *CHAINS])  # Medusa draws nothing
+def test_argmax_drafts_that_pose_as_sampled_are_caught(family, tmp_path):
+    assert control_excess(law_source(family, tmp_path)) > 1
 
 
 # --- from published checkpoints to text
@@ -143,9 +140,10 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", drafting.TRAINED)
-def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, trained_pair):
+def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
     """All texts run past the target's window, if it has one: greedy ones, and with a seed."""
-    target, (out, manifest) = drafting.TRAINED[family][0], trained_pair(family)
+    target, out = drafting.TRAINED[family][0], tmp_path / "out"
+    manifest = drafting.prove(*drafting.TRAINED[family], out)
     part, proof = manifest["parts"]["drafter"], manifest["self_test"]
     assert part["family"] == family and proof["result"] == "passed"
     assert proof["acceptance"]["length"] > 1.5

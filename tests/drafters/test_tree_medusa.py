@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from support import fitted, grammars, lossless, tiny
-from support.drafting import QUESTIONS
+from support.drafting import QUESTIONS, TRAINED, converted
 from support.fitted import opened
 from support.logprobs import recorded
 
@@ -175,9 +175,10 @@ class Simulated(AdaptivePolicies):
 
 
 @pytest.fixture(scope="module")
-def pairs(trained_pair: Callable[[str], tuple[Path, object]]) -> tuple[Pair, Pair]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
     """Trained heads with their target, and the target alone."""
-    out, _ = trained_pair("medusa")
+    out = tmp_path_factory.mktemp("trained") / "out"
+    converted(*TRAINED["medusa"], out)
     return load(out), load(out, "none")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.drafting import GOLDEN, TRAINED, converted
 
 import mlx_spec
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = ("gemma4_assistant", "qwen_mtp", "eagle3", "medusa", "pard", "dflash")
 SLACK = 8192  # bytes: constants such as rotary frequencies
 
@@ -35,14 +34,12 @@ def tensor_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loads_without_a_copy_of_the_target(
-    family: str, trained_pair: Callable[[str], tuple[Path, object]]
-) -> None:
+def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None:
     """The smallest tensor that drafters share, the target's embedding, is far larger than the slack."""
     mine = GOLDEN / "12b-trained" / "target", GOLDEN / "12b-trained" / "assistant"
     if family != "gemma4_assistant":
-        out, _ = trained_pair(family)
-        mine = out / "target", out / "drafter"
+        converted(*TRAINED[family], tmp_path / "out")
+        mine = tmp_path / "out" / "target", tmp_path / "out" / "drafter"
     alone, pair = held_bytes(mine[0], "none"), held_bytes(*mine)
     assert pair - alone <= tensor_bytes(mine[1]) + SLACK
     assert alone <= tensor_bytes(mine[0]) + SLACK

@@ -32,7 +32,7 @@ PROMPT = [1, 2, 3, 1, 2]  # lookup drafts 3, 1
 COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
 GENERATIONS, FEW = 400, 200  # 300 miss a recovered token that is drawn from p; the controls need fewer
 NOISE = 0.4  # of the draft model: with less or more of it, wrong rules change less
-LAW = 300  # of drafters that read features
+LAW = 120  # of drafters that read features, whose tokens are compared by their conditional distributions
 PLAIN = Sampling(1.0)
 SPREAD = 0.6  # of the weights: 31 of the 512 cells or more are expected five times
 FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
@@ -134,16 +134,30 @@ def counted(
 
     A `Scripted` drafter has nothing to draft here.
     """
-    target, counts, drafted = LMTarget(network, drafter.needs), np.zeros((V,) * COUNT), 0
+    counts, rest = np.zeros((V,) * COUNT), [*stop][:1] * COUNT
+    for text in texts(drafter, sampler, generations, network, stop):
+        counts[tuple([*text, *rest][:COUNT])] += 1
+    return counts
+
+
+def texts(
+    drafter: Drafter,
+    sampler: Callable[[int], Sampler],
+    generations: int,
+    network: nn.Module,
+    stop: Collection[int] = (),
+) -> list[list[int]]:
+    """Return what each generation emitted."""
+    target, found, drafted = LMTarget(network, drafter.needs), list[list[int]](), 0
     kept = len(PROMPT) - 1 if drafter.needs == FeatureSpec() else 0  # features of the prompt are read anew
-    rest, policy = [*stop][:1] * COUNT, FixedPolicy(COUNT - 1)
+    policy = FixedPolicy(COUNT - 1)
     for i in range(generations):
         target.rewind(kept)
         done = list(generate(target, [drafter], policy, sampler(i), PROMPT, max_tokens=COUNT, stop=stop))
-        counts[tuple([*emitted(done), *rest][:COUNT])] += 1
+        found.append(emitted(done))
         drafted += sum(round.drafted for round in done)
     assert drafted >= generations or isinstance(drafter, Scripted)
-    return counts
+    return found
 
 
 def excess(
@@ -170,13 +184,32 @@ def law_drafter(source: DrafterSource) -> Drafter:
     return source.make(LMTarget(law_target(), source.needs).parts)
 
 
+def conditional_excess(drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler]) -> float:
+    """Return the excess of the tokens at each place, each against its distribution after those before it.
+
+    21 degrees of freedom at most in place of the joint distribution's 40 show the weakest of the lies in the
+    tests, 1.29 times the quantile after 300 generations, at 1.6 times it after 120.
+    """
+    p = exact(law_target(), sampling)
+    found = np.array(texts(drafter, sampler, LAW, law_target()))
+    rows = []
+    for text in found:
+        for place in range(COUNT):
+            row = p[tuple(text[:place])].reshape(V, -1).sum(1)
+            if not row.sum():
+                return float("inf")  # an impossible token came before
+            rows.append(row / row.sum())
+    places = np.tile(np.arange(COUNT), LAW)
+    return chi_square.conditional_excess(found.ravel(), np.array(rows), places)
+
+
 def drafted_excess(
     source: DrafterSource, sampling: Sampling = PLAIN, sampler: Callable[[int], Sampler] | None = None
 ) -> float:
     """Return the excess of drafts as they are."""
-    return excess(law_drafter(source), sampling, sampler or unseeded(sampling), LAW, law_target())
+    return conditional_excess(law_drafter(source), sampling, sampler or unseeded(sampling))
 
 
-def control_excess(source: DrafterSource, generations: int) -> float:
+def control_excess(source: DrafterSource) -> float:
     """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
-    return excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN), generations, law_target())
+    return conditional_excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN))
