@@ -156,8 +156,10 @@ def is_dequantized(config: Config) -> bool:
     """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
     if "gguf" not in config:
         return False
-    import mlx.core as mx
-
+    try:
+        import mlx.core as mx
+    except ImportError:  # models are listed without it
+        return False
     return mx.default_device().type == mx.cpu
 
 

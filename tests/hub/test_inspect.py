@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 from support import sparse
@@ -34,6 +35,15 @@ def one(folder: Path) -> CheckpointInfo:
 
 
 # --- sizes and numbers
+
+
+def test_the_memory_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU its weights become float32. Models are listed without MLX, too."""
+    folder = sparse.checkpoint(tmp_path / "target", {"model_type": "llama", "gguf": "a.gguf"}, WEIGHT)
+    size = 4 if mx.default_device().type == mx.cpu else 2
+    assert one(folder).memory.weights == size * 64 * 32
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    assert one(folder).memory.weights == 2 * 64 * 32
 
 
 def test_target(tmp_path: Path) -> None:
