@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -96,9 +95,9 @@ class Speed:
     """The speed of one arm over all answers."""
 
     name: str
-    tokens_per_second: float  # median of its answers
-    gain: float  # median ratio to plain decoding of the same prompt in the same turns
-    spread: tuple[float, float]  # quartiles of that ratio
+    tokens_per_second: float  # of all answers
+    gain: float  # that, by the same of plain decoding in the same turns
+    spread: tuple[float, float]  # quartiles of that ratio over answers
     accepted: float | None  # share of the draft tokens; None if it drafted none
     length: float | None  # tokens of a round that drafted
     other_text: int  # answers with other tokens than plain decoding
@@ -157,16 +156,18 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     """Return the speed of the second of each two runs, next to the first."""
     import numpy as np
 
-    found = [[len(run.tokens) / run.seconds for run in both] for both in runs]  # tokens a second
-    ratios = [own / plain for plain, own in found]
+    ratios = [len(own.tokens) / own.seconds * plain.seconds / len(plain.tokens) for plain, own in runs]
+    speeds = [
+        sum(len(r.tokens) for r in arm) / sum(r.seconds for r in arm) for arm in zip(*runs, strict=True)
+    ]
     speculative = [round for _, own in runs for round in own.done if round.drafted]
     drafted = sum(round.drafted for round in speculative)
     emitted = sum(len(round.tokens) for round in speculative)
     low, high = np.quantile(ratios, (0.25, 0.75)) if ratios else (0.0, 0.0)
     return Speed(
         name,
-        statistics.median(own for _, own in found) if found else 0.0,
-        statistics.median(ratios) if ratios else 0.0,
+        speeds[1] if speeds else 0.0,
+        speeds[1] / speeds[0] if speeds else 0.0,
         (float(low), float(high)),
         sum(round.accepted for round in speculative) / drafted if drafted else None,
         emitted / len(speculative) if speculative else None,

@@ -109,6 +109,7 @@ def decode(
             reason=decision.reason,
             finish_reason="length" if place > tokens else None,
             plain_seconds=decision.plain_seconds,
+            cost=decision.cost_of(round),
         )
         policy.observe(round)
         answer.rounds.append(round)

@@ -5,8 +5,10 @@ Servers and sessions run generations; each belongs to one request.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -19,10 +21,9 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Text
 from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
 from mlx_spec.tokenizer.thinking import TextKind
-from mlx_spec.types import DraftLengthPolicy, Reason, Round
+from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
 
 GREEDY = Sampling()
-MIN_COMPARED_TOKENS = 24  # tokens; the time of fewer is mostly that of single rounds, which vary
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,10 @@ class Statistics:
     by_drafter: Mapping[str, Positions] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
-    compared_tokens: int = 0  # tokens of the rounds for which the time of plain decoding is known
-    compared_seconds: float = 0.0  # time of those rounds
-    plain_seconds: float = 0.0  # time that plain decoding takes for `compared_tokens`
+    compared_tokens: int = 0  # tokens of the rounds whose cost in plain tokens is known
+    costs: Mapping[Hashable, tuple[int, Cost]] = field(default_factory=dict)  # rounds by shape, and the cost
     finish_reason: Literal["stop", "length"] | None = None  # None: interrupted
-    last_reason: Reason = Reason.NO_DRAFTER  # why the last round drafted as many tokens as it did
+    reasons: Mapping[Reason, int] = field(default_factory=dict)  # tokens by why their round drafted or not
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,19 +78,44 @@ class Statistics:
         return self.speculative_tokens / self.speculative_rounds if self.speculative_rounds else 0.0
 
     @property
+    def prompt_per_second(self) -> float | None:
+        """Return the tokens of the prompt that were read, by the seconds of that."""
+        read = self.prompt_tokens - self.reused_tokens
+        return read / self.prefill_seconds if self.prefill_seconds > 0 else None
+
+    @property
     def gain(self) -> float | None:
-        """Return the speed as a multiple of plain decoding; None if too few tokens were compared."""
-        if self.compared_tokens < MIN_COMPARED_TOKENS or not self.compared_seconds:
+        """Return the speed as a multiple of plain decoding: exactly 1 if nothing was drafted.
+
+        It does not depend on the load of the machine. None if it may be wrong by 15 %, or by more than what
+        was gained.
+        """
+        if not self.drafted:
+            return 1.0 if self.generated_tokens else None
+        costs = [(rounds * cost.plain_tokens, cost.error) for rounds, cost in self.costs.values()]
+        if not (total := sum(cost for cost, _ in costs)):
             return None
-        return self.plain_seconds / self.compared_seconds
+        gain, error = self.compared_tokens / total, sum(cost * error for cost, error in costs) / total
+        return gain if error <= min(0.075, abs(math.log(gain))) else None  # two deviations are 15 %
+
+    @property
+    def gain_words(self) -> str | None:
+        """Return the gain as users read it."""
+        if (gain := self.gain) is None:
+            return None
+        if gain == 1:
+            return "as fast as plain"
+        multiple = f"{gain:.2f}" if 0.95 < gain < 1.095 else f"{gain:.1f}"
+        return f"{multiple} × faster" if gain > 1 else f"{multiple} × plain speed"
 
     @property
     def reason(self) -> Reason:
-        """Return the reason to show: an answer that gained nothing does not say that speculation pays."""
+        """Return the reason of most tokens. Of drafts it depends on what they gained."""
+        reason = max(self.reasons, key=self.reasons.__getitem__, default=Reason.NO_DRAFTER)
+        if reason not in (Reason.PAYS, Reason.LEARNING) or not self.drafted:
+            return reason
         gain = self.gain
-        if self.last_reason is Reason.PAYS and (gain is None or gain < 1):
-            return Reason.LEARNING
-        return self.last_reason
+        return Reason.LEARNING if gain is None else Reason.PAYS if gain > 1 else Reason.LOST
 
     @property
     def drafted_at(self) -> tuple[int, ...]:
@@ -109,18 +134,33 @@ class Statistics:
         exactly = [a - b for a, b in zip(self.drafted_at, longer, strict=False)]
         return exactly.index(max(exactly)) + 1 if exactly else 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name as JSON takes them: no program has names of its own."""
+        by_drafter = {
+            name: {"drafted_at": list(each.drafted), "accepted_at": list(each.accepted)}
+            for name, each in self.by_drafter.items()
+        }
+        return {
+            **{name: vars(self)[name] for name in SUMMED},
+            **{name: getattr(self, name) for name in DERIVED},
+            "by_drafter": by_drafter,
+            "speculation": "on" if self.reason.is_on else "off",
+            "reason": self.reason.value,
+            "reason_words": self.reason.words,
+        }
+
     def plus(self, round: Round, seconds: float) -> Statistics:
         """Add a round, for which the caller waited `seconds`; the first one may include prefill."""
         prefill = max(seconds - round.seconds, 0.0) if not self.rounds else 0.0
-        plain = round.plain_seconds
+        cost, count = round.cost, len(round.tokens)
         speculative = round.drafted > 0
         return replace(
             self,
-            generated_tokens=self.generated_tokens + len(round.tokens),
+            generated_tokens=self.generated_tokens + count,
             rounds=self.rounds + 1,
             batch_size_sum=self.batch_size_sum + round.batch_size,
             speculative_rounds=self.speculative_rounds + speculative,
-            speculative_tokens=self.speculative_tokens + len(round.tokens) * speculative,
+            speculative_tokens=self.speculative_tokens + count * speculative,
             drafted=self.drafted + round.drafted,
             accepted=self.accepted + round.accepted,
             ahead_hits=self.ahead_hits + (round.ahead is True),
@@ -128,11 +168,10 @@ class Statistics:
             by_drafter=self._positions(round),
             prefill_seconds=self.prefill_seconds + prefill,
             decode_seconds=self.decode_seconds + round.seconds,
-            compared_tokens=self.compared_tokens + (0 if plain is None else len(round.tokens)),
-            compared_seconds=self.compared_seconds + (0.0 if plain is None else round.seconds),
-            plain_seconds=self.plain_seconds + (plain or 0.0) * len(round.tokens),
+            compared_tokens=self.compared_tokens + (count if cost else 0),
+            costs=_merged(self.costs, {cost.shape: (1, cost)} if cost else {}),
             finish_reason=round.finish_reason,
-            last_reason=round.reason,
+            reasons={**self.reasons, round.reason: self.reasons.get(round.reason, 0) + count},
         )
 
     def _positions(self, round: Round) -> Mapping[str, Positions]:
@@ -149,20 +188,33 @@ def source_words(source: str) -> str:
     return {"grammar": "forced by the format", **others}.get(source, "drafter")
 
 
-# The fields of `Statistics` that are counts and times.
+# The fields of `Statistics` that are counts and times, and its properties that are figures.
 SUMMED = [name for name, value in vars(Statistics()).items() if isinstance(value, int | float)]
+DERIVED = [
+    name for name, found in vars(Statistics).items() if isinstance(found, property) and name != "reason"
+]
 
 
 def added(parts: Sequence[Statistics]) -> Statistics:
-    """Return the sums over several answers; reasons are those of the last one."""
+    """Return the sums over several answers."""
     if not parts:
         return Statistics()
     by_drafter: dict[str, Positions] = {}
+    reasons, costs = Counter[Reason](), dict[Hashable, tuple[int, Cost]]()
     for part in parts:
         for drafter, positions in part.by_drafter.items():
             by_drafter[drafter] = by_drafter.get(drafter, Positions()).plus(positions)
+        reasons.update(part.reasons)
+        costs = _merged(costs, part.costs)
     sums = {name: sum(vars(part)[name] for part in parts) for name in SUMMED}
-    return replace(parts[-1], by_drafter=by_drafter, **sums)
+    return replace(parts[-1], by_drafter=by_drafter, reasons=reasons, costs=costs, **sums)
+
+
+def _merged(
+    costs: Mapping[Hashable, tuple[int, Cost]], newer: Mapping[Hashable, tuple[int, Cost]]
+) -> dict[Hashable, tuple[int, Cost]]:
+    """Return the rounds of both by shape, with the newer cost."""
+    return {**costs, **{shape: (costs.get(shape, (0,))[0] + n, cost) for shape, (n, cost) in newer.items()}}
 
 
 def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ not yet in the target's cache.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
@@ -21,7 +21,7 @@ MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass en
 
 
 class Reason(enum.StrEnum):
-    """Why a round drafted as many tokens as it did; shown to the user."""
+    """Why a round drafted as many tokens as it did. Clients read the value, users the words."""
 
     FIXED = "fixed by user"
     DISABLED = "disabled by user"
@@ -34,11 +34,31 @@ class Reason(enum.StrEnum):
     BUDGET = "speculation has lost time so far"
     PROBE = "probing"
     RECURRENT = "plain while batched: this target's recurrent state cannot be padded"
+    LOST = "speculation gained nothing"  # of a whole answer
 
     @property
     def is_on(self) -> bool:
         """Return True if rounds with this reason draft tokens when a draft is available."""
-        return self in (Reason.FIXED, Reason.LEARNING, Reason.PAYS, Reason.WAITING, Reason.PROBE)
+        on = Reason.FIXED, Reason.LEARNING, Reason.PAYS, Reason.WAITING, Reason.PROBE, Reason.LOST
+        return self in on
+
+    @property
+    def words(self) -> str:
+        """Return the reason as users read it, after "drafts: "."""
+        return {
+            Reason.FIXED: "as many tokens as you asked for",
+            Reason.DISABLED: "switched off",
+            Reason.NO_DRAFTER: "none, this model has no drafter",
+            Reason.LEARNING: "still measuring whether they pay",
+            Reason.PAYS: "they pay",
+            Reason.WAITING: "none found for this text",
+            Reason.COST: "off, checking them costs too much here",
+            Reason.ACCEPTANCE: "off, not expected to pay in this text",
+            Reason.BUDGET: "off, they have lost time so far",
+            Reason.PROBE: "a few, to see whether they pay again",
+            Reason.RECURRENT: "off beside other answers, which this model cannot check together",
+            Reason.LOST: "they gained nothing in this answer",
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -136,12 +156,28 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """The cost of a round, whatever else the machine does."""
+
+    shape: Hashable  # rounds of one shape cost the same
+    plain_tokens: float  # of plain decoding in the same time
+    error: float = 0.0  # of that, relative: one standard deviation
+
+
+@dataclass(frozen=True)
 class Decision:
     """The drafters to try in the next round, and the reason."""
 
     choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
     plain_seconds: float | None = None  # time of one plain token here; None if not known
+    cost: Callable[[str, int], Cost] | None = None  # of a round, by its drafter and draft tokens
+
+    def cost_of(self, longest: Round) -> Cost | None:
+        """Return what a pass with this longest draft takes: one plain token if nothing was drafted."""
+        if longest.source is None:
+            return Cost("plain", 1.0)
+        return None if self.cost is None else self.cost(longest.source, longest.nodes or longest.drafted)
 
 
 @dataclass(frozen=True)
@@ -175,6 +211,7 @@ class Round:
     reason: Reason = Reason.NO_DRAFTER
     finish_reason: Literal["stop", "length"] | None = None
     plain_seconds: float | None = None  # time of one plain token here; None if not known
+    cost: Cost | None = None  # None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
     batch_size: int = 1  # sequences that shared the pass, this one included
 

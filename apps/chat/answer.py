@@ -14,18 +14,16 @@ import mlx.core as mx
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import PairInfo
-from mlx_spec.session import Piece, Statistics, source_words
+from mlx_spec.session import Piece, Positions, Statistics, source_words
 
 from .conversation import Conversation
 from .input import hidden_typing, key_waits
 from .interrupts import CtrlC, Interrupts
 from .saved import Journal
-from .terminal import BORDER, DIM, Terminal, origin_style
+from .terminal import BORDER, DIM, GAINED, Terminal, origin_style
 
 BAR_CELLS = 20  # of a full bar
-# What JSON takes as it is: from the statistics of an answer, and from each of its rounds.
-ROUNDS = "rounds", "speculative_rounds", "draft_length", "acceptance_length"
-DRAFTS = "drafted", "accepted", "drafted_at", "accepted_at", "ahead_hits", "ahead_misses"
+# What a trace takes of a round.
 TRACED = "kind", "tokens", "drafted", "accepted", "reason", "seconds", "plain_seconds", "finish_reason"
 
 
@@ -109,6 +107,7 @@ class ChatState:
         else:
             self.terminal.note("interrupted")
         if self.is_interactive:
+            self.terminal.note("")
             with hidden_typing():
                 self.conversation.pair.check_costs(lambda: self.interrupts.pressed or key_waits())
         return outcome
@@ -116,7 +115,7 @@ class ChatState:
     def report(self, outcome: Outcome, *, full: bool) -> None:
         """Show the status line of an answer, and with `full` the lines of `/stats`."""
         statistics = outcome.statistics
-        self.terminal.note(status_line(statistics, outcome.max_tokens))
+        self.terminal.styled(status_line(statistics, outcome.max_tokens))
         if full:
             self.terminal.note(*details(statistics, outcome.first_seconds, outcome.peak_bytes))
 
@@ -133,27 +132,22 @@ class ChatState:
 # --- reports
 
 
-def status_line(statistics: Statistics, max_tokens: int) -> str:
-    """Return one line: speed, gain, drafter, reason, tokens, and what cut the answer."""
-    speed, gain = f"{statistics.tokens_per_second:.1f} tokens/s", statistics.gain
-    parts = [speed if gain is None else f"{speed}, {gain:.2f} x plain"]
-    if statistics.drafted:
-        rate = statistics.accepted / statistics.drafted
-        parts.append(f"{_names(statistics)} K={statistics.draft_length}, {rate:.0%} accepted")
-    if statistics.rounds:
-        reason = statistics.reason
-        parts.append(reason.value if reason.is_on else f"speculation off: {reason.value}")
-    count = statistics.generated_tokens
-    tokens = f"{count} token{'' if count == 1 else 's'}"
-    if statistics.reused_tokens:
-        tokens += f", {statistics.reused_tokens} of {statistics.prompt_tokens} prompt tokens reused"
-    parts.append(tokens)
+def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]]:
+    """Return a line of texts with SGR styles: gain, speed, drafted tokens, what cut the answer."""
+    count, gain = statistics.generated_tokens, statistics.gain
+    parts = [
+        f"{statistics.tokens_per_second:.0f} tokens/s",
+        f"{statistics.accepted} of {count} tokens drafted"
+        if statistics.drafted
+        else f"drafts: {statistics.reason.words}",
+    ]
     if statistics.finish_reason is None:
         parts.append("interrupted")
     elif statistics.finish_reason == "length":
-        is_full = count < max_tokens
-        parts.append("cut: the context is full" if is_full else f"cut at --max-tokens {max_tokens}")
-    return " · ".join(parts)
+        parts.append("cut: the context is full" if count < max_tokens else "cut at --max-tokens")
+    if (words := statistics.gain_words) is None:
+        return [(" · ".join(parts), DIM)]
+    return [(words, GAINED if gain is not None and gain > 1 else DIM), (" · " + " · ".join(parts), DIM)]
 
 
 def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:
@@ -171,49 +165,38 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         lines.append(f"first token after {first_seconds:.2f} s")
     if statistics.drafted:
         lines += [
-            f"drafts: by {_names(statistics)}, mostly K={statistics.draft_length}, "
-            f"{statistics.accepted} of {statistics.drafted} tokens accepted, "
+            f"mostly {statistics.draft_length} draft tokens a round, "
+            f"{statistics.accepted} of {statistics.drafted} accepted, "
             f"{statistics.acceptance_length:.1f} tokens a round",
-            "accepted by position:",
-            *_bars(statistics),
+            *(line for name, each in statistics.by_drafter.items() for line in _bars(name, each)),
         ]
     if tried := statistics.ahead_hits + statistics.ahead_misses:
         lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
     if statistics.gain is not None:
         lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
-    reason = statistics.reason.value.removeprefix("speculation ")
-    state = "on" if statistics.reason.is_on else "off"
-    return [*lines, f"speculation {state}: {reason}", f"peak memory: {human_bytes(peak_bytes)}"]
+    return [*lines, f"drafts: {statistics.reason.words}", f"peak memory: {human_bytes(peak_bytes)}"]
 
 
 def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
     """Return an answer and its figures in seconds, bytes and tokens."""
-    statistics = outcome.statistics
-    read, prefill = statistics.prompt_tokens - statistics.reused_tokens, statistics.prefill_seconds
+    figures, finish_reason = outcome.statistics.as_dict(), outcome.statistics.finish_reason
     return {
         "text": outcome.answer,
         "thoughts": outcome.thinking or None,
         "target": info.target,
         "drafter": info.drafter,
-        "finish_reason": statistics.finish_reason or "interrupted",
+        "finish_reason": finish_reason or "interrupted",
         "usage": {
-            "prompt_tokens": statistics.prompt_tokens,
-            "reused_tokens": statistics.reused_tokens,
-            "completion_tokens": statistics.generated_tokens,
+            **{name: figures[name] for name in ("prompt_tokens", "reused_tokens")},
+            "completion_tokens": figures["generated_tokens"],
         },
         "timings": {
             "first_token_seconds": outcome.first_seconds,
-            "prompt_seconds": prefill,
-            "prompt_tokens_per_second": read / prefill if prefill > 0 else None,
-            "decode_seconds": statistics.decode_seconds,
-            "tokens_per_second": statistics.tokens_per_second,
-            "gain": statistics.gain,
+            "prompt_seconds": figures["prefill_seconds"],
+            "prompt_tokens_per_second": figures["prompt_per_second"],
+            **{name: figures[name] for name in ("decode_seconds", "tokens_per_second", "gain")},
         },
-        "speculation": {
-            "on": statistics.reason.is_on,
-            "reason": statistics.reason.value,
-            **{name: getattr(statistics, name) for name in ROUNDS + DRAFTS},
-        },
+        "speculation": {**figures, "on": figures["speculation"] == "on"},
         "peak_memory_bytes": outcome.peak_bytes,
     }
 
@@ -274,15 +257,11 @@ class Trace:
         return InvalidValue(f"--trace {self._name} cannot be written ({error.strerror}): take another file")
 
 
-def _names(statistics: Statistics) -> str:
-    return " + ".join(map(source_words, statistics.by_drafter))
-
-
-def _bars(statistics: Statistics) -> list[str]:
-    """Return a bar for each position: the accepted share of the tokens drafted there."""
-    accepted = (*statistics.accepted_at, *[0] * len(statistics.drafted_at))
-    lines = []
-    for position, drafted in enumerate(statistics.drafted_at, 1):
+def _bars(source: str, positions: Positions) -> list[str]:
+    """Return a bar for each position: the accepted share of the tokens that a drafter drafted there."""
+    accepted = (*positions.accepted, *[0] * len(positions.drafted))
+    lines = [f"{source_words(source)}, accepted by position:"]
+    for position, drafted in enumerate(positions.drafted, 1):
         share = accepted[position - 1] / drafted
         cells = round(share * BAR_CELLS)
         lines.append(f"{position:4} {'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}")

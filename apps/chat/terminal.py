@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DIM = "2"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
+GAINED = "32"  # green of the terminal's own palette, which fits its background
 BORDER = "│"  # between two rounds
 SIGNAL_SECONDS = 0.1  # longest wait of a Ctrl-C that comes just before a blocking read
 
@@ -180,7 +181,7 @@ def legend() -> list[tuple[str, str]]:
         *((f" {position}", style) for position, style in enumerate(DRAFTED, 1)),
         ("+", DRAFTED[-1]),
         (f" {BORDER} ", DIM),
-        ("copied by lookup", COPIED),
+        ("copied from the text", COPIED),
         (f" {BORDER} ", DIM),
         ("forced by the grammar", FORCED),
         (f"   {BORDER} ends a round", DIM),

@@ -91,10 +91,9 @@ class Figures:
     """Figures of the last answer; None for what is not known."""
 
     tokens_per_second: float | None = None
-    gain: float | None = None  # as a multiple of plain decoding
-    tokens_per_round: float | None = None  # of rounds that drafted
+    gain: str | None = None  # in words, such as "1.9 × faster"
     memory_bytes: int | None = None  # held by MLX
-    off_reason: str | None = None  # why speculation is off, in the server's words
+    off_reason: str | None = None  # why nothing is drafted, in the server's words
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _status(state: State) -> tuple[Item, ...]:
     lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
         lines.append(figures_line(state.figures))
-        lines += [f"Speculation is off: {why}"] if (why := state.figures.off_reason) else []
+        lines += [f"Drafts: {why}"] if (why := state.figures.off_reason) else []
     return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)] if line)
 
 
@@ -150,11 +149,10 @@ def headline(state: State) -> str:
 
 
 def figures_line(figures: Figures) -> str:
-    """Return a line such as `61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB` of the figures that are known."""
+    """Return a line such as `1.9 × faster · 61 tokens/s · 6.2 GB` of the figures that are known."""
     parts = [
-        None if figures.tokens_per_second is None else f"{figures.tokens_per_second:.0f} tok/s",
-        None if figures.gain is None else f"×{figures.gain:.1f}",
-        None if figures.tokens_per_round is None else f"{figures.tokens_per_round:.1f} tok/round",
+        figures.gain,
+        None if figures.tokens_per_second is None else f"{figures.tokens_per_second:.0f} tokens/s",
         None if figures.memory_bytes is None else human_bytes(figures.memory_bytes),
     ]
     return " · ".join(part for part in parts if part)

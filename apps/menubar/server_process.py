@@ -68,11 +68,10 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
     if found := get_json(address, "/metrics.json", key):
         last = found.get("last") or {}
         changes["figures"] = Figures(
-            last.get("predicted_per_second"),
-            last.get("gain"),
-            last.get("acceptance_length"),
+            last.get("tokens_per_second") or None,
+            last.get("gain_words"),
             found.get("memory_bytes"),
-            last.get("reason") if last.get("speculation") == "off" else None,
+            last.get("reason_words") if last.get("speculation") == "off" else None,
         )
     return changes
 

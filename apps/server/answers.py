@@ -15,6 +15,15 @@ from .errors import Failure
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
+# Figures by names that clients of llama.cpp's server read.
+ALIASES = {
+    "draft_rounds": "speculative_rounds",
+    "draft_n": "drafted",
+    "draft_n_accepted": "accepted",
+    "cache_n": "reused_tokens",
+    "drafter_cold_n": "drafter_cold",
+    "predicted_n": "generated_tokens",
+}
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
 
 
@@ -161,7 +170,7 @@ def timings_json(timings: Timings) -> dict[str, Any]:
     """Return the `timings` of a response, named as in llama.cpp's server where it has them.
 
     `drafted_at[i]` rounds drafted more than i tokens; `accepted_at[i]` rounds accepted more than i. Rates and
-    `gain` are None if nothing was measured. `reason` says why the last round drafted or did not. `batch_n`
+    `gain` are None if they are not known. `reason` says why most tokens were drafted or not. `batch_n`
     sequences shared a pass on average; `gain` compares with plain decoding in the same company.
     """
     return {
@@ -174,39 +183,22 @@ def timings_json(timings: Timings) -> dict[str, Any]:
 
 
 def measurements(statistics: Statistics) -> dict[str, Any]:
-    """Return the part of `timings` that an answer has while it goes on."""
-    processed = statistics.prompt_tokens - statistics.reused_tokens
+    """Return the part of `timings` that an answer has while it goes on: its figures, also by other names."""
+    figures = statistics.as_dict()
     return {
-        "draft_rounds": statistics.speculative_rounds,
-        "draft_n": statistics.drafted,
-        "draft_n_accepted": statistics.accepted,
-        "drafted_at": list(statistics.drafted_at),
-        "accepted_at": list(statistics.accepted_at),
-        "draft_length": statistics.draft_length,
-        "ahead_hits": statistics.ahead_hits,
-        "ahead_misses": statistics.ahead_misses,
-        "cache_n": statistics.reused_tokens,
-        "drafter_cold_n": statistics.drafter_cold,
-        "prompt_n": processed,
+        **figures,
+        **{alias: figures[name] for alias, name in ALIASES.items()},
+        "prompt_n": statistics.prompt_tokens - statistics.reused_tokens,
         "prompt_ms": _milliseconds(statistics.prefill_seconds),
-        "prompt_per_second": _rate(processed, statistics.prefill_seconds),
-        "predicted_n": statistics.generated_tokens,
         "predicted_ms": _milliseconds(statistics.decode_seconds),
-        "predicted_per_second": _rate(statistics.generated_tokens, statistics.decode_seconds),
+        "predicted_per_second": statistics.tokens_per_second or None,
         "batch_n": round(statistics.batch_size, 3),
-        "gain": statistics.gain,
-        "speculation": "on" if statistics.reason.is_on else "off",
-        "reason": statistics.reason.value,
     }
 
 
 def statistics_json(event: RoundDone) -> dict[str, Any]:
-    """Return the measurements of a choice so far, under the names of `timings`; positions also by drafter."""
-    by_drafter = {
-        name: {"drafted_at": list(positions.drafted), "accepted_at": list(positions.accepted)}
-        for name, positions in event.statistics.by_drafter.items()
-    }
-    return {"index": event.index, **measurements(event.statistics), "by_drafter": by_drafter}
+    """Return the measurements of a choice so far, under the names of `timings`."""
+    return {"index": event.index, **measurements(event.statistics)}
 
 
 def logprob_json(token: TokenLogprob) -> dict[str, Any]:
@@ -226,7 +218,3 @@ def _token_json(token: TokenLogprob) -> dict[str, Any]:
 
 def _milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 3)
-
-
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if seconds > 0 else None

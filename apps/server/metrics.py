@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_spec.session import Positions, Statistics
+from mlx_spec.session import SUMMED, Positions, Statistics
 from mlx_spec.types import Reason
 
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
@@ -28,16 +28,16 @@ COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting e
 NO_RESPONSE = 499  # status of a request whose client hung up before the response
 OTHER = "other"  # label of paths that do not exist
 LABELS = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginnings
-# What answers generate: a field of `Statistics`, its counter, and what that counts.
-COUNTED = (
-    ("generated_tokens", "generation_tokens", "Generated tokens."),
-    ("decode_seconds", "generation_seconds", "Seconds of the engine for these."),
-    ("speculative_rounds", "spec_decode_num_drafts", "Rounds that drafted."),
-    ("drafted", "spec_decode_num_draft_tokens", "Verified draft tokens."),
-    ("accepted", "spec_decode_num_accepted_tokens", "Accepted ones."),
-    ("plain_seconds", "plain_seconds", "Plain decoding of the compared tokens."),
-    ("compared_seconds", "compared_seconds", "Rounds whose plain time is known."),
-)
+# Counters with names of their own: vLLM's. Other figures of `Statistics` are counted under theirs.
+COUNTERS = {
+    "generated_tokens": "generation_tokens",
+    "decode_seconds": "generation_seconds",
+    "speculative_rounds": "spec_decode_num_drafts",
+    "drafted": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+# Counted when a prompt has been read.
+PROMPT = "prompt_tokens", "reused_tokens"
 
 
 State = Literal["loading", "ready", "failed", "draining", "closed"]
@@ -92,7 +92,13 @@ class Metrics(Collector):
         self.cancelled = counter("cancelled", "Requests whose client hung up.", ["model"])
         self.prompt = counter("prompt_tokens", "Tokens of prompts.", ["model"])
         self.cached = counter("cached_tokens", "Tokens of prompts that were cached.", ["model"])
-        self.counted = {field: counter(name, about, ["model"]) for field, name, about in COUNTED}
+        self.counted = {
+            name: counter(COUNTERS.get(name, name), f"Of all answers: {name}.", ["model"])
+            for name in SUMMED
+            if name not in PROMPT
+        }
+        self.plain = counter("plain_seconds", "Plain decoding of the answers whose gain is known.", ["model"])
+        self.compared = counter("compared_seconds", "Seconds of the engine for these.", ["model"])
         at = ["model", "drafter", "position"]  # from 0, as vLLM counts them
         self.drafted_at = counter("spec_decode_num_draft_tokens_per_pos", "By position.", at)
         self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "By position.", at)
@@ -131,6 +137,9 @@ class Metrics(Collector):
         if statistics.tokens_per_second:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
         self.pause.labels(model).observe(event.timings.longest_pause_seconds)
+        if statistics.gain is not None:
+            self.plain.labels(model).inc(statistics.decode_seconds * statistics.gain)
+            self.compared.labels(model).inc(statistics.decode_seconds)
         self._show_latest(model, statistics)
 
     def collect(self) -> Iterator[Metric]:
@@ -168,7 +177,7 @@ class Metrics(Collector):
                 found[f"{labels['kind']}_bytes"] = sample.value
         last: dict[str, Any] | None = None
         for model, now in tuple(self._latest.items()):  # the engine thread changes them
-            last = {"model": model, "acceptance_length": now.acceptance_length or None, **measurements(now)}
+            last = {"model": model, **measurements(now)}
             models.setdefault(model, {})["last"] = last
         status = self._status()
         for one in status.models:
@@ -190,8 +199,11 @@ class Metrics(Collector):
     def _show_latest(self, model: str, statistics: Statistics) -> None:
         self._latest.pop(model, None)
         self._latest[model] = statistics
-        if statistics.gain is not None:
-            self.gain.labels(model).set(statistics.gain)
+        gain = self.gain.labels(model)
+        if statistics.gain is None:
+            self.gain.remove(model)
+        else:
+            gain.set(statistics.gain)
         for reason in Reason:
             self.reason.labels(model, reason.value).set(reason is statistics.reason)
 

@@ -409,12 +409,14 @@ class Group:
         if self._rounds % CLEAR_INTERVAL == 0:
             mx.clear_cache()
         done, shared = list[Round | Exception](), self._shared_policy
+        longest = max(rounds, key=lambda round: round.nodes or round.drafted)
         for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
             round = replace(
                 round,
                 seconds=seconds,
                 reason=decision.reason,
                 plain_seconds=decision.plain_seconds,
+                cost=decision.cost_of(longest),
                 batch_size=len(self.sequences),
             )
             if shared is None:

@@ -23,8 +23,9 @@ from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, RoundCosts, Table, best_length
+from mlx_spec.policy.ratios import Ratios
 from mlx_spec.policy.saved_costs import Key
-from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Decision, Reason, RequestDrafter, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Cost, Decision, Reason, RequestDrafter, Round
 
 Clock = Callable[[], float]
 Gains = Callable[[], Sequence[float]]
@@ -124,7 +125,14 @@ class AdaptivePolicy:
             self._choices = ()
             return Decision((), Reason.LEARNING if self._proposals else Reason.NO_DRAFTER)
         self._choices, reason = self._choose(history, self._costs)
-        return Decision(self._choices, reason, self._costs.plain)
+        return Decision(self._choices, reason, self._costs.plain, self._cost)
+
+    def _cost(self, source: str, rows: int) -> Cost:
+        """Return what a round with a draft of this drafter takes."""
+        assert self._costs is not None
+        index, rows = self._names.index(source), min(rows, MAX_DRAFT_TOKENS)
+        measured = self._costs.measured(index, rows) / self._costs.table.plain
+        return self._shared.ratios.cost((index, rows), measured)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[Choice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
@@ -214,7 +222,8 @@ class AdaptivePolicy:
             proposal.belief.advance(len(round.tokens))
 
     def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
-        proposal, plain = self._proposals[drafter], costs.plain
+        proposal, plain, rows = self._proposals[drafter], costs.plain, round.nodes or round.drafted
+        self._shared.ratios.observe_draft(1, (drafter, rows), seconds, costs.measured(drafter, rows))
         charged = self._observe_costs(round, drafter, seconds, costs)
         self._shared.account.enter(len(round.tokens), charged / plain)
         self._steps += seconds / plain
@@ -253,6 +262,7 @@ class AdaptivePolicy:
         timed = self._queued and round.kind == "plain"
         if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
             costs.observe_plain(now - self._done)
+            self._shared.ratios.observe_plain(1, now - self._done)
 
 
 class AdaptivePolicies:
@@ -280,7 +290,7 @@ class AdaptivePolicies:
         timed = [(i, name) for i, name in enumerate(names) if i not in self.copying]
         self.own_costs = {i: own_costs[name] for i, name in timed if name in own_costs}
         self.acceptance = [DrafterStatistics() for _ in names]
-        self.account = Account()
+        self.account, self.ratios = Account(), Ratios()
         self.costs: Costs | None = None
         self.measured: str | None = None  # date of the costs
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file

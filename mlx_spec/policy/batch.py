@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from mlx_spec.policy.costs import CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
     MAX_DRAFT_TOKENS,
     Choice,
+    Cost,
     Decision,
     DraftLengthPolicy,
     Reason,
@@ -176,6 +178,7 @@ class Plan:
     policies: Sequence[MemberPolicy]
     choices: Sequence[tuple[Choice, ...]]
     costs: CostModel
+    seconds: Floats  # of a round, by its longest draft
     plain: float  # seconds of a plain round
     began: float
 
@@ -217,11 +220,18 @@ class BatchPolicy:
             for policy, each, depth in zip(adaptive, options, depths, strict=True)
         ]
         plain = float(seconds[0])
-        self._plan = Plan(adaptive, choices, costs, plain, began)
+        self._plan = Plan(adaptive, choices, costs, seconds, plain, began)
         return [
-            Decision(each, policy.reason(reason) if each else reason, plain)
+            Decision(
+                each, policy.reason(reason) if each else reason, plain, partial(self._cost, seconds, count)
+            )
             for policy, each in zip(adaptive, choices, strict=True)
         ]
+
+    def _cost(self, seconds: Floats, count: int, _: str, longest: int) -> Cost:
+        """Return what a pass of `count` sequences takes, in plain ones of them."""
+        measured = float(seconds[longest] / seconds[0])
+        return self._shared.ratios.cost((count, "sequences", longest), measured)
 
     def _depths(
         self,
@@ -277,9 +287,12 @@ class BatchPolicy:
             drafting = float(self._drafting(plan.costs, drafters)[longest])
             self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)
+            shape, expected = (count, "sequences", longest), plan.seconds[longest]
+            self._shared.ratios.observe_draft(count, shape, seconds, float(expected))
             return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
         if queued and self._queued == count and plan.began - self._done < plan.plain / 2:
             self._passes.observe(plan.costs, count, 0, max(now - self._done, TICK))
+            self._shared.ratios.observe_plain(count, max(now - self._done, TICK))
         return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
 
     def _drafting(self, costs: CostModel, drafters: Sequence[int]) -> Floats:

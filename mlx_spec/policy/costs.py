@@ -171,6 +171,11 @@ class CostModel:
         """Return the seconds of a round."""
         return float(self.rounds(drafter)[tokens])
 
+    def measured(self, drafter: int, tokens: int) -> float:
+        """Return the seconds of a round as they were measured, without what was learned since."""
+        drafting = self._drafting[drafter][tokens] if drafter < len(self._drafting) else 0.0
+        return float(math.exp(self._base[tokens]) + drafting)
+
     def corrected(self) -> Table:
         """Return the table with what was learned, relative to plain decoding now: heat does not last."""
         passes = self.passes / self.plain * self.table.plain

@@ -35,11 +35,11 @@ from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
-from mlx_spec.apps.chat.terminal import Terminal, Wrapping
+from mlx_spec.apps.chat.terminal import DIM, GAINED, Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.pair import Pair
 from mlx_spec.session import Positions, Statistics
-from mlx_spec.types import Reason
+from mlx_spec.types import Cost, Reason
 
 CHOICE = PairChoice(str(GOLDEN / "target"), str(GOLDEN / "assistant"))
 TURNS = [
@@ -67,47 +67,34 @@ SPECULATED = Statistics(
     by_drafter={"mtp": Positions((10, 10, 9, 9), (10, 6, 3))},
     prefill_seconds=0.5,
     decode_seconds=2.0,
-    compared_tokens=30,
-    plain_seconds=2.1,
-    compared_seconds=1.5,
+    compared_tokens=35,
+    costs={"draft": (10, Cost("draft", 2.5))},
     finish_reason="stop",
-    last_reason=Reason.PAYS,
+    reasons={Reason.PAYS: 34, Reason.PROBE: 3},
 )
 PLAIN = Statistics(prompt_tokens=3, generated_tokens=1, rounds=1, decode_seconds=0.5, finish_reason="stop")
 
 
-def test_status_of_a_speculative_answer():
-    assert status_line(SPECULATED, 2048) == (
-        "18.5 tokens/s, 1.40 x plain · drafter K=4, 50% accepted · speculation pays · "
-        "37 tokens, 5 of 12 prompt tokens reused"
+def line_of(statistics, max_tokens=2048):
+    return "".join(text for text, _ in status_line(statistics, max_tokens))
+
+
+def test_status_line():
+    line = status_line(SPECULATED, 2048)
+    assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted", DIM)]
+    unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.5, 0.5))})
+    assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted"
+    assert status_line(PLAIN, 8)[0] == ("as fast as plain", DIM)
+    cut = replace(SPECULATED, finish_reason="length")
+    assert line_of(cut, 37).endswith(" · 19 of 37 tokens drafted · cut at --max-tokens")
+    assert line_of(cut, 38).endswith(" · cut: the context is full")
+    assert line_of(replace(cut, finish_reason=None), 64).endswith(" drafted · interrupted")
+    assert (
+        line_of(Statistics(prompt_tokens=9), 64)
+        == "0 tokens/s · drafts: none, this model has no drafter · interrupted"
     )
-    both = replace(
-        SPECULATED, by_drafter={"mtp": Positions((9, 9, 9), (9,)), "lookup": Positions((2, 1), (2, 1))}
-    )
-    assert " · drafter + copied from the text K=3, " in status_line(both, 2048)
-
-
-@pytest.mark.parametrize(
-    ("figures", "gain"), [({"compared_tokens": 23}, None), ({"plain_seconds": 1.2}, "0.80 x plain")]
-)
-def test_speculation_without_a_gain_does_not_pay(figures, gain):
-    statistics = replace(SPECULATED, **figures)
-    line = status_line(statistics, 2048)
-    assert " · learning · " in line and ("x plain" in line) == (gain is not None) and (gain or "") in line
-    assert any(line.startswith("gain: ") for line in details(statistics, None, 0)) == (gain is not None)
-
-
-def test_status_tells_the_reason_and_what_cut_the_answer():
-    for reason, text in (
-        (Reason.COST, "speculation off: verification costs more than it gains"),
-        (Reason.FIXED, "fixed by user"),
-    ):
-        assert status_line(replace(PLAIN, last_reason=reason), 8) == f"2.0 tokens/s · {text} · 1 token"
-    cut = replace(SPECULATED, finish_reason="length", reused_tokens=0)
-    assert status_line(cut, 37).endswith(" · 37 tokens · cut at --max-tokens 37")
-    assert status_line(cut, 38).endswith(" · 37 tokens · cut: the context is full")
-    assert status_line(replace(cut, finish_reason=None), 64).endswith("tokens · interrupted")
-    assert status_line(Statistics(prompt_tokens=9), 64) == "0.0 tokens/s · 0 tokens · interrupted"
+    long = replace(cut, generated_tokens=2048, compared_tokens=2048, accepted=1222, decode_seconds=9.9)
+    assert len(line_of(long)) <= 80
 
 
 def test_details():
@@ -115,18 +102,23 @@ def test_details():
         "prompt: 12 tokens, 5 reused, the rest read in 0.50 s (14.0 tokens/s)",
         "answer: 37 tokens in 12 rounds and 2.00 s (18.5 tokens/s)",
         "first token after 0.55 s",
-        "drafts: by drafter, mostly K=4, 19 of 38 tokens accepted, 3.4 tokens a round",
-        "accepted by position:",
+        "mostly 4 draft tokens a round, 19 of 38 accepted, 3.4 tokens a round",
+        "drafter, accepted by position:",
         "   1 ████████████████████ 100%",
         "   2 ████████████░░░░░░░░  60%",
         "   3 ███████░░░░░░░░░░░░░  33%",
         "   4 ░░░░░░░░░░░░░░░░░░░░   0%",
         "gain: 1.40 x plain decoding",
-        "speculation on: pays",
+        "drafts: they pay",
         "peak memory: 2.4 GB",
     ]
-    assert details(replace(PLAIN, last_reason=Reason.DISABLED), None, 12_300_000)[2:] == [
-        "speculation off: disabled by user",
+    both = {"mtp": Positions((9, 9, 9), (9,)), "lookup": Positions((2, 1), (2, 1))}
+    assert "copied from the text, accepted by position:" in details(
+        replace(SPECULATED, by_drafter=both), None, 0
+    )
+    assert details(replace(PLAIN, reasons={Reason.DISABLED: 1}), None, 12_300_000)[2:] == [
+        "gain: 1.00 x plain decoding",
+        "drafts: switched off",
         "peak memory: 12.3 MB",
     ]
 

@@ -73,7 +73,7 @@ def test_every_command(converse, tmp_path):
     lines = {
         "/help": r"/help .*\n(.*\n)*/highlight ",
         "/draft off": "drafts: off",
-        JOIN: "speculation off: disabled by user",
+        JOIN: "drafts: switched off",
         "/draft 3": "drafts: by .*, 3 tokens a round",
         "/retry": "fixed by user",
         "/stats": "accepted by position:",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support import tiny
 from support.pairs import KINDS, alone, generate, make_pair
@@ -9,8 +11,8 @@ from support.pairs import KINDS, alone, generate, make_pair
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import MIN_COMPARED_TOKENS, Statistics
-from mlx_spec.types import Reason, Round
+from mlx_spec.session import Statistics, added
+from mlx_spec.types import Cost, Reason, Round
 
 GREEDY = Sampling()
 
@@ -67,24 +69,37 @@ def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     assert generate(pair, held, longer, 6) == alone(pair, kind, longer, 6, GREEDY)
 
 
-def drafted(tokens: int, seconds: float) -> Round:
-    """Return a round that drafted 4 tokens; a plain token takes a second."""
-    cost = {"seconds": seconds, "plain_seconds": 1.0}
-    return Round([5] * tokens, 4, tokens - 1, "draft", "lookup", reason=Reason.PAYS, **cost)
+def drafted(tokens: int, cost: Cost | None) -> Round:
+    """Return a round that drafted 4 tokens."""
+    return Round([5] * tokens, 4, tokens - 1, "draft", "lookup", reason=Reason.PAYS, cost=cost)
 
 
-def test_a_gain_is_shown_once_enough_tokens_were_compared() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "cost", "gain", "words", "reason"),
+    [
+        (4, Cost("lookup", 2.0, 0.05), 2.0, "2.0 × faster", Reason.PAYS),
+        (2, Cost("lookup", 1.9, 0.01), 2 / 1.9, "1.05 × faster", Reason.PAYS),
+        (1, Cost("lookup", 1.25), 0.8, "0.8 × plain speed", Reason.LOST),  # it does not say "pays"
+        (4, Cost("lookup", 2.0, 0.1), None, None, Reason.LEARNING),  # may be wrong by 15 %
+        (4, Cost("lookup", 3.9, 0.05), None, None, Reason.LEARNING),  # may be a loss
+        (4, None, None, None, Reason.LEARNING),
+    ],
+)
+def test_gain_and_reason_of_an_answer(
+    tokens: int, cost: Cost | None, gain: float | None, words: str | None, reason: Reason
+) -> None:
+    answer = Statistics().plus(Round([5], 0, 0, "plain", cost=Cost("plain", 1.0)), 0.0)
+    assert (answer.gain, answer.gain_words) == (1.0, "as fast as plain")
     answer = Statistics()
-    for _ in range(MIN_COMPARED_TOKENS // 4 - 1):
-        answer = answer.plus(drafted(4, 2.0), 2.0)
-    assert answer.gain is None and answer.reason is Reason.LEARNING
-    answer = answer.plus(drafted(4, 2.0), 2.0)
-    assert answer.gain == 2.0 and answer.reason is Reason.PAYS
+    for earlier in (None if cost is None else replace(cost, error=1.0), cost, cost):  # the newest cost counts
+        answer = answer.plus(drafted(tokens, earlier), 0.0)
+    assert answer.gain == (None if gain is None else pytest.approx(gain))
+    assert (answer.gain_words, answer.reason) == (words, reason)
+    assert added([answer, answer]).gain == answer.gain
 
 
-def test_an_answer_that_lost_time_does_not_say_that_speculation_pays() -> None:
-    """The first answers of a pair used to say "pays" beside 0.92 x plain."""
-    answer = Statistics()
-    for _ in range(MIN_COMPARED_TOKENS):
-        answer = answer.plus(drafted(1, 1.1), 1.1)
-    assert answer.gain == pytest.approx(1 / 1.1) and answer.reason is Reason.LEARNING
+def test_the_reason_is_that_of_most_tokens() -> None:
+    answer = Statistics().plus(drafted(5, None), 0.0)
+    for _ in range(4):
+        answer = answer.plus(Round([5], 0, 0, "plain", reason=Reason.ACCEPTANCE), 0.0)
+    assert answer.reason is Reason.LEARNING

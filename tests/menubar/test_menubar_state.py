@@ -9,8 +9,8 @@ import pytest
 from mlx_spec.apps.menubar.menu import Action, Figures, Item, Menu, Phase, State, environment_example, menu
 
 URL = "http://127.0.0.1:8080"
-FAST = Figures(61.3, 1.87, 3.14, 6_240_000_000)
-SLOW = Figures(20.1, memory_bytes=31_000_000, off_reason="too few draft tokens accepted")
+FAST = Figures(61.3, "1.9 × faster", 6_240_000_000)
+SLOW = Figures(20.1, memory_bytes=31_000_000, off_reason="off, they have lost time so far")
 UP = State(Phase.RUNNING, URL, names=("demo",))
 
 
@@ -38,7 +38,7 @@ def test_a_whole_menu():
     assert menu(state).label == "61"
     assert lines(state) == [
         "(demo at 127.0.0.1:8080)",
-        "(61 tok/s · ×1.9 · 3.1 tok/round · 6.2 GB)",
+        "(1.9 × faster · 61 tokens/s · 6.2 GB)",
         "---",
         "(Start)",
         "Stop",
@@ -65,14 +65,18 @@ def test_a_whole_menu():
 STOPPED = ["Start", "(Stop)", "(Restart)"]
 ALIVE = ["(Start)", "Stop", "Restart"]
 NEITHER = ["(Start)", "(Stop)", "(Restart)"]
-OFF_LINE = "(Speculation is off: too few draft tokens accepted)"
+OFF_LINE = "(Drafts: off, they have lost time so far)"
 STATES = {
     "new": (State(), ["(Stopped)"], STOPPED),
     "starting": (State(Phase.STARTING, URL), ["(Starting at 127.0.0.1:8080…)"], ALIVE),
     "loading": (State(Phase.LOADING, URL), ["(Loading the model…)"], ALIVE),
     "running": (UP, ["(demo at 127.0.0.1:8080)"], ALIVE),
     "unnamed": (State(Phase.RUNNING, URL), ["(Running at 127.0.0.1:8080)"], ALIVE),
-    "off": (replace(UP, figures=SLOW), ["(demo at 127.0.0.1:8080)", "(20 tok/s · 31.0 MB)", OFF_LINE], ALIVE),
+    "off": (
+        replace(UP, figures=SLOW),
+        ["(demo at 127.0.0.1:8080)", "(20 tokens/s · 31.0 MB)", OFF_LINE],
+        ALIVE,
+    ),
     "silent": (replace(UP, phase=Phase.SILENT), ["(Not responding at 127.0.0.1:8080)"], ALIVE),
     "stopping": (replace(UP, phase=Phase.STOPPING), ["(Stopping…)"], NEITHER),
     "crashed": (

@@ -112,7 +112,7 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     server.post(CHAT, json={"messages": [{"role": "user", "content": QUESTION}]})
     tab.until("document.querySelector('#speed-note').textContent === \"another client's answer\"", 10)
     assert "MB" in text(tab, "#memory-note")
-    assert text(tab, "#reason").startswith("The draft length was fixed")
+    assert text(tab, "#reason").startswith("Drafts: as many tokens as you asked for")
 
 
 def test_stop_ends_the_answer_and_the_next_one_works(server, tab):

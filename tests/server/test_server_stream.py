@@ -44,7 +44,7 @@ from mlx_spec.apps.server.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.types import Reason
+from mlx_spec.types import Cost, Reason
 
 REQUEST = GenerationRequest("demo", Chat(()), Sampling())
 
@@ -53,16 +53,12 @@ REQUEST = GenerationRequest("demo", Chat(()), Sampling())
 
 
 def test_timings():
-    assert timings_json(CLOSED.timings) == {
-        "draft_kind": "lookup",
+    found = timings_json(CLOSED.timings)
+    assert found["draft_kind"] == "lookup"
+    others = {  # by the names of llama.cpp's server
         "draft_rounds": 2,
         "draft_n": 6,
         "draft_n_accepted": 2,
-        "drafted_at": [2, 2, 2],
-        "accepted_at": [1, 1],
-        "draft_length": 3,
-        "ahead_hits": 0,
-        "ahead_misses": 0,
         "cache_n": 2,
         "drafter_cold_n": 0,
         "prompt_n": 3,
@@ -72,18 +68,24 @@ def test_timings():
         "predicted_ms": 200.0,
         "predicted_per_second": pytest.approx(20.0),
         "batch_n": 1.5,
-        "gain": pytest.approx(1.5),
-        "speculation": "on",
-        "reason": "speculation pays",
         "queued_ms": 10.0,
         "ttft_ms": 120.0,
         "longest_pause_ms": 30.0,
     }
-    for changes, state in (
-        ({"last_reason": Reason.COST}, ("off", Reason.COST)),
-        ({"plain_seconds": 0.1}, ("on", Reason.LEARNING)),  # a gain below 1 never stands beside "pays"
+    assert {name: found[name] for name in others} == others
+    figures = STATISTICS.as_dict()
+    assert {name: found[name] for name in figures} == figures
+    assert figures["drafted_at"] == (2, 2, 2) and figures["gain"] == pytest.approx(1.5)
+    assert (figures["speculation"], figures["reason"]) == ("on", "speculation pays")
+    off = replace(STATISTICS, reasons={Reason.PAYS: 2, Reason.COST: 3})
+    slow = replace(STATISTICS, costs={"draft": (2, Cost("draft", 4.0))})  # never stands beside "pays"
+    noisy = replace(STATISTICS, costs={"draft": (2, Cost("draft", 4 / 3, 0.5))})
+    for changed, state in (
+        (off, ("off", Reason.COST)),
+        (slow, ("on", Reason.LOST)),
+        (noisy, ("on", Reason.LEARNING)),
     ):
-        found = timings_json(Timings(replace(STATISTICS, **changes), None, 0, 0))
+        found = timings_json(Timings(changed, None, 0, 0))
         assert (found["speculation"], found["reason"]) == state
     found = timings_json(Timings(Statistics(), None, 0.0, 0.0))
     assert [found[key] for key in ("prompt_per_second", "predicted_per_second", "gain")] == [None] * 3

@@ -35,7 +35,7 @@ from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.tokenizer.stream import Span
-from mlx_spec.types import Reason, TokenLogprob
+from mlx_spec.types import Cost, Reason, TokenLogprob
 from support.waiting import LIMIT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -63,10 +63,9 @@ STATISTICS = Statistics(
     by_drafter={"lookup": Positions((2, 2, 2), (1, 1))},
     prefill_seconds=0.1,
     decode_seconds=0.2,
-    compared_tokens=24,  # fewer tell no gain
-    compared_seconds=0.2,
-    plain_seconds=0.3,
-    last_reason=Reason.PAYS,
+    compared_tokens=4,
+    costs={"draft": (2, Cost("draft", 4 / 3))},
+    reasons={Reason.PAYS: 4},
 )
 USAGE = Usage(5, 2, 4, 1, 3, 1)
 READ = PromptRead(5, 2)

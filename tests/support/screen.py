@@ -23,7 +23,10 @@ UNWANTED = ("NO_COLOR", "INPUTRC", "COLUMNS", "LINES")  # pytest-xdist sets COLU
 TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
 PAIR = ["--target=demo"]
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
-STATUS = r"\d+\.\d tokens/s(, \d+\.\d\d x plain)? · (.* · )?\d+ tokens?"
+STATUS = (
+    r"(as fast as plain · |\d\.\d+ × (faster|plain speed) · )?\d+ tokens/s · "
+    r"(\d+ of \d+ tokens drafted|drafts: [^·]*\b)"
+)
 READY = "¶"  # in the text of a screen: the editor waits for a message
 EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked
 CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)|\x1b(\[[0-9;?]*|\][^\x07]*)?$|[\r\b]")

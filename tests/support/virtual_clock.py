@@ -191,6 +191,7 @@ def decode(
             reason=decision.reason,
             finish_reason=None if remaining else "length",
             plain_seconds=decision.plain_seconds,
+            cost=decision.cost_of(round),
         )
         policy.observe(round)
         answer.rounds.append(round)

@@ -1,5 +1,5 @@
 // A question and its answer: drawn while it streams, and kept in the browser.
-import { copyButton, decimal, duration, element, known, percent, plural, speed } from "./dom.js";
+import { copyButton, decimal, duration, element, known, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
 
 const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
@@ -179,20 +179,17 @@ export function isNearEnd(log) {
 
 // Returns what stands below an answer.
 export function summary({ timings, usage, reason, stopped }, limit) {
-  const facts = [];
-  const count = timings?.predicted_n ?? usage?.completion_tokens;
-  if (known(count)) facts.push(plural(count, "token"));
-  if (known(timings?.predicted_per_second)) facts.push(`${speed(timings.predicted_per_second)} tokens/s`);
-  if (known(timings?.gain)) facts.push(`${decimal(timings.gain, 2)} × plain`);
-  if (timings?.batch_n >= 1.05) {
-    facts.push(`${decimal(timings.batch_n, 1)} answers in a pass`);
+  const facts = timings?.gain_words ? [timings.gain_words] : [];
+  const count = timings?.generated_tokens ?? usage?.completion_tokens;
+  if (known(count) && !timings?.drafted) facts.push(plural(count, "token"));
+  if (timings?.tokens_per_second) facts.push(`${speed(timings.tokens_per_second)} tokens/s`);
+  if (timings?.batch_size >= 1.05) {
+    facts.push(`${decimal(timings.batch_size, 1)} answers in a pass`);
     if (known(timings.longest_pause_ms)) facts.push(`longest pause ${duration(timings.longest_pause_ms)}`);
   }
-  if (timings?.draft_n) {
-    facts.push(`${percent(timings.draft_n_accepted / timings.draft_n)} of ${timings.draft_n} draft tokens accepted`);
-  }
+  if (timings?.drafted) facts.push(`${timings.accepted} of ${plural(count, "token")} drafted`);
   if (known(timings?.ttft_ms)) facts.push(`first token after ${duration(timings.ttft_ms)}`);
-  if (timings?.cache_n) facts.push(`${plural(timings.cache_n, "prompt token")} reused`);
+  if (timings?.reused_tokens) facts.push(`${plural(timings.reused_tokens, "prompt token")} reused`);
   if (stopped) facts.push("stopped");
   if (reason === "length") facts.push(count === limit ? "cut at the longest answer allowed" : "cut: the context is full");
   return facts;

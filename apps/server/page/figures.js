@@ -11,20 +11,11 @@ const BELOW = 16; // px, for the numbers below bars
 const BARS = new Set(["lookup", "grammar", "prediction"]); // drafters with a colour of their own
 const NOTHING = "not measured yet";
 
-// Reasons of the server in words; others are shown as they come.
-const REASONS = {
-  "fixed by user": "The draft length was fixed when the server was started.",
-  "disabled by user": "Speculation is off: the server was started that way.",
-  "no drafter": "Speculation is off: this model has no drafter.",
-  learning: "Learning: too few tokens were compared to say more.",
-  "speculation pays": "Speculation is on: it pays.",
-  "no draft available": "Speculation is on: no drafter has a draft for this text now.",
-  "verification costs more than it gains": "Speculation is off: checking drafts costs more here than it gains.",
-  "too few draft tokens accepted": "Speculation is off: too few draft tokens were accepted in this text.",
-  "speculation has lost time so far": "Speculation is off: it has lost time in this answer so far.",
-  probing: "Probing: a few tokens are drafted to see whether it pays again.",
-  "plain while batched: this target's recurrent state cannot be padded":
-    "Speculation is off beside other answers: this model cannot read drafts of unequal length together.",
+// What users read for drafters; others are models, whose families do not matter.
+const SOURCES = {
+  lookup: "copied from the text",
+  grammar: "forced by the format",
+  prediction: "copied from the prediction",
 };
 
 // The figures of one model: of the answer that streams here, or of the last one of another client.
@@ -68,9 +59,9 @@ class ModelFigures {
 
   // `statistics` are those of the answer so far: the round is their difference to the ones before.
   #takeRound(statistics) {
-    const before = this.statistics ?? { draft_n: 0, predicted_n: 0, predicted_ms: 0 };
-    const tokens = statistics.predicted_n - before.predicted_n;
-    const seconds = (statistics.predicted_ms - before.predicted_ms) / 1000;
+    const before = this.statistics ?? { drafted: 0, generated_tokens: 0, decode_seconds: 0 };
+    const tokens = statistics.generated_tokens - before.generated_tokens;
+    const seconds = statistics.decode_seconds - before.decode_seconds;
     for (const [name, { drafted_at: drafted, accepted_at: accepted }] of Object.entries(statistics.by_drafter)) {
       const totals = this.drafters[name] ??= { drafted: [], accepted: [] };
       addGrowth(totals.drafted, drafted, before.by_drafter?.[name]?.drafted_at);
@@ -82,19 +73,19 @@ class ModelFigures {
       const sum = (key) => this.rounds.reduce((total, round) => total + round[key], 0);
       this.#addSpeed(sum("tokens") / sum("seconds"), seconds);
     }
-    push(this.lengths, statistics.draft_n - before.draft_n);
+    push(this.lengths, statistics.drafted - before.drafted);
     this.#takeTimings(statistics);
   }
 
   #takeTimings(timings) {
     this.#takeLast(timings);
-    this.now.perRound = timings.draft_rounds ? 1 + timings.draft_n_accepted / timings.draft_rounds : null;
-    this.now.accepted = timings.draft_n ? timings.draft_n_accepted / timings.draft_n : null;
+    this.now.perRound = timings.speculative_rounds ? 1 + timings.accepted / timings.speculative_rounds : null;
+    this.now.accepted = timings.drafted ? timings.accepted / timings.drafted : null;
   }
 
   // Takes figures that belong to one answer.
-  #takeLast({ predicted_per_second: speed, gain, reason, speculation }) {
-    Object.assign(this.now, { speed: speed ?? null, gain: gain ?? null });
+  #takeLast({ tokens_per_second: speed, gain, reason_words: reason, speculation }) {
+    Object.assign(this.now, { speed: speed || null, gain: gain ?? null });
     if (reason) Object.assign(this.now, { reason, isOn: speculation === "on" });
   }
 
@@ -213,11 +204,10 @@ export class Figures {
     byId("speed-note").textContent = now.whose ?? NOTHING;
     byId("gain").textContent = decimal(now.gain, 2);
     byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : NOTHING;
-    const isOn = now.isOn ?? true;
     byId("reason").textContent = now.reason
-      ? REASONS[now.reason] ?? `Speculation is ${isOn ? "on" : "off"}: ${now.reason}.`
+      ? `Drafts: ${now.reason}.`
       : model.isStreaming ? "No token of this answer yet." : `${this.chosen || "The model"} has not answered yet.`;
-    byId("reason").dataset.on = now.reason ? String(isOn) : "unknown";
+    byId("reason").dataset.on = now.reason ? String(now.isOn) : "unknown";
     this.#drawCharts(model, plain);
     showTile("per-round", known(now.perRound) ? decimal(now.perRound, 1) : null);
     showTile("first-token", known(now.firstToken) ? duration(now.firstToken) : null);
@@ -253,7 +243,7 @@ export class Figures {
   #drawAcceptance(drafters, otherwise) {
     const drafting = Object.entries(drafters).filter(([, { drafted }]) => drafted.some((count) => count > 0));
     const hosts = drafting.map(() => element("div", { class: "chart" }));
-    const names = drafting.map(([name]) => element("p", { class: "aside" }, name));
+    const names = drafting.map(([name]) => element("p", { class: "aside" }, SOURCES[name] ?? "drafter"));
     byId("acceptance").replaceChildren(...hosts.flatMap((host, i) => [names[i], host]));
     const slots = Math.min(Math.max(4, ...drafting.map(([, { drafted }]) => drafted.length)), MAX_POSITIONS);
     drafting.forEach(([name, { drafted, accepted }], i) => drawBars(hosts[i], { name, drafted, accepted, slots }));
@@ -317,10 +307,12 @@ function drawLine(host, { points, reference, format, label }) {
   const drawn = chart(host, label);
   if (!drawn) return;
   const { svg, width, height } = drawn;
-  const top = ceiling(Math.max(...points.map((point) => point.y), reference ?? 0));
+  const values = points.map((point) => point.y).sort((a, b) => a - b);
+  const most = Math.min(values.at(-1), 3 * values[values.length >> 1]); // an outlier would flatten the rest
+  const top = ceiling(Math.max(most, reference ?? 0));
   const foot = height - 5;
   const span = points.at(-1).x - points[0].x || 1;
-  const y = (value) => foot - (foot - 6) * (value / top);
+  const y = (value) => foot - (foot - 6) * Math.min(value / top, 1);
   const at = points.map((point) => [LEFT + (width - LEFT - 4) * ((point.x - points[0].x) / span), y(point.y)]);
   for (const value of height < 80 ? [0, top] : [0, top / 2, top]) drawRule(svg, width, y(value), format(value));
   drawArea(svg, at, foot);
@@ -346,7 +338,7 @@ function drawSteps(host, values, label) {
 // A bar for each position: the share of its draft tokens that were accepted.
 function drawBars(host, { name, drafted, accepted, slots }) {
   const shares = drafted.slice(0, MAX_POSITIONS).map((count, i) => (count ? (accepted[i] ?? 0) / count : 0));
-  const drawn = chart(host, `${name}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);
+  const drawn = chart(host, `${SOURCES[name] ?? "drafter"}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);
   if (!drawn) return;
   const { svg, width, height } = drawn;
   const foot = height - BELOW;

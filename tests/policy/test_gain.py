@@ -1,0 +1,70 @@
+"""The multiple of plain decoding that users see, on machines that do other work. SIMULATED."""
+
+import random
+
+import pytest
+from support.virtual_clock import CURVES, Device, decode, make_text
+
+from mlx_spec.policy import AdaptivePolicies
+from mlx_spec.session import Statistics
+
+ANSWERS, TOKENS = 8, 120
+CASES = [(curve, text) for curve in ("M5 Max", "flat") for text in ("code", "prose", "lookup+mtp")]
+
+
+class Loaded(Device):
+    """A device whose work takes up to 8 times as long, another factor after every few rounds."""
+
+    def __init__(self, curve, rounds, seed):
+        super().__init__(curve, 0.03, [seed])
+        self.random, self.rounds, self.left = random.Random(seed), rounds, 0
+
+    def submit(self, steps):
+        if self.rounds and steps >= 1:
+            self.left -= 1
+            if self.left < 0:
+                self.slowdown = 8 ** self.random.random()
+                self.left = self.rounds * self.random.random() * 2
+        return super().submit(steps)
+
+
+def true_cost(round, curve):
+    if not round.drafted:
+        return 1.0
+    drafting = 0.0 if round.source == "lookup" else curve.drafted * round.drafted
+    return curve.rows(1 + round.drafted) + drafting + curve.host
+
+
+def session(curve, text, rounds, believed=None, seed=0):
+    """Yield the shown gain of each answer of a conversation, and the true one."""
+    names = ("lookup", "mtp") if text == "lookup+mtp" else ("mtp",)
+    device, policies = Loaded(CURVES[curve], rounds, seed), AdaptivePolicies(names, copying=["lookup"])
+    policies.use(CURVES[believed or curve].table([0.0 if name == "lookup" else 1.0 for name in names]))
+    policy = policies.policy(device.clock)
+    for index in range(ANSWERS):
+        answer, cost = Statistics(), 0.0
+        for round in decode(policy, device, make_text(text, TOKENS, [seed, index]), TOKENS).rounds:
+            answer = answer.plus(round, 0.0)
+            cost += true_cost(round, device.curve)
+        yield answer, answer.generated_tokens / cost
+
+
+@pytest.mark.parametrize("believed", [None, "M5 Max"], ids=["right costs", "wrong costs"])
+@pytest.mark.parametrize("rounds", [0, 1, 5, 40])
+def test_a_gain_that_is_shown_is_the_true_one_under_any_load(rounds, believed):
+    shown = drafted = 0
+    for curve, text in CASES:
+        for answer, true in session(curve, text, rounds, believed):
+            drafted += answer.drafted > 0
+            if answer.drafted and answer.gain is not None:
+                shown += 1
+                assert 1 / 1.15 < answer.gain / true < 1.15
+    assert shown >= (0.9 if believed is None else 0.3) * drafted or rounds
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 5])
+def test_an_answer_without_drafts_is_as_fast_as_plain(rounds):
+    answers = [answer for answer, _ in session("CUDA linear", "code", rounds)]
+    assert not any(answer.drafted for answer in answers[1:])
+    for answer in answers[1:]:
+        assert answer.gain == 1 and answer.gain_words == "as fast as plain"
