@@ -74,7 +74,7 @@ def write(folder: Path, dtype: str = "float32", every: int = 1, noise: float = 0
 
 def lead(target: str, drafter: str, ranks: Ranks, settings: argparse.Namespace) -> int:
     """Run all arms on rank 0 and print a line of JSON."""
-    pair = load(target, drafter, num_draft_tokens=1, ahead=ranks)
+    pair = load(target, drafter, num_draft_tokens=1, draft_ranks=ranks)
     arms = {"plain": fixed(pair, 0)}
     for k in settings.lengths:
         arms |= {f"K = {k}": fixed(pair, k), f"K = {k}, ahead": fixed(pair, k, ahead=True)}

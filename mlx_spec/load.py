@@ -54,8 +54,9 @@ def load(
     *,
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
-    ahead: bool | Ranks = False,
+    ahead: bool = False,
     ranks: Ranks | None = None,
+    draft_ranks: Ranks | None = None,
 ) -> Pair:
     """Load a target and a drafter, ready to generate.
 
@@ -65,9 +66,9 @@ def load(
     `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
     first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
     attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
-    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. Given two ranks, `ahead`
-    means rank 1 in place of the CPU; run `draft_for` there. With `ranks`, this is rank 0 and has a part of
-    the target; run `follow` on the others.
+    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `draft_ranks`, two of
+    them, rank 1 does so in place of the CPU; run `draft_for` there. With `ranks`, this is rank 0 and has a
+    part of the target; run `follow` on the others.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
@@ -92,9 +93,9 @@ def load(
         int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
     )
     info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context_length(config), *sizes)
-    if not isinstance(ahead, bool):
-        _compared(ahead, names, found)
-    offered = _offered(found, num_draft_tokens, ahead)
+    if draft_ranks is not None:
+        _compared(draft_ranks, names, found)
+    offered = _offered(found, num_draft_tokens, draft_ranks, ahead=ahead)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
     pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
@@ -305,7 +306,7 @@ def _source(
 
 
 def _offered(
-    found: DrafterSource | None, num_draft_tokens: int | None, ahead: bool | Ranks
+    found: DrafterSource | None, num_draft_tokens: int | None, draft_ranks: Ranks | None, *, ahead: bool
 ) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.ahead import drafting_ahead
@@ -313,7 +314,7 @@ def _offered(
 
     if found is None:
         return []
-    offered = [drafting_ahead(found, ahead) if ahead else found]
+    offered = [drafting_ahead(found, draft_ranks) if ahead or draft_ranks else found]
     if num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))

@@ -103,7 +103,8 @@ def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ra
         num_draft_tokens=served.num_draft_tokens,
         kv_bits=served.kv_bits,
         ranks=ranks,
-        ahead=draft_ranks or served.ahead,
+        draft_ranks=draft_ranks,
+        ahead=served.ahead,
     )
 
 

@@ -8,7 +8,6 @@ decides when it pays.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 from mlx_spec.ahead.drafter import ahead_source
 from mlx_spec.ahead.ranks import RemoteDrafter
@@ -17,9 +16,9 @@ from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters import DrafterSource
 
 
-def drafting_ahead(source: DrafterSource, where: Literal[True] | Ranks) -> DrafterSource:
-    """Return the source of drafters that also draft ahead: on this machine's CPU, or on rank 1.
+def drafting_ahead(source: DrafterSource, ranks: Ranks | None) -> DrafterSource:
+    """Return the source of drafters that also draft ahead: on rank 1, or on this machine's CPU without ranks.
 
     Raises InvalidValue if it cannot draft ahead.
     """
-    return ahead_source(source, partial(RemoteDrafter, where) if isinstance(where, Ranks) else None)
+    return ahead_source(source, None if ranks is None else partial(RemoteDrafter, ranks))
