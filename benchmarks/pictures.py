@@ -1,7 +1,9 @@
 """Take the pictures of the README: the chat program on a terminal, or the page of the server.
 
     python benchmarks/pictures.py terminal [--num-draft-tokens K] [FILE]    # results/chat.svg
-    python benchmarks/pictures.py page [--dark] [FILE]                      # results/page.png; needs Chromium
+    python benchmarks/pictures.py page [--num-draft-tokens K] [--dark] [FILE]    # results/page.png
+
+The second needs Chromium.
 
 Both show the demo pair at work, nothing is staged: the first runs `mlx-spec chat --highlight` on a
 pseudo-terminal and draws its output, colours included; the second asks questions in a real browser.
@@ -49,17 +51,17 @@ def main() -> None:
     kinds = options.add_subparsers(dest="kind", required=True)
     terminal, page = kinds.add_parser("terminal"), kinds.add_parser("page")
     terminal.add_argument("file", nargs="?", type=Path, default=RESULTS / "chat.svg")
-    terminal.add_argument("--num-draft-tokens", metavar="K", help="fix the draft length")
     page.add_argument("file", nargs="?", type=Path, default=RESULTS / "page.png")
     page.add_argument("--dark", action="store_true")
     for kind in (terminal, page):
         kind.add_argument("--quick", action="store_true", help="one question")
+        kind.add_argument("--num-draft-tokens", metavar="K", help="fix the draft length")
     settings = options.parse_args()
     questions = QUESTIONS[: 1 if settings.quick else None]
     if settings.kind == "terminal":
         picture = draw_terminal(questions, settings.num_draft_tokens)
     else:
-        picture = draw_page(questions, dark=settings.dark)
+        picture = draw_page(questions, settings.num_draft_tokens, dark=settings.dark)
     temporary = settings.file.with_name(f".{settings.file.name}.tmp")
     temporary.write_bytes(picture)
     temporary.replace(settings.file)
@@ -106,12 +108,17 @@ def run_chat(arguments: list[str]) -> str:
     return output.decode().replace("\r\n", "\n")
 
 
-def draw_page(questions: tuple[str, ...], *, dark: bool) -> bytes:
+def draw_page(questions: tuple[str, ...], draft_tokens: str | None, *, dark: bool) -> bytes:
     """Return a PNG of the page after these questions."""
     binary = chromium.found()
     if binary is None:
         sys.exit("Chromium was not found: install it")
-    with serving("--port", "8080") as server, chromium.browser(binary) as browser, browser.tab() as tab:
+    fixed = ["--num-draft-tokens", draft_tokens] if draft_tokens else []
+    with (
+        serving("--port", "8080", *fixed) as server,
+        chromium.browser(binary) as browser,
+        browser.tab() as tab,
+    ):
         tab.open(server.url, WIDTH, HEIGHT, scale=1.25)
         tab.prefer("dark" if dark else "light")
         tab.until(READY)
