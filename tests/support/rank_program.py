@@ -39,7 +39,7 @@ def main(target: str, drafter: str, *ahead: str) -> None:
             return draft_for(target, drafter, ranks)
         if ranks.rank:
             return follow(target, ranks)
-        over = {"ahead": ranks} if ahead else {"ranks": ranks}
+        over = {"draft_ranks": ranks} if ahead else {"ranks": ranks}
         pair = load(target, drafter, num_draft_tokens=3, **over)
         while True:
             print(json.dumps(generate(pair)), flush=True)
