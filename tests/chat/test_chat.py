@@ -33,7 +33,8 @@ from mlx_spec.cli.command import parse
 
 
 def only_line(text: str) -> str:
-    (line,) = text.splitlines()
+    """The line of a text beside the one about measuring, which comes once on a machine."""
+    (line,) = [line for line in text.splitlines() if not line.startswith("measuring what ")]
     return line
 
 

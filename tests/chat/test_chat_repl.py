@@ -137,8 +137,8 @@ def test_figures_of_an_answer_are_those_of_the_pair_that_gave_it(converse):
     options = [*PAIR, "--max-tokens=8", "--num-draft-tokens=3"]
     _, said, _, _, stats = converse(options, JOIN, "/set max_tokens 100", "/draft lookup", "/stats")
     status = said.splitlines()[1]
-    assert "gemma4_assistant K=" in status and status.endswith(" · cut at --max-tokens 8")
-    assert stats.splitlines()[0] == status and "drafts: by gemma4_assistant, mostly K=" in stats
+    assert "drafter K=" in status and status.endswith(" · cut at --max-tokens 8")
+    assert stats.splitlines()[0] == status and "drafts: by drafter, mostly K=" in stats
 
 
 def test_drafts_return_to_the_drafter_of_the_command_line(converse):
