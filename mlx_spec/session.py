@@ -93,7 +93,7 @@ class Statistics:
         if not self.drafted:
             return 1.0 if self.generated_tokens else None
         costs = [(rounds * cost.plain_tokens, cost.error) for rounds, cost in self.costs.values()]
-        if not (total := sum(cost for cost, _ in costs)):
+        if not (total := sum(cost for cost, _ in costs)) or self.compared_tokens < self.generated_tokens:
             return None
         gain, error = self.compared_tokens / total, sum(cost * error for cost, error in costs) / total
         return gain if error <= min(0.075, abs(math.log(gain))) else None  # two deviations are 15 %

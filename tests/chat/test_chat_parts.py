@@ -67,8 +67,8 @@ SPECULATED = Statistics(
     by_drafter={"mtp": Positions((10, 10, 9, 9), (10, 6, 3))},
     prefill_seconds=0.5,
     decode_seconds=2.0,
-    compared_tokens=35,
-    costs={"draft": (10, Cost("draft", 2.5))},
+    compared_tokens=37,
+    costs={"draft": (10, Cost("draft", 2.64))},
     finish_reason="stop",
     reasons={Reason.PAYS: 34, Reason.PROBE: 3},
 )
@@ -82,7 +82,7 @@ def line_of(statistics, max_tokens=2048):
 def test_status_line():
     line = status_line(SPECULATED, 2048)
     assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted", DIM)]
-    unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.5, 0.5))})
+    unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.64, 0.5))})
     assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted"
     assert status_line(PLAIN, 8)[0] == ("as fast as plain", DIM)
     cut = replace(SPECULATED, finish_reason="length")

@@ -75,7 +75,7 @@ def test_every_command(converse, tmp_path):
         "/draft off": "drafts: off",
         JOIN: "drafts: switched off",
         "/draft 3": "drafts: by .*, 3 tokens a round",
-        "/retry": "fixed by user",
+        "/retry": "tokens drafted",
         "/stats": "accepted by position:",
         "/draft lookup": "drafts: by lookup",
         "/retry ": STATUS,

@@ -96,6 +96,8 @@ def test_gain_and_reason_of_an_answer(
     assert answer.gain == (None if gain is None else pytest.approx(gain))
     assert (answer.gain_words, answer.reason) == (words, reason)
     assert added([answer, answer]).gain == answer.gain
+    if cost is None:  # the cost of a plain round alone tells nothing
+        assert answer.plus(Round([5], 0, 0, "plain", cost=Cost("plain", 1.0)), 0.0).gain is None
 
 
 def test_the_reason_is_that_of_most_tokens() -> None:

@@ -166,7 +166,7 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
     ask(port)
     one.until(lambda: one.state.figures.tokens_per_second is not None)
     assert one.state.figures.memory_bytes > 0
-    assert one.state.figures.off_reason == "disabled by user"  # the selection has reached it
+    assert one.state.figures.off_reason == "switched off"  # the selection has reached it
 
     os.kill(one.pid, signal.SIGKILL)
     one.reach(Phase.CRASHED)
