@@ -27,14 +27,7 @@ from mlx_spec.hub.catalog import DEMO
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
 # 650 to 690 GB/s (mlx#3266), M1 Ultra 18 tokens/s with 17.3 GB (mlxcel).
 SUSTAINED = {"": 0.82, "Pro": 0.9, "Max": 0.95, "Ultra": 0.83, "M1 Ultra": 0.45}
-TILE = 5  # rows for which qmv_wide reads the weights once
-WIDE_GENERATION = 3  # the first chip with wide kernels for affine and dense weights
-REREAD = 0.8  # of a pass, for each further row of qmv: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel)
 ROW_RATE, MATMUL_RATE = 0.31, 0.75  # of the peak, fitted to mlx#3839, #3852, #3863 and mlxcel's LM head
-MATMUL_TILE = 32  # rows of a matmul tile: fewer cost as much
-LAYER_SECONDS = 0.15e-3  # beside reading: 0.08 to 0.3 ms in published rates of 4B to 31B models
-FIXED_SHARE = 0.25  # the same as a share of reading if the layers are not known (mlx-lm's BENCHMARKS.md)
-HOST_SHARE = 0.05  # of a plain step, for the host's part of a round: 3 to 6 % (mlxcel)
 MAX_DRAFT_TOKENS, MAX_NARROW_DRAFT = 8, 4  # kernels for more rows, and those for 6 on M1 and M2, are others
 PROBE_BYTES, PROBE_SECONDS = 2**28, 1.0  # a buffer beyond all caches; how long it is read
 PASSES, WIDTH = 8, 4096  # passes handed over at once; numbers in a row of the matrix
@@ -59,7 +52,8 @@ class Chip:
     def is_wide(self, format: WeightFormat) -> bool:
         """Return True if the kernel for a few rows reads the weights once for all rows of a tile."""
         is_float = format.group_size is not None and format.mode != "affine"
-        return is_float or int(self.name[1]) >= WIDE_GENERATION
+        # the first chip with wide kernels for affine and dense weights
+        return is_float or int(self.name[1]) >= 3
 
 
 CHIPS = (
@@ -130,12 +124,14 @@ def round_cost(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, k: 
     """Return the time of a round with k draft tokens, in plain steps."""
     draft = k * pass_seconds(chip, drafter, 1) if drafter else 0.0
     steps = (pass_seconds(chip, target, k + 1) + draft) / pass_seconds(chip, target, 1)
-    return steps + HOST_SHARE if k else steps
+    return steps + 0.05 if k else steps  # of a plain step, for the host's part of a round: 3 to 6 % (mlxcel)
 
 
 def pass_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of a forward pass over `rows` tokens."""
-    fixed = LAYER_SECONDS * model.layers if model.layers else FIXED_SHARE * weight_seconds(chip, model, 1)
+    # Seconds of a layer beside reading: 0.08 to 0.3 ms in published rates of 4B to 31B models; as a share of
+    # reading if the layers are not known (mlx-lm's BENCHMARKS.md).
+    fixed = 0.15e-3 * model.layers if model.layers else 0.25 * weight_seconds(chip, model, 1)
     return fixed + weight_seconds(chip, model, rows) + model.kv_read / chip.sustained
 
 
@@ -143,11 +139,12 @@ def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of the matrix multiplications of a pass."""
     reads, rate, computed = 1.0, ROW_RATE, rows
     if chip.is_wide(model.format):
-        reads = math.ceil(rows / TILE)
+        reads = math.ceil(rows / 5)  # rows for which qmv_wide reads the weights once
     elif model.format.group_size is not None:
-        reads += REREAD * (rows - 1)
+        # of a pass, for each further row of qmv: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel)
+        reads += 0.8 * (rows - 1)
     elif rows > 1:
-        rate, computed = MATMUL_RATE, MATMUL_TILE
+        rate, computed = MATMUL_RATE, 32  # rows of a matmul tile: fewer cost as much
     shared = model.read - model.experts
     arithmetic = 2 * computed / model.format.bytes_per_weight / (rate * chip.tflops * 1e12) * shared
     experts = rows * model.experts / chip.sustained  # gather_qmv reads them row by row

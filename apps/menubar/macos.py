@@ -15,11 +15,9 @@ from mlx_spec.checkpoint.files import write_atomically
 from mlx_spec.cli.command import tell
 from mlx_spec.errors import InvalidValue
 
-HIDING_MACOS = 26  # first version of macOS that draws no item for framework builds of Python
 LABEL = "mlx-spec.menubar"
 AGENT = Path("Library", "LaunchAgents", f"{LABEL}.plist")  # where launchd looks for it, in a home
 DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
-RESTART_INTERVAL_S = 10  # between two starts by launchd: it refuses shorter ones
 # The text is an argument, so nothing in it is taken for AppleScript.
 SHOW = 'display notification (item 1 of argv) with title "mlx-spec"'
 NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
@@ -36,7 +34,8 @@ def framework_problem() -> str | None:
     version = platform.mac_ver()[0]  # such as "26.1"
     major = version.split(".")[0]
     is_framework = bool(sysconfig.get_config_var("PYTHONFRAMEWORK"))
-    if not is_framework or not major.isdecimal() or int(major) < HIDING_MACOS:
+    # first version of macOS that draws no item for framework builds of Python
+    if not is_framework or not major.isdecimal() or int(major) < 26:
         return None
     return (
         f"macOS {version} draws no menu-bar item for framework builds of Python such as this one: install "
@@ -54,7 +53,7 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
         "WorkingDirectory": str(Path.cwd()),  # paths among the options may be relative
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": RESTART_INTERVAL_S,
+        "ThrottleInterval": 10,  # between two starts by launchd: it refuses shorter ones
         "ProcessType": "Interactive",
         "LimitLoadToSessionType": "Aqua",
         "StandardOutPath": str(log),

@@ -19,17 +19,11 @@ from typing import Any
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, Selection, State
 
-SERVICE = "mlx_spec"  # the name by which /health tells our servers from others
-HTTP_TIMEOUT_S = 2.0  # a server that takes longer counts as silent
 MAX_RESPONSE_BYTES = 4 * 2**20
-PORTS_TRIED = 10  # from the requested one
 LAST_PORT = 65535
-REFUSALS = (1, 2)  # exit statuses of a server that says what is wrong: another start would only repeat it
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
 STABLE_S = 60.0  # of answering, after which a crash counts as the first
 SHUTDOWN_S = 10.0  # for requests to end
-KILL_TIMEOUT_S = 5.0  # until a killed process is gone
-LOG_TAIL_BYTES = 4096  # read for the server's last words
 OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
 
 
@@ -56,7 +50,8 @@ def health(address: Address) -> str | None:
     """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
     found = get_json(address, "/health")
     status = found.get("status")
-    return status if found.get("service") == SERVICE and isinstance(status, str) else None
+    service = "mlx_spec"  # the name by which /health tells our servers from others
+    return status if found.get("service") == service and isinstance(status, str) else None
 
 
 def details(address: Address, key: str | None) -> dict[str, Any]:
@@ -81,7 +76,8 @@ def get_json(address: Address, path: str, key: str | None = None) -> dict[str, A
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     place = address.connect_host, address.port
     try:  # http.client uses no proxy
-        with contextlib.closing(http.client.HTTPConnection(*place, timeout=HTTP_TIMEOUT_S)) as connection:
+        # a server that takes longer counts as silent
+        with contextlib.closing(http.client.HTTPConnection(*place, timeout=2.0)) as connection:
             connection.request("GET", path, headers=headers)
             found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
     except (OSError, http.client.HTTPException, ValueError, OverflowError):  # the last: no such port
@@ -104,7 +100,7 @@ def candidates(address: Address) -> list[Address]:
     if address.port == 0:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             return [Address(address.host, probe.getsockname()[1])]
-    end = min(address.port + PORTS_TRIED, LAST_PORT + 1)
+    end = min(address.port + 10, LAST_PORT + 1)  # ports tried from the requested one
     return [Address(address.host, port) for port in range(address.port, end)]
 
 
@@ -185,7 +181,9 @@ class ServerProcess:
         # Another program may have taken the port since it was found free, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
-        if ready_at is None and status in REFUSALS and not taken:
+        # exit statuses of a server that says what is wrong: another start would only repeat it
+        refusals = (1, 2)
+        if ready_at is None and status in refusals and not taken:
             problem = words or f"the server ended with status {status}: the log may say why"
             self._show(Phase.FAILED, problem=problem)
             return
@@ -235,7 +233,8 @@ def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ask a process to end, and kill it if it does not."""
-    for ask, seconds in ((process.terminate, SHUTDOWN_S), (process.kill, KILL_TIMEOUT_S)):
+    # A killed process is gone within 5 s.
+    for ask, seconds in ((process.terminate, SHUTDOWN_S), (process.kill, 5.0)):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -246,7 +245,7 @@ def last_words(log: Path) -> str | None:
     """Return the last line for the user in the log of a server."""
     try:
         with log.open("rb") as stream:
-            stream.seek(max(stream.seek(0, os.SEEK_END) - LOG_TAIL_BYTES, 0))
+            stream.seek(max(stream.seek(0, os.SEEK_END) - 4096, 0))  # read for the server's last words
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return None

@@ -40,7 +40,6 @@ from .parsing import check_limits, read_body
 from .request import GenerationRequest
 from .settings import Settings
 
-ANTHROPIC_PATH = "/v1/messages"  # below it, errors are Anthropic's
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
 EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
 MAX_PATH_CHARS = 128  # characters of a path that an error repeats
@@ -282,7 +281,8 @@ async def _disconnected(receive: Receive) -> None:
 
 def error_response(path: str, failure: Failure) -> Response:
     """Return the response to a request for `path` that failed before its response began."""
-    if path.startswith(ANTHROPIC_PATH):
+    anthropic_path = "/v1/messages"  # below it, errors are Anthropic's
+    if path.startswith(anthropic_path):
         status = ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
         response = JSONResponse(anthropic_body(failure), status)
     elif path.startswith(OLLAMA_PATH):

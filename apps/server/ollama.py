@@ -51,7 +51,6 @@ from .request import Chat, GenerationRequest, RawPrompts
 from .settings import ServedModel, Settings
 from .thinking_fields import ThinkingFields
 
-VERSION = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
 REFUSED = {  # field -> why it is not supported
     "images": "only text is read here",
     "template": "the model's own chat template is used",
@@ -429,7 +428,8 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         path = http_request.url.path
         raise unsupported(f"{path}: is not supported: {REFUSED_PATHS[path.removeprefix(OLLAMA_PATH)]}", path)
 
-    app.add_route("/api/version", lambda _: JSONResponse({"version": VERSION, "mlx_spec": __version__}))
+    version = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
+    app.add_route("/api/version", lambda _: JSONResponse({"version": version, "mlx_spec": __version__}))
     app.add_route("/api/tags", tags)
     app.add_route("/api/ps", running)
     app.add_route("/api/show", show, methods=["POST"])

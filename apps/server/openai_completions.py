@@ -18,8 +18,6 @@ from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_limit, pa
 from .parsing import Fields
 from .request import GenerationRequest, Prompt, RawPrompts
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's own default
-PROMPT_FORMS = "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
 SOME = Field(min_length=1, fail_fast=True)  # lists are long: the first bad element is enough
 Tokens = Annotated[tuple[StrictInt, ...], SOME]
 Texts = Annotated[tuple[StrictStr, ...], SOME]
@@ -47,7 +45,7 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise unsupported("best_of: is not supported but where it equals n", "best_of")
     prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
-    limit, top = parse_limit(body, 0 if body.echo else 1, DEFAULT_MAX_TOKENS), body.logprobs
+    limit, top = parse_limit(body, 0 if body.echo else 1, 16), body.logprobs  # OpenAI's own default
     return parse_request(body, model, prompts, max_tokens=limit, top_logprobs=top, prompt_param="prompt")
 
 
@@ -57,7 +55,10 @@ def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
         found = PROMPTS.validate_python(body.prompt)
     except ValidationError as error:
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
-        raise invalid(f"prompt: {PROMPT_FORMS}", "prompt", code) from error
+        prompt_forms = (
+            "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
+        )
+        raise invalid(f"prompt: {prompt_forms}", "prompt", code) from error
     if body.suffix and body.echo:
         raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
     for prompt in [found] if isinstance(found, str) or isinstance(found[0], int) else found:

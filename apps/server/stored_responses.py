@@ -30,7 +30,6 @@ from .parsing import ContentPart, Fields, Parts, read_query, required
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
 MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
-MAX_GONE = 10_000  # ids that are gone, kept so that an error can say why; 1 MB of memory
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
 UNFINISHED = ".resp_*.tmp"  # names of files that were being written
 ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # others: messages
@@ -166,7 +165,7 @@ class ResponseStore:
     def _drop(self, id: str, why: str) -> None:
         del self._stored[id]
         self._gone[id] = why
-        if len(self._gone) > MAX_GONE:
+        if len(self._gone) > 10_000:  # ids that are gone, kept so that an error can say why; 1 MB of memory
             del self._gone[next(iter(self._gone))]
         if self._folder is not None:
             self._writer.submit((self._folder / f"{id}.json").unlink, missing_ok=True)

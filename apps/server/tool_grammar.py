@@ -37,7 +37,6 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
 UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties")
-STRICT_FIELDS = ("response_format", "text.format")  # of a body, with `strict` beside the schema
 MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 GEMMA_QUOTE = '<|"|>'
@@ -125,7 +124,8 @@ def answer_schema(schema: str, *, strict: bool = True, param: str = "response_fo
     """
     found, unenforced = enforced(schema, closed=True)
     if unenforced and strict:
-        way = ", or give strict false" if param.startswith(STRICT_FIELDS) else ""
+        strict_fields = ("response_format", "text.format")  # of a body, with `strict` beside the schema
+        way = ", or give strict false" if param.startswith(strict_fields) else ""
         raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out{way}")
     for each in unenforced:
         warn_once(f"{param}: not enforced: {each}")

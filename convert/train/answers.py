@@ -37,12 +37,9 @@ MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a c
 KEYS, VALUES = "keys.", "values."
 
 BUNDLED: dict[str, Any] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
-QUOTED_SHARE = 0.25  # of the prompts, which quote an answer: as often as people ask about a text of theirs
-QUOTED_CHARACTERS = 600  # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
 OWN = "own"  # kind of the prompts in a user's files
 HELD_OUT = 25  # one answer in 25 is held out: a few dozen of a run tell 2 % of acceptance apart
 TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution are both drafted for later
-SAME = 4  # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
 
 
 # --- recorded answers
@@ -240,7 +237,8 @@ def quoting_prompts(answers: Iterator[tuple[str, str]], seed: int) -> Iterator[T
     chance = random.Random(seed + 1)
     for answered, text in answers:
         kind = "edit code" if answered == "code" else chance.choice(["summary", "edit"])
-        quoted = text[:QUOTED_CHARACTERS].rsplit(" ", 1)[0]
+        # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
+        quoted = text[:600].rsplit(" ", 1)[0]
         yield _question(kind.split()[0], chance.choice(BUNDLED["texts"][kind]).replace("{text}", quoted))
 
 
@@ -337,7 +335,8 @@ class AnswerPlan:
     @property
     def _split(self) -> int:
         """Return the number of prompts without quotations; a quotation of a held-out answer is held out."""
-        return self.count if self.own else int(self.count * (1 - QUOTED_SHARE)) // HELD_OUT * HELD_OUT
+        # a quarter of the prompts quote an answer: as often as people ask about a text of theirs
+        return self.count if self.own else int(self.count * 0.75) // HELD_OUT * HELD_OUT
 
     def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:
         if self.own:
@@ -362,5 +361,6 @@ class AnswerPlan:
         return index % own % HELD_OUT == min(HELD_OUT, own) - 1
 
     def _sampling(self, index: int) -> Sampling:
-        temperature = TEMPERATURES[index // SAME % len(TEMPERATURES)]
+        # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
+        temperature = TEMPERATURES[index // 4 % len(TEMPERATURES)]
         return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)

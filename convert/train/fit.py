@@ -35,15 +35,8 @@ from .answers import RecordedAnswer, read_answer, read_arrays, write_arrays
 DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
 STEP_ROWS = 512  # rows of a step, padding included: Muon's products then take a third of its time
 PEAK = 0.003  # learning rate of Muon for matrices: for SmolLM2, three times more or less learns slower
-FINE_TUNING = 0.3  # of it for a drafter that is trained already
-NORMS = 0.1  # of it for norms, which AdamW changes by about the rate in each step; they are near 1
 WARM_UP, FLOOR = 0.1, 0.02  # shares: of the steps until the peak, and of the peak that is left at the end
-CLIP = 1.0  # largest norm of a gradient
-SAVE_SECONDS = 30.0  # between two states on the disk: what kill -9 loses at most, and a save takes far less
 EVALUATIONS = 12  # in a run: points of the curve that is shown
-MAX_TEST_ROWS = 6000  # of held-out rows for the curve: 1 % of acceptance is told apart
-BRANCH = 0.1  # first weight of the norms behind attention and MLP: a tenth of the residual stream
-RIDGE = 1e-3  # of the mean square of an input: keeps the first projections finite
 STATE = "state.safetensors"
 STEP_WEIGHT = 0.8  # of a step against the one before it: a later draft counts only if all before are accepted
 
@@ -234,9 +227,10 @@ class Fit:
         self._sizes = {file: read_answer(file).tokens.size for file in self._train}
         self.rows = sum(self._sizes.values())
         self.steps = max(math.ceil(epochs * self.rows / STEP_ROWS), 1)
-        peak = FINE_TUNING * PEAK if fine_tunes else PEAK
+        peak = 0.3 * PEAK if fine_tunes else PEAK  # a drafter that is trained already needs less
         matrices = optim.Muon(self._schedule(peak), weight_decay=0.0)
-        others = optim.AdamW(self._schedule(NORMS * peak), betas=[0.9, 0.98], weight_decay=0.0)
+        # less for norms, which AdamW changes by about the rate in each step; they are near 1
+        others = optim.AdamW(self._schedule(0.1 * peak), betas=[0.9, 0.98], weight_decay=0.0)
         self._optimizer = optim.MultiOptimizer([matrices, others], [lambda name, weight: weight.ndim == 2])
         self._optimizer.init(network.trainable_parameters())
         self._best = flat(network.parameters())
@@ -254,7 +248,7 @@ class Fit:
             begun = time.monotonic()
             answers = [read_answer(file) for file in next(batches)]
             loss, gradients = compute(self.network, answers)
-            gradients, _ = optim.clip_grad_norm(gradients, CLIP)
+            gradients, _ = optim.clip_grad_norm(gradients, 1.0)  # largest norm of a gradient
             self._optimizer.update(self.network, gradients)
             mx.eval(self.network.parameters(), self._optimizer.state, loss)
             progress = self.progress
@@ -263,7 +257,8 @@ class Fit:
             if progress.step * EVALUATIONS // self.steps > (progress.step - 1) * EVALUATIONS // self.steps:
                 self._note()
             progress.seconds += time.monotonic() - begun
-            if time.monotonic() - saved > SAVE_SECONDS or progress.step == self.steps:
+            # between two states on the disk: what kill -9 loses at most, and a save takes far less
+            if time.monotonic() - saved > 30.0 or progress.step == self.steps:
                 self.save()
                 saved = time.monotonic()
             yield progress
@@ -279,7 +274,8 @@ class Fit:
 
     def acceptance(self) -> tuple[float, float]:
         """Return the tokens a round on held-out greedy answers, and on sampled ones."""
-        greedy, sampled, left = [0.0, 0], [0.0, 0], MAX_TEST_ROWS
+        # rows to test, of those held out: 1 % of acceptance is told apart
+        greedy, sampled, left = [0.0, 0], [0.0, 0], 6000
         for file in self._test:
             if left <= 0:
                 break
@@ -379,7 +375,8 @@ def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path])
         outputs.append(hidden[1:])
     x, y = mx.concatenate(inputs), mx.concatenate(outputs)
     gram = x.T @ x
-    ridge = RIDGE * mx.diag(mx.ones(gram.shape[0])) * mx.diag(gram).mean()
+    # of the mean square of an input: keeps the first projections finite
+    ridge = 1e-3 * mx.diag(mx.ones(gram.shape[0])) * mx.diag(gram).mean()
     solution = mx.linalg.solve(gram + ridge, x.T @ y, stream=mx.cpu)  # [2D, D]
     left, scale, right = mx.linalg.svd(solution, stream=mx.cpu)
     rank = min(width, scale.size)
@@ -389,7 +386,8 @@ def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path])
     network.post_projection.weight = mx.pad((leave * size).T, [(0, 0), (0, width - rank)])
     for layer in network.model.layers:
         for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
-            norm.weight = mx.full(norm.weight.shape, BRANCH)
+            # first weight of the norms behind attention and MLP: a tenth of the residual stream
+            norm.weight = mx.full(norm.weight.shape, 0.1)
         query = layer.self_attn.q_norm.weight
         layer.self_attn.q_norm.weight = mx.full(query.shape, query.size**-0.5)
     mx.eval(network.parameters())

@@ -58,11 +58,8 @@ from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
 SETTINGS, REPORT = "run.json", "training.json"
-NEW_WIDTH = 512  # of a new drafter, in a target that is not narrower: 5 M weights, 10 MB
 LAYERS = 2  # of a new drafter: they cost a few percent of a small target, and a third one gains little
-LINEAR_ANSWERS = 100  # that the first weights are computed from
 TESTS, TEST_TOKENS = 32, 96  # held-out prompts for the real engine, at least, and tokens of each answer
-TEMPERATURES = 0.0, 0.8  # at which acceptance is measured
 
 
 def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
@@ -222,7 +219,7 @@ def _begin(
     ids = frequent_tokens(files, min(options.vocabulary, size), size)
     if options.source is None:
         network.draft_ids = ids
-        start_linear(network, pair.parts.embed, files[:LINEAR_ANSWERS])
+        start_linear(network, pair.parts.embed, files[:100])  # answers enough for first weights
     elif "draft_ids" in network:
         ids = network.draft_ids
     else:  # its own table has a row for every token; the rows of others than these stay as they are
@@ -257,7 +254,8 @@ def _new_config(
     text, width = text_config(target), probe.parts.embed(mx.array([0])).shape[-1]
     _, heads, _, head_dim = probe.shared_kv()[FULL].keys.shape
     queries = int(text.get("num_attention_heads") or heads)
-    hidden = options.width or min(width, NEW_WIDTH)
+    # the width of a new drafter in a target that is not narrower: 5 M weights, 10 MB
+    hidden = options.width or min(width, 512)
     rope = text.get("rope_parameters") or {}
     rope = rope.get(FULL) or {"rope_type": "default", **(text.get("rope_scaling") or {}), **rope}
     rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
@@ -296,7 +294,8 @@ def _test(
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
     prompts, limit = of_all_kinds(plan.tests(pair), TESTS), min(TEST_TOKENS, plan.max_tokens)
     results = {}
-    for temperature in TEMPERATURES:
+    temperatures = 0.0, 0.8  # at which acceptance is measured
+    for temperature in temperatures:
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for i, (kind, tokens) in enumerate(prompts):
             sampling = Sampling(temperature=temperature, seed=i if temperature else None)

@@ -22,7 +22,6 @@ from mlx_spec.types import TargetParts
 KEY = "mlx_spec"  # key of the conventions in config.json
 CONFIG = "config.json of the drafter"
 POST_NORM, PRE_NORM, LAYERS = "post_norm", "pre_norm", "layers"
-TARGET_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear
 
 Value = TypeVar("Value")
@@ -77,7 +76,8 @@ def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) ->
     """Raise Mismatch unless the drafter was made for a target of these sizes."""
     made_for = required(config, "target", dict, CONFIG)
     target = text_config(target_config)
-    for key in TARGET_SIZES:
+    target_sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+    for key in target_sizes:
         if made_for.get(key) != target.get(key):
             raise Mismatch(
                 f"drafter expects {key.replace('_', ' ')} {made_for.get(key)}, target has "

@@ -29,7 +29,6 @@ from mlx_spec.types import CacheState, Draft, DraftingSampler, Features, Feature
 
 PREFILL_STEP = 512  # tokens in one pass over a prompt
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
-MAX_VERIFIED = 8  # known tokens that a draft writes uncommitted together with the pending one
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,8 @@ class DraftModel(SequenceDrafter):
 
     def _unwritten(self, history: Sequence[int]) -> mx.array:
         """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
-        if (missing := len(history) - self._align(history)) > MAX_VERIFIED:
+        # known tokens that a draft writes uncommitted together with the pending one
+        if (missing := len(history) - self._align(history)) > 8:
             self._prefill(history, missing - 1)
         return self._rows(history[len(self._written) :])
 

@@ -30,7 +30,6 @@ from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, KVRows, S
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
-ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
@@ -150,7 +149,8 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
     ropes = target.get("rope_parameters") or {}
     for kind in (SLIDING, FULL):
         ours, theirs = config.rope_parameters.get(kind, {}), ropes.get(kind, {})
-        for key in ROPE_KEYS:
+        rope_keys = ("rope_type", "rope_theta", "partial_rotary_factor")
+        for key in rope_keys:
             if key in ours and key in theirs:
                 _check(f"{kind} {key}", ours[key], theirs[key])
 

@@ -38,11 +38,9 @@ NEEDS = {
     PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt=False),
 }
 
-MAX_GUESSES = 4  # guesses for one place: rarer ones are accepted too seldom to be worth a row
 FIRST_GUESS, OTHER_GUESS = 0.6, 0.35  # acceptance assumed of a first guess; of another if those before fail
 PRIOR_WEIGHT = 6.0  # drafts that the assumption is worth
 FORGET = 0.995  # of the counts, a draft: the last 200 drafts count
-REBUILD_INTERVAL = 16  # drafts between two shapes of the tree: building one takes as long as a decision
 
 
 class MedusaNetwork(nn.Module):
@@ -79,7 +77,8 @@ class GuessRates:
 
     def __init__(self, heads: int) -> None:
         self._first = [[PRIOR_WEIGHT * FIRST_GUESS, PRIOR_WEIGHT] for _ in range(heads)]  # accepted, judged
-        self._other = [[PRIOR_WEIGHT * OTHER_GUESS, PRIOR_WEIGHT] for _ in range(MAX_GUESSES - 1)]
+        # beside the first, 3 guesses for one place: rarer ones are accepted too seldom to be worth a row
+        self._other = [[PRIOR_WEIGHT * OTHER_GUESS, PRIOR_WEIGHT] for _ in range(3)]
         self._judged = 0  # drafts
         self._template: TreeTemplate | None = None
 
@@ -98,7 +97,8 @@ class GuessRates:
                 break
             row = guesses[found] + 1
         self._judged += 1
-        if self._judged % REBUILD_INTERVAL == 0:
+        # drafts between two shapes of the tree: building one takes as long as a decision
+        if self._judged % 16 == 0:
             self._template = None
 
     def template(self) -> TreeTemplate:

@@ -51,7 +51,6 @@ LAYERS: dict[str, tuple[Any, Callable[[Any, int], nn.Module], dict[str, Any]]] =
     "glm4_moe": (glm4_moe.ModelArgs, glm4_moe.DecoderLayer, {}),
     "glm4_moe_lite": (glm4_moe_lite.ModelArgs, glm4_moe_lite.Glm4MoeLiteDecoderLayer, {}),
 }
-ARRAY_MASKS = ("deepseek_v3", "glm4_moe_lite")  # latent attention adds the mask to its scores
 
 
 def _build_layer(layer_type: str, text: Mapping[str, Any]) -> nn.Module:
@@ -85,7 +84,8 @@ class MTPNetwork(nn.Module):
         where = f"text_config in {CONFIG}"
         width, eps = required(text, "hidden_size", int, where), required(text, "rms_norm_eps", float, where)
         layer_type = required(config, "layer_type", str, CONFIG)
-        self._array_mask, self._conventions = layer_type in ARRAY_MASKS, conventions
+        array_masks = ("deepseek_v3", "glm4_moe_lite")  # latent attention adds the mask to its scores
+        self._array_mask, self._conventions = layer_type in array_masks, conventions
         self.norm_embedding = nn.RMSNorm(width, eps=eps)
         self.norm_hidden = nn.RMSNorm(width, eps=eps)
         self.fc = nn.Linear(2 * width, width, bias=False)

@@ -38,11 +38,9 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Text, common_prefix
 from mlx_spec.types import Draft, Features, Sampler, no_draft
 
-MAX_STEPS = 48  # the drafter's tokens in one draft
 MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
 PIECE = 32  # tokens of the target after which a piece of text is closed at the next word
 MAX_PIECE = 4 * PIECE  # tokens of the target after which it is closed at the next character
-SPACES = (b" ", b"\n")  # a new word begins with one of these in every tokenizer that keeps words apart
 PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
 
 
@@ -129,7 +127,9 @@ class Translation:
         for i in range(start, len(self._history)):
             token, length = self._history[i], i - start
             control = token in self._target.controls
-            word = length >= PIECE and self._target.token_bytes(token).startswith(SPACES)
+            # a new word begins with one of these in every tokenizer that keeps words apart
+            spaces = (b" ", b"\n")
+            word = length >= PIECE and self._target.token_bytes(token).startswith(spaces)
             long = length >= MAX_PIECE and not split_characters(self._bytes(start, i))[1]
             if length and (control or word or long):
                 yield i
@@ -198,7 +198,7 @@ class Retokenized(DrafterWrapper):
         if limit < 1 or not place.tokens:
             return no_draft()
         ratio = min(max(len(place.tokens) / len(history), MIN_RATIO), MAX_RATIO)
-        steps = min(math.ceil(limit * ratio) + 1, MAX_STEPS)
+        steps = min(math.ceil(limit * ratio) + 1, 48)  # the drafter's tokens in one draft
         tokens = read_tokens(self.inner.draft(place.tokens, steps, self._greedy).tokens)
         self.inner.keep_draft(tokens)
         certain = self._certain(place, tokens)[:limit]

@@ -34,7 +34,6 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 State = Literal["start", "thinking", "free", "answer", "end", "invalid"]
 TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
-JSON_OBJECT = '{"type": "object"}'
 MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
 
 
@@ -301,7 +300,8 @@ def compile_grammar(
         source, unenforced = enforced(source)
         if unenforced:
             raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out")
-    source = JSON_OBJECT if kind == "json_object" else source
+    json_object = '{"type": "object"}'
+    source = json_object if kind == "json_object" else source
     SANDBOX.compile(name, {"kind": kind, "source": source, "tokenizer": vocabulary.small}, seconds)
     try:
         start = build_parser(kind, source, vocabulary.tokenizer)

@@ -27,10 +27,8 @@ IMPLIED: Mapping[str, Sequence[str]] = {
 }
 EMPTY = "no value matches it"
 BYTES = ("byte", 262)  # llguidance's tokenizer with a token for each byte, and its size
-MAX_KNOWN = 1024  # parsers that are kept
 _known: dict[str, LLMatcher | str] = {}
 _LEADING = re.compile(r"\^?\(\?=")
-_SURROGATES = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}")
 
 
@@ -83,7 +81,7 @@ class Probe:
         """Return a parser of a schema over bytes, or why there is none. Raises InvalidValue if time is up."""
         source = json.dumps(schema)
         if source not in _known:
-            if len(_known) >= MAX_KNOWN:
+            if len(_known) >= 1024:  # parsers that are kept
                 _known.clear()
             _known[source] = self._compiled(source)
         return _known[source]
@@ -165,7 +163,8 @@ def _has_choice(pattern: str) -> bool:
 
 def _in_rust(pattern: str) -> str:
     pattern = pattern.replace("[^]", r"[\s\S]")
-    pattern = _SURROGATES.sub(lambda pair: _character(pair[1], pair[2]), pattern)
+    surrogates = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+    pattern = surrogates.sub(lambda pair: _character(pair[1], pair[2]), pattern)
     found: list[str] = []
     for piece, in_class, end in _pieces(pattern):
         if piece.startswith("\\c") and pattern[end : end + 1].isalpha():

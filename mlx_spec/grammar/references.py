@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 DYNAMIC = ("$dynamicRef", "$recursiveRef")
-_ANCHORS = ("$anchor", "$dynamicAnchor")
 # Keywords whose values are not schemas: what looks like an `$id` in them is none.
 _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 
@@ -70,7 +69,8 @@ class References:
                 yield place, base
             elif isinstance(named, str):
                 self._places.setdefault(base + named, place)
-            for keyword in _ANCHORS:
+            anchors = ("$anchor", "$dynamicAnchor")
+            for keyword in anchors:
                 if isinstance(given.get(keyword), str):
                     self._places.setdefault(f"{base}#{given[keyword]}", place)
             if place == "#":

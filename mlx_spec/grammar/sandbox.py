@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-START_TIMEOUT_S = 30.0  # for the child to import llguidance
-KILL_INTERVAL_S = 0.05  # between two attempts to end a child that compiles
 # One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 CHILD_STACK_BYTES = 2**22  # half the stack of a server thread: the child overflows first
@@ -60,7 +58,7 @@ class CompileSandbox:
     def close(self) -> None:
         """End the child and refuse the grammar that it compiles. The next grammar starts another child."""
         self._closing = True
-        while not self._lock.acquire(timeout=KILL_INTERVAL_S):
+        while not self._lock.acquire(timeout=0.05):  # between two attempts to end a child that compiles
             process = self._process
             if process is not None:
                 process.kill()  # the thread that waits for it releases the lock
@@ -86,7 +84,7 @@ class CompileSandbox:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": path},
         )
-        if not _answers(self._process, {}, START_TIMEOUT_S):
+        if not _answers(self._process, {}, 30.0):  # for the child to import llguidance
             self._end()
             raise SpecError(f"{sys.executable} does not run {__name__}, which structured output needs")
         return self._process

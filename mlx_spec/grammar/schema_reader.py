@@ -18,12 +18,8 @@ from mlx_spec.grammar.references import DYNAMIC, References, escaped
 Schema = dict[str, Any] | bool
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 MAX_EXACT = 2**53  # llguidance reads numbers as floats: integers above are rounded
-MAX_INTEGER = 2**63 - 1024  # the largest float that fits into the integers of its bounds
-MAX_NUMBER = 1e18  # bounds above of numbers that need not be integers are refused by it
 OLD_DRAFTS = tuple(f"draft-0{n}" for n in (3, 4, 5, 6, 7))  # in them nothing else counts beside a $ref
 COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
-LISTS = ("allOf", "anyOf", "oneOf")
-MAPS = ("properties", "patternProperties", "dependentSchemas")
 SINGLE = frozenset(
     "additionalProperties propertyNames not if then else unevaluatedProperties unevaluatedItems".split()
 )
@@ -171,10 +167,12 @@ class _Reader:
             return {} if types is None else {"type": types[0] if len(types) == 1 else list(types)}
         if key in SINGLE:
             return {key: self.schema(value, inner)}
-        if key in LISTS:
+        lists = ("allOf", "anyOf", "oneOf")
+        if key in lists:
             options = self._each(value, inner)
             return {key: options} if options else {}
-        if key in MAPS:
+        maps = ("properties", "patternProperties", "dependentSchemas")
+        if key in maps:
             return {key: self._map(value, inner)}
         if key in COUNTS:
             return self._count(key, value, place)
@@ -283,7 +281,8 @@ class _Reader:
         if other is not None and given.get(other) is True:
             key = other
         is_lower = "inimum" in key
-        largest = MAX_INTEGER if types is not None and "number" not in types else MAX_NUMBER
+        # The largest float that fits into the integers of its bounds; it refuses other numbers beyond 1e18.
+        largest = 2**63 - 1024 if types is not None and "number" not in types else 1e18
         if value > largest if is_lower else value < -largest:
             self.leave_out(place, key, f"bounds beyond {largest:g} are not supported")
             return {}

@@ -13,8 +13,6 @@ import mlx.nn as nn
 from mlx_spec.errors import Mismatch
 from mlx_spec.types import TargetParts
 
-GPU_LAYERS_PER_START = 8  # each start ends a command buffer, so a GPU starts several layers at once
-
 
 class ModuleWrapper(nn.Module):
     """Replaces a module and passes its attributes on."""
@@ -89,7 +87,8 @@ def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     Building the graph takes the host 1 to 2 us an operation. Without an early start the device is idle
     until the graph of the whole pass is built.
     """
-    every = GPU_LAYERS_PER_START if mx.default_device().type == mx.gpu else 1
+    # each start ends a command buffer, so a GPU starts several layers at once
+    every = 8 if mx.default_device().type == mx.gpu else 1
     inner = [_unwrapped(layer) for layer in layers[every - 1 : -1 : every]]
     switch: EagerSwitch = next(
         (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()

@@ -20,8 +20,6 @@ from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
 from mlx_spec.errors import BadCheckpoint
 
-CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")  # that mlx-lm reads
-
 
 def read_model(
     folder: Path,
@@ -88,7 +86,8 @@ def _searchable(checkpoint: StoredModel) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as place:
         for number, file in enumerate(files):
             Path(place, f"model-{number:05}.safetensors").symlink_to(file.absolute())
-        for name in CONFIGS:
+        configs = ("config.json", "generation_config.json", "hf_quant_config.json")  # that mlx-lm reads
+        for name in configs:
             if (folder / name).is_file():
                 Path(place, name).symlink_to((folder / name).absolute())
         yield Path(place)

@@ -30,8 +30,6 @@ from mlx_spec.types import Draft, TokenLogprob
 Drawn = tuple[mx.array, mx.array | None]
 
 MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
-BAN_UNDER_GRAMMAR = -1e30  # bias of a banned token: it is drawn only if the grammar allows no other
-MIN_UNIFORM = 2.0**-33  # half the spacing of `mx.random.uniform` near 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,8 @@ class LogitsProcessor:
         if self._penalises:
             logits = self._penalise(logits.astype(mx.float32), history, drafted)
         if (bias := self._row_bias(logits.shape[0], len(history) + drafted.shape[0])) is not None:
-            bias = bias if mask is None else mx.maximum(bias, BAN_UNDER_GRAMMAR)
+            # bias of a banned token: it is drawn only if the grammar allows no other
+            bias = bias if mask is None else mx.maximum(bias, -1e30)
             logits = logits.astype(mx.float32) + bias
         return logits if mask is None else mx.where(mask, logits, -mx.inf)
 
@@ -325,7 +324,8 @@ def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
     The token that wins has a small exponential. -log1p(-u) has a spacing of 2**-32 there; -log(u) would have
     2**-24, too coarse for a distribution over 262,144 tokens.
     """
-    uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), MIN_UNIFORM)
+    # half the spacing of `mx.random.uniform` near 0
+    uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), 2.0**-33)
     return -mx.log(-mx.log1p(-uniform))
 
 

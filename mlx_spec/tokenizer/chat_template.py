@@ -23,7 +23,6 @@ from mlx_spec.checkpoint.files import one_line, read_optional
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import special_tokens
 
-FOLDERS = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
 DEFAULT, FOR_TOOLS = "default", "tool_use"  # names in a list of templates
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
 
@@ -111,7 +110,8 @@ def _sources(folder: Path) -> dict[str, str]:
     if isinstance(source, list):
         source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
     found: dict[Any, Any] = source if isinstance(source, dict) else {DEFAULT: source}
-    files = {file.stem: file for name in FOLDERS for file in sorted((folder / name).glob("*.jinja"))}
+    folders = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
+    files = {file.stem: file for name in folders for file in sorted((folder / name).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[DEFAULT] = folder / "chat_template.jinja"
     found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}

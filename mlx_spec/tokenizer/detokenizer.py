@@ -9,7 +9,6 @@ from dataclasses import replace
 from mlx_spec.tokenizer.tokenizer import Text
 from mlx_spec.types import TokenLogprob
 
-UTF8 = 4  # bytes of a character, at most
 REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
 
 
@@ -60,7 +59,7 @@ def _last_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) ->
 
 def half_character(text: Text, tokens: Sequence[int]) -> int:
     """Return how many of the last tokens are half a character, which later tokens may complete."""
-    written = [text.token_bytes(token) for token in tokens[-UTF8:]]
+    written = [text.token_bytes(token) for token in tokens[-4:]]  # bytes of a character, at most
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(written))
     half = len(decoder.getstate()[0])

@@ -11,7 +11,6 @@ from mlx_spec.tokenizer import Text
 
 PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
 MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
-ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def fill_in_prompt(given: FillIn, text: Text) -> list[int] | None:
 def fill_in_ends(text: Text) -> tuple[int, ...]:
     """Return the tokens that end a middle beside the end of text: none of them is code."""
     layout = _find_layout(text)
-    names = (*ENDS, *layout.tokens) if layout else ()
+    ends = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
+    names = (*ends, *layout.tokens) if layout else ()
     return tuple(id for id in map(text.token_id, names) if id is not None)
 
 
