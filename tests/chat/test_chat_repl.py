@@ -80,7 +80,7 @@ def test_every_command(converse, tmp_path):
         "/draft lookup": "drafts: by lookup",
         "/retry ": STATUS,
         "/draft auto": "as many tokens as pay",
-        "/stats ": r"first token after \d+\.\d\d s\n(.*\n)*.*gain: .*\n.*\npeak memory: \d",
+        "/stats ": r"first token after \d+\.\d\d s\n(.*\n)*drafts: .*\npeak memory: \d",
         f"/save {talk}": "1 turn saved",
         "/undo": "0 turns left",
         f"/load {talk}": "1 turn loaded",
