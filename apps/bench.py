@@ -22,7 +22,7 @@ from mlx_spec.hub.catalog import DEMO
 if TYPE_CHECKING:
     from mlx_spec.decode.sequence import SequenceParts
     from mlx_spec.pair import Pair
-    from mlx_spec.tokenizer import Text
+    from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.types import Round
 
 FIXED = (2, 4)  # draft tokens of the arms between plain decoding and the pair's own policy
@@ -103,13 +103,13 @@ class Speed:
     other_text: int  # answers with other tokens than plain decoding
 
 
-def chat_questions(text: Text) -> list[Question]:
+def chat_questions(tokenizer: Tokenizer) -> list[Question]:
     """Return built-in questions as chat prompts, or texts to continue if there is no chat template."""
     from mlx_spec.cli.texts import TEXTS
 
-    if not text.chats:
-        return [Question(f"text {i + 1}", tuple(text.prompt_tokens(t))) for i, t in enumerate(TEXTS)]
-    return [Question(q, tuple(text.prompt([{"role": "user", "content": q}]))) for q in QUESTIONS]
+    if not tokenizer.chats:
+        return [Question(f"text {i + 1}", tuple(tokenizer.prompt_tokens(t))) for i, t in enumerate(TEXTS)]
+    return [Question(q, tuple(tokenizer.prompt([{"role": "user", "content": q}]))) for q in QUESTIONS]
 
 
 def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
@@ -184,7 +184,7 @@ def _run(options: Options) -> int:
     if pair.drafter_names:
         lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
-    questions = chat_questions(pair.text)
+    questions = chat_questions(pair.tokenizer)
     answers: list[list[Run]] = []
     for repeat in range(options.repeats + 1):  # the first warms up
         if sys.stderr.isatty():

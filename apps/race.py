@@ -24,7 +24,7 @@ from .bench import BURST, QUESTIONS, Run, arm
 if TYPE_CHECKING:
     from mlx_spec.pair import Pair
     from mlx_spec.sampling.sampling import Sampling
-    from mlx_spec.tokenizer import Text
+    from mlx_spec.tokenizer import Tokenizer
 
 NAMES = ("with drafts", "plain")
 
@@ -106,7 +106,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[k], ordered[-1 - k]
 
 
-def verdict(race: Race, text: Text) -> list[str]:
+def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
     """Return the lines about a race that has ended."""
     lines = [
         f"{name:<12}{len(run.tokens)} tokens in {run.seconds:.2f} s, {_speed(run):.1f} tokens/s"
@@ -122,7 +122,7 @@ def verdict(race: Race, text: Text) -> list[str]:
     if (place := race.difference) is None:
         so_far = "" if all(run.is_complete for run in race.runs) else " so far"
         return [*lines, f"every token the same{so_far} ✓"]
-    words = [repr(text.decode(run.tokens[place : place + 4])) for run in race.runs]
+    words = [repr(tokenizer.decode(run.tokens[place : place + 4])) for run in race.runs]
     return [
         *lines,
         f"the first difference is token {place + 1}: {words[0]} with drafts, {words[1]} plain; "
@@ -143,18 +143,18 @@ def show_race(
     with rows if console.is_terminal else nullcontext() as live:
         for last in race(pair, prompt, count, sampling):
             if live is not None:
-                live.update(_rows(last, pair.text, console.width), refresh=True)
+                live.update(_rows(last, pair.tokenizer, console.width), refresh=True)
             if is_stopped():
                 break
-    return [] if last is None else verdict(last, pair.text)
+    return [] if last is None else verdict(last, pair.tokenizer)
 
 
-def _rows(race: Race, text: Text, width: int) -> str:
+def _rows(race: Race, tokenizer: Tokenizer, width: int) -> str:
     most, rows = max(_speed(run) for run in race.runs), []
     for name, run in zip(NAMES, race.runs, strict=True):
         bar = "█" * round(12 * _speed(run) / most)
         head = f"{name:<12}{bar:<12} {_speed(run):7.1f} tokens/s {len(run.tokens):5} tokens  "
-        tail = " ".join(text.decode(run.tokens[-32:]).split())
+        tail = " ".join(tokenizer.decode(run.tokens[-32:]).split())
         space = max(width - len(head) - 1, 0)
         rows.append(head + tail[max(len(tail) - space, 0) :])
     return "\n".join(row[: max(width - 1, 0)] for row in rows)
@@ -164,12 +164,12 @@ def _speed(run: Run) -> float:
     return len(run.tokens) / run.seconds if run.seconds else 0.0
 
 
-def question(text: Text, words: str, system: str | None = None) -> list[int]:
+def question(tokenizer: Tokenizer, words: str, system: str | None = None) -> list[int]:
     """Return the prompt of a question; the words as they are if the target has no chat template."""
-    if not text.chats:
-        return text.prompt_tokens(words)
+    if not tokenizer.chats:
+        return tokenizer.prompt_tokens(words)
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return text.prompt([*messages, {"role": "user", "content": words}])
+    return tokenizer.prompt([*messages, {"role": "user", "content": words}])
 
 
 def _run(options: Options) -> int:
@@ -179,7 +179,7 @@ def _run(options: Options) -> int:
 
     sampling = Sampling(temperature=options.temperature, seed=options.seed)
     pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
-    lines = show_race(pair, question(pair.text, options.prompt), options.tokens, sampling, lambda: False)
+    lines = show_race(pair, question(pair.tokenizer, options.prompt), options.tokens, sampling, lambda: False)
     show(*lines)
     return 0 if lines[-1].endswith("✓") else ERROR
 

@@ -20,7 +20,7 @@ from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.tokenizer import Text, common_prefix
+from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
 from .bench import Question, arm, chat_questions
@@ -159,10 +159,10 @@ class SelfTest:
         return bool(self.comparisons) and not self.wrong and not self.blocks_differ
 
 
-def long_text(text: Text, tokens: int) -> Question:
+def long_text(tokenizer: Tokenizer, tokens: int) -> Question:
     """Return `tokens` tokens of built-in text, to be continued."""
-    beginning = text.prompt_tokens("")
-    once = text.encode("\n\n".join(TEXTS) + "\n\n")
+    beginning = tokenizer.prompt_tokens("")
+    once = tokenizer.encode("\n\n".join(TEXTS) + "\n\n")
     wanted = max(tokens - len(beginning), 1)
     repeated = once * (wanted // len(once) + 1)
     return Question(f"the built-in texts, {tokens} tokens of them", tuple([*beginning, *repeated[-wanted:]]))
@@ -188,7 +188,7 @@ class _Tester:
         self.started = time.monotonic()
         self._token_seconds = 0.0  # of plain decoding
         self.found = SelfTest(window=window)
-        self.questions = chat_questions(pair.text)[: effort.questions]
+        self.questions = chat_questions(pair.tokenizer)[: effort.questions]
 
     def _left(self) -> float:
         """Return the seconds that are left; 0 if there are none."""
@@ -212,7 +212,7 @@ class _Tester:
             across, past = self._window - count // 2, self._window + self._window // 2
             for length in (max(across, 2), past):
                 if most is None or length + count <= most:
-                    yield long_text(self._pair.text, length), GREEDY
+                    yield long_text(self._pair.tokenizer, length), GREEDY
         yield first, SEEDED
         yield from ((question, GREEDY) for question in others)
         yield from ((question, SEEDED) for question in others[:1])
@@ -300,7 +300,7 @@ class _Tester:
             tokens = expected.tokens[at], found.tokens[at]
             before = [*found.question.tokens, *found.tokens[:at]]
             gap = token_gap(self._pair.open().target, before, tokens, found.sampling)
-            a, b = (self._pair.text.token_bytes(token).decode("utf-8", "replace") for token in tokens)
+            a, b = (self._pair.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)
         elif found.next is not None and len(found.tokens) < len(expected.tokens):
             error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"

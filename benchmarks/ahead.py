@@ -214,7 +214,7 @@ def measure_hits(target: str, prompts: int, tokens: int) -> dict[str, list[float
     for temperature in (0.0, 0.8):
         texts, logits = list[Text](), {dropped: list[mx.array]() for dropped in DROPPED}
         for question in questions:
-            prompt, sampling = pair.text.encode(CHAT.format(question)), Sampling(temperature, seed=1)
+            prompt, sampling = pair.tokenizer.encode(CHAT.format(question)), Sampling(temperature, seed=1)
             text = [t for r in pair.generate(prompt, sampling=sampling, max_tokens=tokens) for t in r.tokens]
             for dropped in (0, *DROPPED):
                 middle = (len(layers) - dropped) // 2

@@ -80,7 +80,7 @@ def lead(target: str, drafter: str, ranks: Ranks, settings: argparse.Namespace) 
         arms |= {f"K = {k}": fixed(pair, k), f"K = {k}, ahead": fixed(pair, k, ahead=True)}
     found: dict[str, list[list[Run]]] = {name: [] for name in arms}
     for i, question in enumerate(PROMPTS.read_text().splitlines()[: settings.prompts]):
-        tokens = pair.text.prompt([{"role": "user", "content": question}])
+        tokens = pair.tokenizer.prompt([{"role": "user", "content": question}])
         done = [
             in_turns(list(arms.values()), Prompt("chat", tokens, settings.tokens), settings.burst, i + repeat)
             for repeat in range(settings.repeats)

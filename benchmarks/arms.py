@@ -135,9 +135,9 @@ def prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
     """Return the prompts of a text file, one a line, as tokens, with the chat template if there is one."""
     file = settings.prompts or PROMPTS / ("demo.txt" if settings.target == "demo" else "chat.txt")
     lines = file.read_text().splitlines()[: 1 if settings.quick else None]
-    if not pair.text.chats:
-        return [pair.text.encode(line) for line in lines]
-    return [pair.text.prompt([{"role": "user", "content": line}]) for line in lines]
+    if not pair.tokenizer.chats:
+        return [pair.tokenizer.encode(line) for line in lines]
+    return [pair.tokenizer.prompt([{"role": "user", "content": line}]) for line in lines]
 
 
 def ours(folders: Folders, seed: int) -> tuple[Pair, Arms]:
@@ -259,10 +259,10 @@ def _prompt(
         print(f"a prompt of kind {kind} has {len(tokens)} tokens, too many for this target: left out")
         return None
     if not ends:
-        return Prompt(kind, tokens, most, pair.text.eos)
+        return Prompt(kind, tokens, most, pair.tokenizer.eos)
     steps = fixed(pair, 0)(Prompt(kind, tokens, most), lambda: None)
     answer = [token for step, _ in steps for token in step]
-    stops = [i + 1 for i, token in enumerate(answer) if token in pair.text.eos]
+    stops = [i + 1 for i, token in enumerate(answer) if token in pair.tokenizer.eos]
     return Prompt(kind, tokens, min(most, max(stops[0] if stops else most, settings.least)))
 
 
@@ -270,15 +270,15 @@ def _tokens(written: object, pair: Pair, begin: str) -> tuple[list[int], bool]:
     """Return the tokens of a prompt, and True if the answer has an end."""
     match written:
         case {"text": str(text)}:
-            return pair.text.encode(begin + text), False
+            return pair.tokenizer.encode(begin + text), False
         case str():
             turns = [written]
         case list():
             turns = [str(turn) for turn in written]
         case _:
             sys.exit(f"a prompt is a message, a list of messages or a text, not {written!r}")
-    if not pair.text.chats:
-        return pair.text.encode(begin + "\n\n".join(turns)), False
+    if not pair.tokenizer.chats:
+        return pair.tokenizer.encode(begin + "\n\n".join(turns)), False
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return pair.text.prompt(messages), True
+    return pair.tokenizer.prompt(messages), True

@@ -119,7 +119,7 @@ def read_prompts(settings: argparse.Namespace, pair: Pair) -> list[list[int]]:
     for i, line in zip(range(max(settings.counts)), lines, strict=False):
         text = f"{line} " * (1 + i % 3)
         message = [{"role": "user", "content": text}]
-        found.append(pair.text.prompt(message) if pair.text.chats else pair.text.encode(text))
+        found.append(pair.tokenizer.prompt(message) if pair.tokenizer.chats else pair.tokenizer.encode(text))
     return found
 
 

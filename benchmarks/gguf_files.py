@@ -128,16 +128,16 @@ def decode(folder: Path, settings: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for drafter, drafts in (("none", None), ("lookup", settings.drafts)):
         pair = load(str(folder), drafter, num_draft_tokens=drafts)
-        whole = pair.text.prompt_tokens(TEXT)
+        whole = pair.tokenizer.prompt_tokens(TEXT)
         half = whole[: settings.prompt // 2 + 60]
         prompts = {"text": whole[: settings.prompt], "repeated text": (half + half[1:])[: settings.prompt]}
-        ban = dict.fromkeys(pair.text.eos, float("-inf"))
+        ban = dict.fromkeys(pair.tokenizer.eos, float("-inf"))
         for name, ids in prompts.items():
             sampling = Sampling(logit_bias=ban)
             rounds = list(pair.generate(ids, sampling=sampling, max_tokens=settings.tokens))
             tokens = [token for round in rounds for token in round.tokens]
             text = {"prompt": name, "drafts": drafts or 0, "ids": ids, "tokens": tokens}
-            found.append(text | {"rounds": len(rounds), "banned": sorted(pair.text.eos)})
+            found.append(text | {"rounds": len(rounds), "banned": sorted(pair.tokenizer.eos)})
     return found
 
 

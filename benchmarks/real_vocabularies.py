@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from mlx_spec.checkpoint.gguf import read_gguf
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from mlx_spec.errors import SpecError
-from mlx_spec.tokenizer import Text, read_tokenizer
+from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer
 from mlx_spec.tokenizer.detokenizer import REPLACEMENT
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
@@ -104,23 +104,23 @@ def check(place: Path, settings: argparse.Namespace) -> Counts:
     counts, chance = Counts(str(place.relative_to(settings.folder))), random.Random(settings.seed)
     try:
         if place.suffix == ".gguf":
-            text = Text(read_gguf_tokenizer(place, read_gguf(place).metadata)[0], None, ())
+            tokenizer = Tokenizer(read_gguf_tokenizer(place, read_gguf(place).metadata)[0], None, ())
             expected = list(expected_of_file(place))
         else:
-            text = Text(read_tokenizer(place), None, ())
+            tokenizer = Tokenizer(read_fast_tokenizer(place), None, ())
             expected = list(expected_of_transformers(place, settings.texts, chance))
     except SpecError as error:
         counts.refused = str(error).removeprefix(str(place)).strip()
         return counts
     for source, tokens in expected:
         counts.texts += 1
-        if text.encode(source) != tokens:
+        if tokenizer.encode(source) != tokens:
             counts.differ += 1
             counts.examples.append(source[:40])
-        stream(text, tokens, chance, counts)
-    size = len(text.vocabulary())
+        stream(tokenizer, tokens, chance, counts)
+    size = len(tokenizer.vocabulary())
     for _ in range(settings.random):
-        stream(text, [chance.randrange(size) for _ in range(chance.randint(2, 12))], chance, counts)
+        stream(tokenizer, [chance.randrange(size) for _ in range(chance.randint(2, 12))], chance, counts)
     return counts
 
 
@@ -146,11 +146,11 @@ def expected_of_transformers(
         yield source, theirs.encode(source, add_special_tokens=False)
 
 
-def stream(text: Text, tokens: Sequence[int], chance: random.Random, counts: Counts) -> None:
+def stream(tokenizer: Tokenizer, tokens: Sequence[int], chance: random.Random, counts: Counts) -> None:
     """Stream the tokens after a random one, and count whether the pieces make up the text."""
     at = chance.randint(0, len(tokens))
-    before, whole = text.decode(tokens[:at]), text.decode(tokens)
-    answer = AnswerStream(text, None, before=tokens[:at])
+    before, whole = tokenizer.decode(tokens[:at]), tokenizer.decode(tokens)
+    answer = AnswerStream(tokenizer, None, before=tokens[:at])
     parts = [part for token in tokens[at:] for part in answer.read(Round([token], 0, 0, "plain"))]
     said = "".join(part.text for part in [*parts, *answer.end()])
     counts.streams += 1

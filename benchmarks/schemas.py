@@ -36,7 +36,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.tokenizer import Text, read_text
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 LONGEST = 600  # tokens of an answer
 DRAFT_SHARE = 0.1  # of the tokens, before which a draft is looked at and taken back
@@ -45,17 +45,17 @@ DRAFT_SHARE = 0.1  # of the tokens, before which a draft is looked at and taken 
 # --- random answers
 
 
-def walk(grammar: Grammar, text: Text, draw: random.Random) -> str | None:
+def walk(grammar: Grammar, tokenizer: Tokenizer, draw: random.Random) -> str | None:
     """Return a random answer, None if it is too long. Raises InvalidValue if no token is allowed."""
     matcher, tokens = grammar.matcher([]), list[int]()
-    closers = {token for word in CLOSERS for token in text.encode(word)}
+    closers = {token for word in CLOSERS for token in tokenizer.encode(word)}
     while len(tokens) < LONGEST:
         allowed = _allowed(matcher.allowed(tokens, [], 1)[0])
-        others = [token for token in allowed if token not in text.eos]
+        others = [token for token in allowed if token not in tokenizer.eos]
         if not allowed:
             raise InvalidValue("no token is allowed")
         if not others or (len(others) < len(allowed) and draw.random() < 0.4):
-            return text.decode_raw(tokens)
+            return tokenizer.decode_raw(tokens)
         soon = [token for token in others if token in closers]
         token = draw.choice(soon if soon and draw.random() < len(tokens) / 60 else others)
         if draw.random() < DRAFT_SHARE:
@@ -93,13 +93,13 @@ def judged(schema: Any) -> Any:
     return found
 
 
-def verdicts(schema: Schema, text: Text, walks: int, name: str) -> Counter[str]:
+def verdicts(schema: Schema, tokenizer: Tokenizer, walks: int, name: str) -> Counter[str]:
     """Return what became of a schema and its random answers."""
     found: Counter[str] = Counter(schemas=1)
     try:
         rewritten, unenforced = enforceable(schema, closed=True)
         grammar = compile_grammar(
-            "json_schema", json.dumps(rewritten), text, len(text.vocabulary()), seconds=10
+            "json_schema", json.dumps(rewritten), tokenizer, len(tokenizer.vocabulary()), seconds=10
         )
     except InvalidValue as error:
         print(f"{name}: {error}")
@@ -109,7 +109,7 @@ def verdicts(schema: Schema, text: Text, walks: int, name: str) -> Counter[str]:
     judge = extend(base, {"multipleOf": multiple_of})(judged(schema))
     for number in range(walks):
         try:
-            answer = walk(grammar, text, random.Random(f"{name} {number}"))
+            answer = walk(grammar, tokenizer, random.Random(f"{name} {number}"))
             if answer is None:
                 found["long"] += 1
                 continue
@@ -139,14 +139,14 @@ def main() -> None:
     options.add_argument("--drawn", type=int, default=60, help="random schemas of our own")
     options.add_argument("--walks", type=int, default=25, help="random answers to each")
     settings = options.parse_args()
-    text = read_text(demo.TARGET, {})
+    tokenizer = read_tokenizer(demo.TARGET, {})
     groups = {"fixed": SCHEMAS, "drawn": Draws(0).schemas(settings.drawn)}
     named = {group: {str(i): each for i, each in enumerate(them)} for group, them in groups.items()}
     named |= {file.stem: read_schemas(file) for file in settings.files}
     counts: dict[str, Counter[str]] = {}
     for group, them in named.items():
         chosen = list(them.items())[:: 20 if settings.quick else 1]
-        each = [verdicts(schema, text, settings.walks, f"{group} {name}") for name, schema in chosen]
+        each = [verdicts(schema, tokenizer, settings.walks, f"{group} {name}") for name, schema in chosen]
         counts[group] = sum(each, Counter[str]())
     counts["all"] = sum(counts.values(), Counter[str]())
     columns = ["schemas", "refused", "partly", "answers", "right", "wrong", "unjudged", "long"]

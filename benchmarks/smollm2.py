@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from mlx_spec import load
 from mlx_spec.hub import find
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 
 CHARACTERS = 120_000
 WORDS = (
@@ -47,7 +47,7 @@ def main() -> None:
     started = time.time()
     pair = load(settings.target, "lookup")
     folder = find(settings.target)
-    tokens = compare_tokens(pair.text, folder, 2000 if settings.quick else CHARACTERS, settings.seed)
+    tokens = compare_tokens(pair.tokenizer, folder, 2000 if settings.quick else CHARACTERS, settings.seed)
     print(f"{tokens['characters']} characters, {tokens['tokens']} tokens, {tokens['differ']} texts differ\n")
     model = mlx_lm.load(str(folder))[0]
     model.set_dtype(mx.float32)
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
     return settings
 
 
-def compare_tokens(text: Text, folder: Path, characters: int, seed: int) -> dict[str, int]:
+def compare_tokens(tokenizer: Tokenizer, folder: Path, characters: int, seed: int) -> dict[str, int]:
     """Compare the tokens of random texts of about 1000 characters."""
     reference = AutoTokenizer.from_pretrained(folder)
     chance = random.Random(seed)
@@ -94,9 +94,9 @@ def compare_tokens(text: Text, folder: Path, characters: int, seed: int) -> dict
             number = str(chance.randrange(10 ** chance.randrange(1, 12)))
             parts += [chance.choice(WORDS), chance.choice(GAPS), number, chance.choice(GAPS)]
         piece = "".join(parts)
-        found = text.encode(piece)
+        found = tokenizer.encode(piece)
         differ += (
-            found != reference.encode(piece, add_special_tokens=False) or text.decode_raw(found) != piece
+            found != reference.encode(piece, add_special_tokens=False) or tokenizer.decode_raw(found) != piece
         )
         size, count = size + len(piece), count + len(found)
     return {"characters": size, "tokens": count, "differ": differ}
@@ -109,7 +109,7 @@ def all_prompts(settings: argparse.Namespace, pair: Any, folder: Path) -> list[P
     found = []
     for place in folders:
         found += read_prompts(argparse.Namespace(**wanted | {"prompts": place}), pair, folder)
-    return [Prompt(prompt.kind, prompt.tokens, settings.tokens, pair.text.eos) for prompt in found]
+    return [Prompt(prompt.kind, prompt.tokens, settings.tokens, pair.tokenizer.eos) for prompt in found]
 
 
 def greedy(model: Any, prompt: Prompt) -> list[int]:

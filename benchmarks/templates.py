@@ -25,11 +25,12 @@ from time import time as clock
 from typing import Any
 
 from timing import finish, parser, table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.errors import SpecError
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
@@ -128,7 +129,7 @@ class Tokenizers:
     """One byte-level vocabulary, here and in transformers."""
 
     def __init__(self) -> None:
-        self._tokenizer = Tokenizer(
+        self._tokenizer = FastTokenizer(
             models.BPE(
                 {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
             )
@@ -140,11 +141,11 @@ class Tokenizers:
     def ours(self, source: str, one: Conversation) -> tuple[str, str]:
         """Return the prompt, or the reason why there is none."""
         try:
-            text = Text(self._tokenizer, ChatTemplate(source, SPECIAL), ())
-            found = text.prompt(one.messages, thinking=True, tools=one.tools, variables=one.variables)
+            tokenizer = Tokenizer(self._tokenizer, ChatTemplate(source, SPECIAL), ())
+            found = tokenizer.prompt(one.messages, thinking=True, tools=one.tools, variables=one.variables)
         except SpecError as error:
             return "", str(error)
-        return text.decode_raw(found), ""
+        return tokenizer.decode_raw(found), ""
 
     def theirs(self, source: str, one: Conversation) -> tuple[str, str]:
         """Return the prompt, or the reason why there is none."""

@@ -55,8 +55,9 @@ for line in sys.stdin:
     arm, text, count = json.loads(line)
     pair = pairs[arm]
     if text is not None:
-        prompt = pair.text.prompt([{"role": "user", "content": text}])
-        sampling = mlx_spec.Sampling(logit_bias=dict.fromkeys(pair.text.eos, float("-inf")))
+        tokenizer = pair.text if hasattr(pair, 'text') else pair.tokenizer  # its former name
+        prompt = tokenizer.prompt([{"role": "user", "content": text}])
+        sampling = mlx_spec.Sampling(logit_bias=dict.fromkeys(tokenizer.eos, float("-inf")))
         going[arm] = pair.generate(prompt, sampling=sampling, max_tokens=2000)
     tokens, start = [], time.perf_counter()
     while len(tokens) < count:

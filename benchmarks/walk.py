@@ -55,7 +55,7 @@ def one_token() -> set[str]:
     import mlx_spec
 
     pair = mlx_spec.load("demo")
-    prompt = pair.text.prompt([{"role": "user", "content": "What does os.path.join do?"}])
+    prompt = pair.tokenizer.prompt([{"role": "user", "content": "What does os.path.join do?"}])
     rounds = pair.generate(prompt, max_tokens=40)
     next(iter(rounds))
     with noted() as files:

@@ -18,7 +18,7 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
 from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
-from mlx_spec.tokenizer import Text, differing_token, read_text
+from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 
 from .families import family_of
 from .families.common import Converted
@@ -52,12 +52,12 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     target = open_source(options.target)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
-    text = read_text(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
+    tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
         choice = NONE if done else DEFAULT_BITS
     own = parse_quantization(choice, options.group_size)
-    drafter, family = _find_drafter(options.drafter, target, text)
+    drafter, family = _find_drafter(options.drafter, target, tokenizer)
     size = None if choice in FIXED_MODES else options.group_size
     drafter_quantization = parse_quantization(options.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
@@ -66,7 +66,9 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     return ConversionPlan(folder, target, drafter, family, options.dtype, own, drafter_quantization, hashes)
 
 
-def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None, DrafterFamily | None]:
+def _find_drafter(
+    name: str, target: Source, tokenizer: Tokenizer
+) -> tuple[Source | None, DrafterFamily | None]:
     """Return the drafter's source and its family, None for a language model.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.
@@ -88,7 +90,7 @@ def _find_drafter(name: str, target: Source, text: Text) -> tuple[Source | None,
     drafter = open_source(chosen)
     found = family_or_model(drafter)
     if found is None:
-        difference = differing_token(drafter.folder, target.folder, text)
+        difference = differing_token(drafter.folder, target.folder, tokenizer)
         if difference is not None:
             raise Mismatch(
                 f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "

@@ -36,7 +36,7 @@ from mlx_spec.grammar import read_tokens
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
-from mlx_spec.tokenizer import Text, read_text
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_model, load_unread
 from .source import DTYPES, Quantization, Source
@@ -234,18 +234,18 @@ def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
 
 def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
     """Return the built-in texts [B, S], cut to one length."""
-    text = read_text(folder, config)
-    encoded = [text.prompt_tokens(string) for string in TEXTS]
+    tokenizer = read_tokenizer(folder, config)
+    encoded = [tokenizer.prompt_tokens(string) for string in TEXTS]
     length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
     return mx.array([tokens[:length] for tokens in encoded])
 
 
-def prompts(text: Text) -> list[list[int]]:
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Return the built-in prompts; questions only if the target has a chat template."""
-    result = [text.prompt_tokens(string) for string in PROMPTS]
-    for question in QUESTIONS if text.chats else ():
+    result = [tokenizer.prompt_tokens(string) for string in PROMPTS]
+    for question in QUESTIONS if tokenizer.chats else ():
         with contextlib.suppress(InvalidValue):  # a template that wants more than a question
-            result.append(text.prompt([{"role": "user", "content": question}]))
+            result.append(tokenizer.prompt([{"role": "user", "content": question}]))
     return result
 
 
@@ -290,8 +290,8 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     target = plan.folder / TARGET
     progress.stage("drafting with the converted pair")
     pair = load(target, plan.folder / DRAFTER, num_draft_tokens=K)
-    info, text, policies = pair.info, pair.text, pair.policies
-    built_in = prompts(text)
+    info, tokenizer, policies = pair.info, pair.tokenizer, pair.policies
+    built_in = prompts(tokenizer)
     ours = draft(pair, built_in)
     del pair
     gc.collect()
@@ -300,11 +300,11 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
         progress.stage("drafting with the original pair")
         folder, model = plan.original_drafter, load_lazily(plan.target.folder, plan.reference_dtype())
         source = open_drafter(folder, read_config(folder), plan.target.config)
-        before = draft(Pair(info, text, model, [source], policies), built_in)
+        before = draft(Pair(info, tokenizer, model, [source], policies), built_in)
         del model, source
         gc.collect()
     progress.stage("continuing texts without a drafter")
-    plain = continue_greedily(load_lazily(target, None), built_in, frozenset(text.eos))
+    plain = continue_greedily(load_lazily(target, None), built_in, frozenset(tokenizer.eos))
     gc.collect()
     tokens = Counter(token for continuation in plain for token in continuation)
     chance = max(tokens.values()) / tokens.total()  # of a drafter that guesses the most common token

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mlx_spec.drafters import DrafterSource
     from mlx_spec.pair import Pair
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-    from mlx_spec.tokenizer import Text
+    from mlx_spec.tokenizer import Tokenizer
 
 KV_BITS = (4, 8)
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
@@ -76,29 +76,31 @@ def load(
     names = _named(str(target), None if drafter is None else str(drafter))
     folder, config, size = _find_target(names, ranks)
     from mlx_spec.pair import Pair, PairInfo
-    from mlx_spec.tokenizer import read_text
+    from mlx_spec.tokenizer import read_tokenizer
 
     _raise_wired_limit()
-    text = read_text(folder, config)
-    found = _open_drafter(names, folder, config, text)
+    tokenizer = read_tokenizer(folder, config)
+    found = _open_drafter(names, folder, config, tokenizer)
     if ranks is not None and found is not None and found.needs.shared_kv:
         why = f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part"
         if drafter is not None:
             raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
         print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
         names = _named(str(target), LOOKUP)
-        found = _open_drafter(names, folder, config, text)
+        found = _open_drafter(names, folder, config, tokenizer)
     sizes = (
         size // (1 if ranks is None else ranks.size),
         int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
     )
-    info = PairInfo(names.target, names.drafter, _vocab_size(config, text), context_length(config), *sizes)
+    info = PairInfo(
+        names.target, names.drafter, _vocab_size(config, tokenizer), context_length(config), *sizes
+    )
     if draft_ranks is not None:
         _compared(draft_ranks, names, found)
     offered = _offered(found, num_draft_tokens, draft_ranks, ahead=ahead)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
-    pair = Pair(info, text, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
+    pair = Pair(info, tokenizer, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
     try:
         pair.check()  # refuses targets without exact rollback now, not in an answer
         _measure(pair)
@@ -136,14 +138,14 @@ def follow(target: str, ranks: Ranks) -> int:
 def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
     """Load a drafter on rank 1 and draft ahead for rank 0, which has the target. Return its exit status."""
     from mlx_spec.ahead import draft_for_rank_0
-    from mlx_spec.tokenizer import read_text
+    from mlx_spec.tokenizer import read_tokenizer
 
     names = _named(target, drafter)
     folder = find(names.target_path)
     config = read_config(folder)
-    text = read_text(folder, config)
-    source = _compared(ranks, names, _open_drafter(names, folder, config, text))
-    return draft_for_rank_0(ranks, source, _vocab_size(config, text))
+    tokenizer = read_tokenizer(folder, config)
+    source = _compared(ranks, names, _open_drafter(names, folder, config, tokenizer))
+    return draft_for_rank_0(ranks, source, _vocab_size(config, tokenizer))
 
 
 def _compared(ranks: Ranks, names: _Names, source: DrafterSource | None) -> DrafterSource:
@@ -250,7 +252,9 @@ def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
         FixedPolicy(num_draft_tokens)
 
 
-def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: Text) -> DrafterSource | None:
+def _open_drafter(
+    names: _Names, target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
+) -> DrafterSource | None:
     """Return the drafter of these names; None if there is to be none."""
     import mlx.core as mx
 
@@ -264,7 +268,7 @@ def _open_drafter(names: _Names, target: Path, config: Mapping[str, Any], text: 
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     _refuse_unconverted(names, folder)
     own = read_config(folder)
-    source = _source(folder, own, target, config, text)
+    source = _source(folder, own, target, config, tokenizer)
     if source.network is not None and is_dequantized(config):
         source.network.set_dtype(mx.float32)
     return replace(source, folder=folder)
@@ -284,25 +288,25 @@ def _refuse_unconverted(names: _Names, folder: Path) -> None:
 
 
 def _source(
-    folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], text: Text
+    folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> DrafterSource:
     """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
     from mlx_spec.drafters import open_drafter, open_retokenized
-    from mlx_spec.tokenizer import differing_token, has_tokenizer, read_text
+    from mlx_spec.tokenizer import differing_token, has_tokenizer, read_tokenizer
 
     if own["model_type"] not in OPENED_AS and not has_tokenizer(folder):
-        sizes = _vocab_size(own, text), _vocab_size(config, text)
+        sizes = _vocab_size(own, tokenizer), _vocab_size(config, tokenizer)
         if sizes[0] != sizes[1]:
             raise Mismatch(
                 f"the draft model {folder} knows {sizes[0]} tokens, the target {sizes[1]}, and without its "
                 f"tokenizer it is unknown which are the same: add its tokenizer.json; {WITHOUT}"
             )
-    difference = differing_token(folder, target, text)
+    difference = differing_token(folder, target, tokenizer)
     if difference is None:
         return open_drafter(folder, own, config)
     if own["model_type"] in OPENED_AS:
         raise Mismatch(f"{difference}: use a drafter with the target's vocabulary; {WITHOUT}")
-    return open_retokenized(folder, own, read_text(folder, own), text)
+    return open_retokenized(folder, own, read_tokenizer(folder, own), tokenizer)
 
 
 def _offered(
@@ -374,9 +378,9 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     return model
 
 
-def _vocab_size(config: Mapping[str, Any], text: Text) -> int:
+def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """Return the number of columns of the logits, padding included."""
-    return vocab_size(config) or max(text.vocabulary().values()) + 1
+    return vocab_size(config) or max(tokenizer.vocabulary().values()) + 1
 
 
 def _raise_wired_limit() -> None:

@@ -27,7 +27,7 @@ from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import FeatureSpec, Round, TargetParts
 
 GREEDY = Sampling()
@@ -56,7 +56,7 @@ class Pair:
     def __init__(
         self,
         info: PairInfo,
-        text: Text,
+        tokenizer: Tokenizer,
         model: nn.Module,
         drafters: Sequence[DrafterSource],
         policies: AdaptivePolicies | FixedPolicy,
@@ -64,7 +64,7 @@ class Pair:
         ranks: Ranks | None = None,
     ) -> None:
         self.info = info
-        self.text = text
+        self.tokenizer = tokenizer
         self.policies = policies
         self._model = model
         self._drafters = tuple(drafters)
@@ -95,7 +95,7 @@ class Pair:
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
-        return Pair(self.info, self.text, self._model, drafters, policies, self._kv_bits, self._ranks)
+        return Pair(self.info, self.tokenizer, self._model, drafters, policies, self._kv_bits, self._ranks)
 
     @property
     def parts(self) -> TargetParts:
@@ -109,7 +109,7 @@ class Pair:
 
     def session(self, system: str | None = None) -> Session:
         """Return a new conversation. Raises InvalidValue if the target has no chat template."""
-        return Session(self.text, CachedSequence(self.open()), self.prepare, system)
+        return Session(self.tokenizer, CachedSequence(self.open()), self.prepare, system)
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
@@ -141,7 +141,7 @@ class Pair:
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
             return
         is_new = again or policies.costs is None
-        text = scratch_text(self.text, context or 256, self.info.context_length)
+        text = scratch_text(self.tokenizer, context or 256, self.info.context_length)
         found = yield from measure_costs(
             self.open(),
             text,
@@ -193,7 +193,7 @@ class Pair:
         prompt, ends = _as_tokens("the prompt", prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
-        recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.text, top_logprobs)
+        recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
@@ -204,7 +204,7 @@ class Pair:
             recorder or sampler,
             prompt,
             limit,
-            self.text.eos.union(ends),
+            self.tokenizer.eos.union(ends),
             extras,
             read_prompt,
         )

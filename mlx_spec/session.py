@@ -18,7 +18,7 @@ from mlx_spec.decode import round as engine
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
 from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
@@ -297,14 +297,14 @@ class Session:
 
     def __init__(
         self,
-        text: Text,
+        tokenizer: Tokenizer,
         sequence: CachedSequence,
         prepare: Callable[..., engine.RunningSequence],
         system: str | None = None,
     ) -> None:
-        if not text.chats:
+        if not tokenizer.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
-        self._text = text
+        self._tokenizer = tokenizer
         self._sequence = sequence
         self._prepare = prepare
         self._system = system
@@ -363,11 +363,11 @@ class Session:
         """
         self._stop()
         question = {"role": "user", "content": message}
-        prompt = self._text.prompt([*self.messages, question], thinking=thinking)
+        prompt = self._tokenizer.prompt([*self.messages, question], thinking=thinking)
         rounds = engine.decode(
             self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
         )
-        self._generation = Generation(self._sequence, prompt, AnswerStream(self._text, prompt))
+        self._generation = Generation(self._sequence, prompt, AnswerStream(self._tokenizer, prompt))
         self._running = self._stream(question, self._generation, rounds)
         return self._running
 

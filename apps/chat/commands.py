@@ -204,7 +204,7 @@ class Commands:
         last = "".join(turn["content"] for turn in talk.turns[-2:-1])
         if not (words or last):
             raise InvalidValue("there is no question yet: /race QUESTION")
-        prompt = question(talk.pair.text, words or last, talk.system)
+        prompt = question(talk.pair.tokenizer, words or last, talk.system)
         with interrupts.acting(CtrlC.NOTE), hidden_typing():
             count = min(talk.settings.max_tokens, 256)  # enough turns for a narrow interval
             lines = show_race(talk.pair, prompt, count, talk.settings, lambda: interrupts.pressed)

@@ -50,7 +50,7 @@ class Conversation:
     def stream(self, message: str) -> Generator[Piece, None, None]:
         """Answer a message as set. Raises InvalidValue and PromptTooLong as `Session.stream` does."""
         settings = self.settings
-        thinks = settings.think or not self.pair.text.thinks  # some cannot be asked not to
+        thinks = settings.think or not self.pair.tokenizer.thinks  # some cannot be asked not to
         grammar = None if self.schema is None else self.schema.grammar.thinking(thinks)
         return self.session.stream(
             message,
@@ -75,7 +75,7 @@ class Conversation:
         """Let answers match a JSON schema from now on. Raises SpecError."""
         self.schema = None
         size = self.pair.info.vocab_size
-        compiled = compile_grammar("json_schema", source, self.pair.text, size, seconds=SCHEMA_TIMEOUT_S)
+        compiled = compile_grammar("json_schema", source, self.pair.tokenizer, size, seconds=SCHEMA_TIMEOUT_S)
         self.schema = AnswerSchema(name, source, compiled)
 
     def switch(self, choice: PairChoice) -> None:
@@ -92,7 +92,7 @@ class Conversation:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `saved.read` returns. Raises InvalidValue and changes nothing."""
         settings = from_values(saved["settings"])
-        if settings.think and not self.pair.text.may_think:
+        if settings.think and not self.pair.tokenizer.may_think:
             settings = replace(settings, think=False)
         session = self.pair.session(saved["system"])
         known, turns = ("role", "content", "reasoning_content"), saved["messages"]

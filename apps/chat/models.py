@@ -80,7 +80,7 @@ def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = 
 
 def check_thinking(pair: Pair) -> None:
     """Raise InvalidValue if the target cannot be asked to think."""
-    if not pair.text.may_think:
+    if not pair.tokenizer.may_think:
         raise InvalidValue(
             f"{pair.info.target} cannot be asked to think first: leave out --think, or /set think off"
         )

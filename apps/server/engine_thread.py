@@ -112,8 +112,8 @@ class EngineThread:
     def count_tokens(self, request: GenerationRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises Failure."""
         try:
-            text = self._models.text(self._models.resolve(request.model))
-            return sum(map(len, prompt_tokens(request, text)))
+            tokenizer = self._models.tokenizer(self._models.resolve(request.model))
+            return sum(map(len, prompt_tokens(request, tokenizer)))
         except Exception as error:
             raise to_failure(error) from error
 

@@ -161,8 +161,8 @@ class Job:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
         self._has_place = has_place
-        text, compile = model.pair.text, model.compile  # without the weights, which may be unloaded
-        self._preparing = preparers.submit(prepare, self.request, text, compile)
+        tokenizer, compile = model.pair.tokenizer, model.compile  # without the weights, which may be unloaded
+        self._preparing = preparers.submit(prepare, self.request, tokenizer, compile)
         self._preparing.add_done_callback(lambda _: self._wake())
 
     @property
@@ -337,7 +337,7 @@ class Job:
             )
             last_call = row.calls.is_last
         row.answer = AnswerStream(
-            self.model.pair.text,
+            self.model.pair.tokenizer,
             None if chat is None else row.prompt,
             stop=request.stop,
             ends=prepared.ends,
@@ -352,18 +352,18 @@ class Job:
         """Process a prompt and keep the logprobs of its tokens; the first token has none."""
         pair, top, prompt, parts = self.model.pair, self.request.top_logprobs or 0, row.prompt, sequence.parts
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
-        scores = [TokenLogprob(prompt[0], pair.text.token_bytes(prompt[0]), math.nan)]
+        scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
         self._scores[row.place[0]] = scores
-        for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.text, top):
+        for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.tokenizer, top):
             scores.extend(more)
             yield
 
     def _echo(self, row: BatchRow) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
         assert isinstance(self.request.prompt, RawPrompts)
-        number, text = row.place[0], self.model.pair.text
-        given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), text)
-        echoed = given if isinstance(given, str) else text.decode(row.prompt)
+        number, tokenizer = row.place[0], self.model.pair.tokenizer
+        given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), tokenizer)
+        echoed = given if isinstance(given, str) else tokenizer.decode(row.prompt)
         row.answer.count_in_front(echoed)
         return TextDelta(row.index, "answer", echoed, scores, (Span(echoed, None, 0),))
 

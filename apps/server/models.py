@@ -27,7 +27,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.download import on_disk
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
-from mlx_spec.tokenizer import Text, read_text
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .errors import LOG, Failure, unavailable, unknown_model
 from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
@@ -150,7 +150,7 @@ class Models:
             with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
                 if name not in self._described and _is_local(served):
                     self._described.add(name)
-                    config, text = read_config(checkpoint_folders(served)[0]), self.text(name)
+                    config, text = read_config(checkpoint_folders(served)[0]), self.tokenizer(name)
                     self._cards[name] = replace(
                         self._cards[name],
                         context_length=context_length(config),
@@ -164,13 +164,13 @@ class Models:
         """Return the models that are loaded."""
         return tuple(self._loaded.values())
 
-    def text(self, name: str) -> Text:
+    def tokenizer(self, name: str) -> Tokenizer:
         """Return the tokenizer and template of a model, loaded or not. Raises Failure (503)."""
         loaded = self._loaded.get(name)
         if loaded is not None:
-            return loaded.pair.text
+            return loaded.pair.tokenizer
         try:
-            return _read_text(checkpoint_folders(self._served[name])[0])
+            return _read_tokenizer(checkpoint_folders(self._served[name])[0])
         except SpecError as error:
             LOG.error("%s cannot be read: %s", name, error)
             raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
@@ -271,12 +271,12 @@ class Models:
         finally:
             self.loading = None
         name, budget = served.name, partial(self._cache_budget, served.name)
-        text, settings = pair.text, self._settings
+        tokenizer, settings = pair.tokenizer, self._settings
         size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
 
         @lru_cache(MAX_GRAMMARS)
         def compile(kind: GrammarKind, source: str) -> Grammar:
-            return compile_grammar(kind, source, text, size, seconds=seconds)
+            return compile_grammar(kind, source, tokenizer, size, seconds=seconds)
 
         need = need_of(served) if _is_local(served) else MemoryNeed(0, 0, 1)
         self._loaded[name] = LoadedModel(
@@ -371,14 +371,14 @@ def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Pa
 
 
 @lru_cache
-def _read_text(folder: Path) -> Text:
-    return read_text(folder, read_config(folder))
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    return read_tokenizer(folder, read_config(folder))
 
 
 def _warm_up(pair: Pair) -> None:
     """Generate a few tokens, so that the first request does not wait for compilation."""
-    text = pair.text
-    prompt = text.prompt([{"role": "user", "content": "Hello"}]) if text.chats else [0]
+    tokenizer = pair.tokenizer
+    prompt = tokenizer.prompt([{"role": "user", "content": "Hello"}]) if tokenizer.chats else [0]
     for _ in pair.generate(prompt, max_tokens=WARM_UP_TOKENS):
         pass
 

@@ -385,7 +385,7 @@ class PrefixFiles:
 
 def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
-    tokens = scratch_text(pair.text, PROBE_TOKENS, None)
+    tokens = scratch_text(pair.tokenizer, PROBE_TOKENS, None)
     sequence = CachedSequence(pair.open())
     for _ in decode(pair.prepare(sequence.parts, tokens, max_tokens=2)):
         pass

@@ -12,7 +12,7 @@ from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, c
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 
 from .errors import LOG, invalid, unsupported
@@ -31,43 +31,45 @@ class PreparedRequest:
     ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
 
-def prepare(request: GenerationRequest, text: Text, compile: CompileGrammar) -> PreparedRequest:
+def prepare(request: GenerationRequest, tokenizer: Tokenizer, compile: CompileGrammar) -> PreparedRequest:
     """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
 
     Raises Failure (400).
     """
-    prompts = prompt_tokens(request, text)
-    prediction = () if request.prediction is None else tuple(text.encode(request.prediction))
+    prompts = prompt_tokens(request, tokenizer)
+    prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
-    dialect = None if use is None else find_tool_format(text)
+    dialect = None if use is None else find_tool_format(tokenizer)
     raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
     fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
-    controls = text.controls.intersection(map(text.token_id, request.stop))  # no text has their names
-    ends = (*request.stop_tokens, *controls, *(fill_in_ends(text) if fills_in else ()))
-    banned = text.eos if request.ignore_eos else frozenset[int]()
+    controls = tokenizer.controls.intersection(
+        map(tokenizer.token_id, request.stop)
+    )  # no text has their names
+    ends = (*request.stop_tokens, *controls, *(fill_in_ends(tokenizer) if fills_in else ()))
+    banned = tokenizer.eos if request.ignore_eos else frozenset[int]()
     if use is not None and dialect is not None and use.choice == "none":
         banned |= frozenset(() if dialect.open is None else (dialect.open,))
     ban = dict.fromkeys(banned, float("-inf"))
     sampling = replace(
         request.sampling,
         logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
-        late_tokens=text.eos | frozenset(ends),
-        grammar=_grammar(request, text, use, dialect, compile),
+        late_tokens=tokenizer.eos | frozenset(ends),
+        grammar=_grammar(request, tokenizer, use, dialect, compile),
     )
     reads_calls = use is not None and use.choice != "none"
     return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
 
 
-def prompt_tokens(request: GenerationRequest, text: Text) -> tuple[list[int], ...]:
+def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
     """Return the tokens of each prompt; raise what `prepare` raises."""
     if isinstance(request.prompt, Chat):
-        return (chat_prompt(request.prompt, text, request.model, request.prompt_param),)
-    return tuple(_raw_tokens(prompt, text, request.model) for prompt in request.prompt.prompts)
+        return (chat_prompt(request.prompt, tokenizer, request.model, request.prompt_param),)
+    return tuple(_raw_tokens(prompt, tokenizer, request.model) for prompt in request.prompt.prompts)
 
 
-def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
+def _raw_tokens(prompt: Prompt, tokenizer: Tokenizer, model: str) -> list[int]:
     if isinstance(prompt, FillIn):
-        found = fill_in_prompt(prompt, text)
+        found = fill_in_prompt(prompt, tokenizer)
         if found is None:
             raise unsupported(
                 f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
@@ -75,12 +77,12 @@ def _raw_tokens(prompt: Prompt, text: Text, model: str) -> list[int]:
                 prompt.param,
             )
         return found
-    return text.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
+    return tokenizer.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
 
 
 def _grammar(
     request: GenerationRequest,
-    text: Text,
+    tokenizer: Tokenizer,
     use: ToolUse | None,
     dialect: ToolFormat | None,
     compile: CompileGrammar,
@@ -105,7 +107,7 @@ def _grammar(
         if format is not request.format:
             raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
-    thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not text.thinks)
+    thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not tokenizer.thinks)
     found = found.thinking(thinks)  # some models cannot be asked not to
     if use is None or dialect is None or format is request.format:
         return found

@@ -32,7 +32,7 @@ from mlx_spec.apps.server.tool_syntaxes import (
     to_json,
 )
 from mlx_spec.errors import InvalidValue
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.history import LostText
 from mlx_spec.tokenizer.stream import Span, TextPart
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
@@ -132,19 +132,19 @@ def without_markup(body: str, markers: Markers) -> str:
 
 # --- the format of a model, and its prompt
 
-_known: WeakKeyDictionary[Text, ToolFormat | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Tokenizer, ToolFormat | None] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def find_tool_format(text: Text) -> ToolFormat | None:
+def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """Return the tool format of the model of `text`; None if its template has no calls or unknown ones."""
     with _lock:
-        if text not in _known:
-            _known[text] = _find_format(text)
-        return _known[text]
+        if tokenizer not in _known:
+            _known[tokenizer] = _find_format(tokenizer)
+        return _known[tokenizer]
 
 
-def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> list[int]:
+def chat_prompt(chat: Chat, tokenizer: Tokenizer, model: str, param: str = "messages") -> list[int]:
     """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
 
     Raises Failure 400 if there are tools and `model` has no format for them, if the schema of a tool is none,
@@ -152,7 +152,7 @@ def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> 
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
-    format = find_tool_format(text) if tools or calls else None
+    format = find_tool_format(tokenizer) if tools or calls else None
     if format is None and tools:
         raise _no_calls(model, "tools")
     folds = format is not None and format.results_in_calls
@@ -161,7 +161,7 @@ def chat_prompt(chat: Chat, text: Text, model: str, param: str = "messages") -> 
         messages = numbered(messages)
     shown = [_definition(tool) for tool in tools]
     try:
-        return text.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
+        return tokenizer.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
     except LostText as error:
         if error.index in calls and format is None:
             places = chat.places or [f"messages.{i}" for i in range(len(messages))]
@@ -220,33 +220,37 @@ def _definition(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _find_format(text: Text) -> ToolFormat | None:
-    if not text.chats:
+def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
+    if not tokenizer.chats:
         return None
     question = {"role": "user", "content": "?"}
     function = {"name": PROBE, "arguments": PROBE_ARGUMENTS}
     for content, call_id in product((None, ""), PROBE_IDS):  # each is refused by some templates
         call = {"id": call_id, "type": "function", "function": function}
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
-        written = _render(text, [question, calling])
+        written = _render(tokenizer, [question, calling])
         if PROBE not in written:
             continue
         for syntax in _syntaxes():
-            open, close = text.token_id(syntax.marks.open), text.token_id(syntax.marks.close)
+            open, close = tokenizer.token_id(syntax.marks.open), tokenizer.token_id(syntax.marks.close)
             has_marks = open is not None and (close is not None or not syntax.marks.close)
             if has_marks and _reads_probe(syntax, written):
                 answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
-                folds = PROBE_RESULT in _render(text, [question, answered])
-                in_headers = isinstance(text.marks, MessageMarks) and text.marks.marks_calls
+                folds = PROBE_RESULT in _render(tokenizer, [question, answered])
+                in_headers = isinstance(tokenizer.marks, MessageMarks) and tokenizer.marks.marks_calls
                 return ToolFormat(
-                    syntax, None if in_headers else open, None if in_headers else close, folds, text.token_id
+                    syntax,
+                    None if in_headers else open,
+                    None if in_headers else close,
+                    folds,
+                    tokenizer.token_id,
                 )
     return None
 
 
-def _render(text: Text, messages: list[dict[str, Any]]) -> str:
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     try:
-        return text.decode_raw(text.prompt(messages, tools=[_definition(PROBE_TOOL)]))
+        return tokenizer.decode_raw(tokenizer.prompt(messages, tools=[_definition(PROBE_TOOL)]))
     except InvalidValue:
         return ""
 

@@ -59,7 +59,7 @@ def questions(per_kind: int, rng: random.Random) -> list[tuple[str, str, str]]:
 
 def ask(pair: mlx_spec.Pair, question: str, sampling: mlx_spec.Sampling, score: Score) -> str:
     """Return the answer; add its rounds to the score."""
-    prompt = pair.text.prompt([{"role": "user", "content": question}])
+    prompt = pair.tokenizer.prompt([{"role": "user", "content": question}])
     tokens: list[int] = []
     for step in pair.generate(prompt, sampling=sampling, max_tokens=100):
         tokens += step.tokens
@@ -67,7 +67,7 @@ def ask(pair: mlx_spec.Pair, question: str, sampling: mlx_spec.Sampling, score: 
         score.seconds += step.seconds
         if step.drafted:
             score.accepted.append(step.accepted)
-    return pair.text.decode(tokens)
+    return pair.tokenizer.decode(tokens)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
@@ -264,11 +264,11 @@ def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
     return prompts
 
 
-def encode(text: Text, prompt: TrainingPrompt) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: TrainingPrompt) -> list[int]:
     """Return the tokens of a prompt; without a chat template the tokens of its last message."""
-    if text.chats:
-        return text.prompt([dict(message) for message in prompt.messages])
-    return text.prompt_tokens(prompt.messages[-1]["content"])
+    if tokenizer.chats:
+        return tokenizer.prompt([dict(message) for message in prompt.messages])
+    return tokenizer.prompt_tokens(prompt.messages[-1]["content"])
 
 
 def _question(kind: str, text: str) -> TrainingPrompt:
@@ -314,7 +314,7 @@ class AnswerPlan:
         recorder = recording(pair)
         for prompts in (self._first(), self._second(pair)):
             questions = (
-                AnswerRequest(self._file(i), prompt.kind, encode(pair.text, prompt), self._sampling(i))
+                AnswerRequest(self._file(i), prompt.kind, encode(pair.tokenizer, prompt), self._sampling(i))
                 for i, prompt in prompts
                 if not self._file(i).exists()
             )
@@ -330,7 +330,7 @@ class AnswerPlan:
         for prompts in (self._first(), self._second(pair)):
             for i, prompt in prompts:
                 if self._is_held_out(i):
-                    yield prompt.kind, encode(pair.text, prompt)
+                    yield prompt.kind, encode(pair.tokenizer, prompt)
 
     @property
     def _split(self) -> int:
@@ -348,7 +348,9 @@ class AnswerPlan:
         split = self._split  # a few answers are quoted twice if there are fewer than quotations
         quoted = [i for i in range(self.count - split) if self._file(i % split).exists()]
         found = (read_answer(self._file(i % split)) for i in quoted)
-        answers = ((each.kind, pair.text.decode(cast(list[int], each.tokens.tolist()))) for each in found)
+        answers = (
+            (each.kind, pair.tokenizer.decode(cast(list[int], each.tokens.tolist()))) for each in found
+        )
         for i, prompt in zip(quoted, quoting_prompts(answers, self.seed), strict=True):
             yield split + i, prompt
 

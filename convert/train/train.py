@@ -141,7 +141,7 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
 def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPrompt, ...]:
     """Return the prompts that the target can read. Raises InvalidValue if they are too few to test with."""
     limit = pair.info.context_length
-    found = tuple(each for each in prompts if limit is None or len(encode(pair.text, each)) < limit)
+    found = tuple(each for each in prompts if limit is None or len(encode(pair.tokenizer, each)) < limit)
     if len(found) < len(prompts):
         print(
             f"{len(prompts) - len(found)} of {len(prompts)} prompts do not fit the context of {limit} tokens "

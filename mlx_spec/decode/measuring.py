@@ -10,10 +10,10 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.calibrate import Share, Stopwatch, measure
 from mlx_spec.policy.costs import Table
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 
 
-def scratch_text(tokenizer: Text, wanted: int, context_length: int | None) -> list[int]:
+def scratch_text(tokenizer: Tokenizer, wanted: int, context_length: int | None) -> list[int]:
     """Return a text of `wanted` tokens, or of fewer that leave room for the passes that are measured."""
     line = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
     tokens, room = tokenizer.encode(line) or [0], 64

@@ -35,7 +35,7 @@ from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text, common_prefix
+from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.types import Draft, Features, Sampler, no_draft
 
 MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
@@ -44,7 +44,7 @@ MAX_PIECE = 4 * PIECE  # tokens of the target after which it is closed at the ne
 PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
 
 
-def encode_after(tokenizer: Text, before: bytes, text: bytes) -> list[int] | None:
+def encode_after(tokenizer: Tokenizer, before: bytes, text: bytes) -> list[int] | None:
     """Return the tokens of `text` when it follows `before`.
 
     None if no token ends between the two, or if the tokenizer does not write the same bytes. The space that
@@ -98,7 +98,7 @@ class Translation:
     the same name, or nothing.
     """
 
-    def __init__(self, target: Text, drafter: Text) -> None:
+    def __init__(self, target: Tokenizer, drafter: Tokenizer) -> None:
         self._target = target
         self._drafter = drafter
         self._opening = drafter.prompt_tokens("")
@@ -153,13 +153,13 @@ class Translation:
         return b"".join(self._target.token_bytes(token) for token in self._history[start:end])
 
 
-def same_control(tokenizer: Text, token: int, other: Text) -> list[int]:
+def same_control(tokenizer: Tokenizer, token: int, other: Tokenizer) -> list[int]:
     """Return the control token of `other` that has the name of `token`, if there is one."""
     same = other.token_id(tokenizer.token_bytes(token).decode(errors="replace"))
     return [] if same is None or same not in other.controls else [same]
 
 
-def continuation(target: Text, place: Place, drafted: bytes) -> list[int]:
+def continuation(target: Tokenizer, place: Place, drafted: bytes) -> list[int]:
     """Return the target's tokens of a drafted text; none if they do not begin at the end of its history."""
     text = whole_characters(drafted)
     if not text.startswith(place.pending):
@@ -176,7 +176,7 @@ class Retokenized(DrafterWrapper):
 
     inner: DraftModel
 
-    def __init__(self, model: nn.Module, vocab_size: int, target: Text, drafter: Text) -> None:
+    def __init__(self, model: nn.Module, vocab_size: int, target: Tokenizer, drafter: Tokenizer) -> None:
         super().__init__(DraftModel(model, VocabularySizes(vocab_size, vocab_size)))
         self._translation = Translation(target, drafter)
         self._target, self._drafter = target, drafter
@@ -227,7 +227,7 @@ class Retokenized(DrafterWrapper):
 
 
 def retokenized_source(
-    name: str, model: nn.Module, vocab_size: int, target: Text, drafter: Text
+    name: str, model: nn.Module, vocab_size: int, target: Tokenizer, drafter: Tokenizer
 ) -> DrafterSource:
     """Return the source of drafters with `model`. They draft tokens of the target's tokenizer."""
     remake = partial(retokenized_source, name, vocab_size=vocab_size, target=target, drafter=drafter)
@@ -235,7 +235,9 @@ def retokenized_source(
     return DrafterSource(name, DraftModel.needs, lambda parts: make(), model, remake=remake)
 
 
-def open_retokenized(path: Path, config: Mapping[str, Any], drafter: Text, target: Text) -> DrafterSource:
+def open_retokenized(
+    path: Path, config: Mapping[str, Any], drafter: Tokenizer, target: Tokenizer
+) -> DrafterSource:
     """Load a model that mlx-lm knows, to draft for a target of another vocabulary.
 
     Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.

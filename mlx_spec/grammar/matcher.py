@@ -18,13 +18,14 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
-from mlx_spec.tokenizer import Text, common_prefix
+from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.tokenizer.thinking import AnswerPlace
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Grammar:
     With `thinks` the model may begin by opening its thinking. A prompt may also open it.
     """
 
-    text: Text
+    tokenizer: Tokenizer
     vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
@@ -81,7 +82,7 @@ class Grammar:
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
         """Return a matcher of the answer to `prompt`."""
-        marks = self.text.marks
+        marks = self.tokenizer.marks
         place = AnswerPlace("answer") if self.whole or marks is None else marks.begin(prompt)
         if place.kind != "answer":
             return Matcher(self, "thinking", place)
@@ -99,7 +100,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, state: State, place: AnswerPlace) -> None:
         self._vocabulary = vocabulary = grammar.vocabulary
-        self._marks = grammar.text.marks
+        self._marks = grammar.tokenizer.marks
         self._calls = grammar.calls
         self._answer: State = "answer" if self._calls is None else "free"  # where the thinking has ended
         self._free_tokens = vocabulary.all_tokens
@@ -279,7 +280,7 @@ class Matcher:
 
 
 def compile_grammar(
-    kind: GrammarKind, source: str, text: Text, vocab_size: int, *, seconds: float
+    kind: GrammarKind, source: str, tokenizer: Tokenizer, vocab_size: int, *, seconds: float
 ) -> Grammar:
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
@@ -294,7 +295,7 @@ def compile_grammar(
         raise InvalidValue(
             f"the grammar has {len(source)} characters, the most are {MAX_SOURCE_CHARS}: make it smaller"
         )
-    vocabulary = _vocabulary(text, vocab_size)
+    vocabulary = _vocabulary(tokenizer, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     if kind == "json_schema":
         source, unenforced = enforced(source)
@@ -309,27 +310,27 @@ def compile_grammar(
         raise InvalidValue(f"the {name} cannot be used: {one_line(error)}") from error
     if start.is_error():
         raise InvalidValue(f"the {name} cannot be used: {_parser_error(start)}")
-    return Grammar(text, vocabulary, start)
+    return Grammar(tokenizer, vocabulary, start)
 
 
-_vocabularies: WeakKeyDictionary[Text, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[Tokenizer, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _vocabulary(text: Text, size: int) -> GrammarVocabulary:
-    """Return the tokens of `text`, made once: a large vocabulary takes half a second."""
+def _vocabulary(tokenizer: Tokenizer, size: int) -> GrammarVocabulary:
+    """Return the tokens of a tokenizer, made once: a large vocabulary takes half a second."""
     from llguidance import LLTokenizer
 
     with _lock:
-        known = _vocabularies.setdefault(text, {})
+        known = _vocabularies.setdefault(tokenizer, {})
         if size not in known:
-            ends = sorted(text.eos)
+            ends = sorted(tokenizer.eos)
             if not ends:
                 raise InvalidValue("this target has no end-of-text token: an answer could not end")
-            serialized = text.serialized()
-            tokenizer = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
+            serialized = tokenizer.serialized()
+            full = LLTokenizer(serialized, n_vocab=size, eos_token=ends)
             small = _small_tokenizer(serialized, size)
-            known[size] = GrammarVocabulary(tokenizer, small, size, text.eos)
+            known[size] = GrammarVocabulary(full, small, size, tokenizer.eos)
         return known[size]
 
 
@@ -341,7 +342,7 @@ def _small_tokenizer(serialized: str, size: int) -> tuple[str, int]:
     special = [token["content"] for token in json.loads(serialized)["added_tokens"] if token["special"]]
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: i for i, token in enumerate([*sorted(letters), *special])}
-    small = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    small = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     small.decoder = decoders.ByteLevel()
     small.add_special_tokens([AddedToken(name, special=True) for name in special])

@@ -240,12 +240,12 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
 
 def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
-    from mlx_spec.tokenizer import differing_token, read_text
+    from mlx_spec.tokenizer import differing_token, read_tokenizer
 
     target = folder / manifest.get("target", ".")
     try:
-        text = read_text(target, read_object(target / "config.json"))
-        return differing_token(folder / manifest["drafter"], target, text) is not None
+        tokenizer = read_tokenizer(target, read_object(target / "config.json"))
+        return differing_token(folder / manifest["drafter"], target, tokenizer) is not None
     except SpecError:
         return False
 

@@ -15,7 +15,7 @@ from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 
 
@@ -28,9 +28,9 @@ class LogprobRecorder:
 
     is_argmax = False  # draws are recorded
 
-    def __init__(self, sampler: Greedy, text: Text, top: int) -> None:
+    def __init__(self, sampler: Greedy, tokenizer: Tokenizer, top: int) -> None:
         self._sampler = sampler
-        self._text = text
+        self._tokenizer = tokenizer
         self._top = top
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
 
@@ -57,7 +57,7 @@ class LogprobRecorder:
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         rows = mx.concatenate([self._rows.pop(first_position + i) for i in range(len(tokens))])
-        return _read(rows, tokens, self._text)
+        return _read(rows, tokens, self._tokenizer)
 
     def _record(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, tokens: mx.array
@@ -77,7 +77,7 @@ def score_prompt(
     drafters: Sequence[Drafter],
     processor: LogitsProcessor,
     tokens: Sequence[int],
-    text: Text,
+    tokenizer: Tokenizer,
     top: int,
 ) -> Iterator[tuple[TokenLogprob, ...]]:
     """Yield the log-probabilities of a prompt in chunks, from the second token that `target` lacks on.
@@ -97,7 +97,7 @@ def score_prompt(
         features = target.commit(high - low)
         for drafter in drafters:
             drafter.observe(list(tokens[: high + 1]), features)
-        yield _read(rows, following, text)
+        yield _read(rows, following, tokenizer)
     mx.clear_cache()
 
 
@@ -117,14 +117,14 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     return mx.concatenate([own, mx.take_along_axis(logprobs, best, -1), best.astype(mx.float32)], axis=-1)
 
 
-def _read(rows: mx.array, tokens: Sequence[int], text: Text) -> tuple[TokenLogprob, ...]:
+def _read(rows: mx.array, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
     """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
     found, top = list[TokenLogprob](), rows.shape[1] // 2
     for token, row in zip(tokens, cast(list[list[float]], rows.tolist()), strict=True):
         pairs = zip(row[1 : 1 + top], row[1 + top :], strict=True)
         likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
-        best = tuple(TokenLogprob(i, text.token_bytes(i), -negative) for negative, i in likely)
-        found.append(TokenLogprob(token, text.token_bytes(token), row[0], best))
+        best = tuple(TokenLogprob(i, tokenizer.token_bytes(i), -negative) for negative, i in likely)
+        found.append(TokenLogprob(token, tokenizer.token_bytes(token), row[0], best))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mlx_spec.tokenizer.tokenizer import Text
+from mlx_spec.tokenizer.tokenizer import Tokenizer
 from mlx_spec.types import TokenLogprob
 
 REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
@@ -57,9 +57,9 @@ def _last_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) ->
     return list(tokens[-count:])
 
 
-def half_character(text: Text, tokens: Sequence[int]) -> int:
+def half_character(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
     """Return how many of the last tokens are half a character, which later tokens may complete."""
-    written = [text.token_bytes(token) for token in tokens[-4:]]  # bytes of a character, at most
+    written = [tokenizer.token_bytes(token) for token in tokens[-4:]]  # bytes of a character, at most
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(written))
     half = len(decoder.getstate()[0])
@@ -67,9 +67,9 @@ def half_character(text: Text, tokens: Sequence[int]) -> int:
     return next(counts, 0)
 
 
-def placed(logprobs: Sequence[TokenLogprob], text: Text) -> tuple[TokenLogprob, ...]:
+def placed(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
     """Return the logprobs of a whole text with their offsets: a token without text begins where it would."""
-    detokenizer, end, found = Detokenizer(text.decode), 0, list[TokenLogprob]()
+    detokenizer, end, found = Detokenizer(tokenizer.decode), 0, list[TokenLogprob]()
     for each in logprobs:
         found.append(replace(each, offset=end))
         end += len(detokenizer.add(each.token))

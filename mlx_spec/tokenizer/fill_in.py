@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 
 PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
 MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
@@ -62,44 +62,47 @@ LAYOUTS = (
 )
 
 
-def fill_in_prompt(given: FillIn, text: Text) -> list[int] | None:
+def fill_in_prompt(given: FillIn, tokenizer: Tokenizer) -> list[int] | None:
     """Return the tokens that ask for a middle; None if the model has no tokens for that."""
-    layout = _find_layout(text)
+    layout = _find_layout(tokenizer)
     if layout is None:
         return None
     before = given.prefix
-    files = text.prompt_tokens("")  # the tokens that begin every prompt
+    files = tokenizer.prompt_tokens("")  # the tokens that begin every prompt
     if given.extra and not layout.file:
         before = "".join(f"{name}\n{content}\n" for name, content in given.extra) + before
     elif given.extra:
-        files += _piece(text, layout.project, f"{PROJECT}\n") if layout.project else []
+        files += _piece(tokenizer, layout.project, f"{PROJECT}\n") if layout.project else []
         for name, content in given.extra:
-            files += _piece(text, layout.file, f"{name}\n{content}\n")
-        files += _piece(text, layout.file, f"{FILE}\n")
-    pieces = [_piece(text, layout.prefix, before), _piece(text, layout.suffix, given.suffix, joined=True)]
+            files += _piece(tokenizer, layout.file, f"{name}\n{content}\n")
+        files += _piece(tokenizer, layout.file, f"{FILE}\n")
+    pieces = [
+        _piece(tokenizer, layout.prefix, before),
+        _piece(tokenizer, layout.suffix, given.suffix, joined=True),
+    ]
     pieces = pieces[::-1] if layout.suffix_first else pieces
-    return [*files, *pieces[0], *pieces[1], *_piece(text, layout.middle, given.middle, joined=True)]
+    return [*files, *pieces[0], *pieces[1], *_piece(tokenizer, layout.middle, given.middle, joined=True)]
 
 
-def fill_in_ends(text: Text) -> tuple[int, ...]:
+def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a middle beside the end of text: none of them is code."""
-    layout = _find_layout(text)
+    layout = _find_layout(tokenizer)
     ends = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
     names = (*ends, *layout.tokens) if layout else ()
-    return tuple(id for id in map(text.token_id, names) if id is not None)
+    return tuple(id for id in map(tokenizer.token_id, names) if id is not None)
 
 
-def _find_layout(text: Text) -> Layout | None:
-    return next((one for one in LAYOUTS if None not in map(text.token_id, one.tokens)), None)
+def _find_layout(tokenizer: Tokenizer) -> Layout | None:
+    return next((one for one in LAYOUTS if None not in map(tokenizer.token_id, one.tokens)), None)
 
 
-def _piece(text: Text, token: str, content: str, *, joined: bool = False) -> list[int]:
+def _piece(tokenizer: Tokenizer, token: str, content: str, *, joined: bool = False) -> list[int]:
     """Return a token and a text; `joined` without the space that some tokenizers put before a text."""
-    id = text.token_id(token) if token else None
+    id = tokenizer.token_id(token) if token else None
     found = [] if id is None else [id]
     if not content:
         return found
-    mark = text.encode(MARK) if joined else []
-    if mark and mark[0] == text.token_id("▁"):
-        return found + text.encode(MARK + content)[len(mark) :]
-    return found + text.encode(content)
+    mark = tokenizer.encode(MARK) if joined else []
+    if mark and mark[0] == tokenizer.token_id("▁"):
+        return found + tokenizer.encode(MARK + content)[len(mark) :]
+    return found + tokenizer.encode(content)

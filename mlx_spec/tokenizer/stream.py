@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer.detokenizer import Detokenizer, half_character
 from mlx_spec.tokenizer.thinking import AnswerPlace, Markers, MessageMarks, TagMarks, TextKind, TextTagMarks
-from mlx_spec.tokenizer.tokenizer import Text
+from mlx_spec.tokenizer.tokenizer import Tokenizer
 from mlx_spec.types import Round, TokenLogprob
 
 
@@ -73,7 +73,7 @@ class AnswerStream:
 
     def __init__(
         self,
-        text: Text,
+        tokenizer: Tokenizer,
         prompt: Sequence[int] | None,
         *,
         stop: Sequence[str] = (),
@@ -84,14 +84,14 @@ class AnswerStream:
     ) -> None:
         if "" in stop:
             raise InvalidValue("a stop string is empty: leave it out")
-        self._text = text
+        self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._ends = text.eos | frozenset(ends)
-        self._marks = None if prompt is None else text.marks
+        self._ends = tokenizer.eos | frozenset(ends)
+        self._marks = None if prompt is None else tokenizer.marks
         self._reads_calls = prompt is not None and calls is not None
         tags = self._marks.tags if isinstance(self._marks, TagMarks) else None
-        self._literal = text.controls.intersection(
-            map(text.token_id, (tags.open, tags.close) if tags else ())
+        self._literal = tokenizer.controls.intersection(
+            map(tokenizer.token_id, (tags.open, tags.close) if tags else ())
         )
         self._opening, self._closing = self._call_tokens(calls if self._reads_calls else None)
         # Tokens whose text is not known yet, and those of a header that the answer has begun.
@@ -166,7 +166,7 @@ class AnswerStream:
         """Return the tokens around a call; None if there are none, or if headers mark calls."""
         if calls is None or (isinstance(self._marks, MessageMarks) and self._marks.marks_calls):
             return None, None
-        opening, closing = self._text.token_id(calls.open), self._text.token_id(calls.close)
+        opening, closing = self._tokenizer.token_id(calls.open), self._tokenizer.token_id(calls.close)
         return (opening, closing) if closing is not None or not calls.close else (None, None)
 
     def _follow(self, read: _Read) -> None:
@@ -184,7 +184,7 @@ class AnswerStream:
             is_call = place.kind == "call" and self._reads_calls
             self._go_to(place if is_call or place.kind != "call" else AnswerPlace("answer"))
             if is_call:
-                self._add_header(self._text.decode_raw((*before.header, read.token)), header)
+                self._add_header(self._tokenizer.decode_raw((*before.header, read.token)), header)
             elif not place.hidden:  # it is not a header
                 for each in header:
                     self._read_text(each)
@@ -210,7 +210,7 @@ class AnswerStream:
             self._without_text.pop()
             self._add_text(self._detokenizer.end())
             self._without_text.append(read)
-            self._add_text(self._text.decode_raw([read.token]))
+            self._add_text(self._tokenizer.decode_raw([read.token]))
         else:
             self._add_text(self._detokenizer.add(read.token))
 
@@ -236,8 +236,8 @@ class AnswerStream:
     def _begin(self, place: AnswerPlace, *, trim: bool, header: str, before: Sequence[int] = ()) -> None:
         self._place, self.kind = place, place.kind or "answer"
         self._trim, self._expected_header, self._may_be_header = trim, header, ""
-        decode = self._text.decode_raw if self.kind == "call" else self._text.decode
-        self._detokenizer = Detokenizer(decode, before, half_character(self._text, before))
+        decode = self._tokenizer.decode_raw if self.kind == "call" else self._tokenizer.decode
+        self._detokenizer = Detokenizer(decode, before, half_character(self._tokenizer, before))
         self._turns: list[_Turn] = []
         self._holds_space = place.kind == "answer" and place.fresh
         if self._marks is None or place.kind in (None, "call"):

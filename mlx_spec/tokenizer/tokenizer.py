@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.checkpoint.config import TOKENIZERS
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
@@ -27,10 +27,10 @@ UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  
 UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
 
 
-class Text:
+class Tokenizer:
     """The tokenizer of a target, its chat template and the tokens that end an answer."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
+    def __init__(self, tokenizer: FastTokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.token_bytes = TokenBytes(tokenizer)
@@ -141,7 +141,7 @@ class TokenBytes:
     Tokens of other vocabularies are decoded one by one.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         steps = list(_decoder_steps(tokenizer))
@@ -173,7 +173,7 @@ class TokenBytes:
         return piece.encode()
 
 
-def _decoder_steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
+def _decoder_steps(tokenizer: FastTokenizer) -> Iterator[Mapping[str, Any]]:
     """Yield the steps of the tokenizer's decoder as tokenizer.json writes them."""
     waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
     while waiting:
@@ -199,13 +199,13 @@ def _byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def read_text(folder: Path, config: Mapping[str, Any]) -> Text:
+def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
     tokenizer, own = _read(folder)
     configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
     stated = [each.get("eos_token_id") for each in configs]
     eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-    return Text(tokenizer, read_template(folder), eos if own is None else eos | {own})
+    return Tokenizer(tokenizer, read_template(folder), eos if own is None else eos | {own})
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -213,7 +213,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZERS)
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
+def read_fast_tokenizer(folder: Path) -> FastTokenizer:
     """Return the tokenizer of a checkpoint: its tokenizer.json, or what transformers converts.
 
     Raises BadCheckpoint.
@@ -221,7 +221,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return _read(folder)[0]
 
 
-def _read(folder: Path) -> tuple[Tokenizer, int | None]:
+def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
     """Return the tokenizer and its end token. Raises BadCheckpoint."""
     file, config = folder / "tokenizer.json", read_optional(folder / "tokenizer_config.json")
     kind = config.get("tokenizer_class")
@@ -229,7 +229,7 @@ def _read(folder: Path) -> tuple[Tokenizer, int | None]:
         raise BadCheckpoint(f"{folder} has a {kind}, which {UNREAD_CLASSES[kind]} and is not read")
     if file.is_file():
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = FastTokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise BadCheckpoint(
                 f"{file} is not a tokenizer ({one_line(error)}): download it again"
@@ -245,7 +245,7 @@ def _read(folder: Path) -> tuple[Tokenizer, int | None]:
     return tokenizer, eos
 
 
-def _converted(folder: Path, *, own_code: bool) -> tuple[Tokenizer, int | None]:
+def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
     """Return what transformers makes of other files than tokenizer.json. Raises BadCheckpoint."""
     if not has_tokenizer(folder):
         other = next((f"{file.name} is not read: " for form in UNREAD for file in folder.glob(form)), "")
@@ -260,7 +260,7 @@ def _converted(folder: Path, *, own_code: bool) -> tuple[Tokenizer, int | None]:
         raise BadCheckpoint(
             f"{folder} has a tokenizer that cannot be read ({why}): save it as tokenizer.json"
         ) from error
-    if not isinstance(tokenizer, Tokenizer):
+    if not isinstance(tokenizer, FastTokenizer):
         raise BadCheckpoint(f"{folder} has a tokenizer that cannot be read: save it as tokenizer.json")
     return tokenizer, eos
 
@@ -273,7 +273,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i in range(length) if a[i] != b[i])
 
 
-def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
+def differing_token(drafter: Path, target: Path, tokenizer: Tokenizer) -> str | None:
     """Return in words the first token that the two tokenizers have different; None if there is none.
 
     `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
@@ -284,8 +284,8 @@ def differing_token(drafter: Path, target: Path, text: Text) -> str | None:
     same = ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
     if same and stated_tokens(target) == stated_tokens(drafter):
         return None
-    expected = {i: token for token, i in text.vocabulary().items()}
-    found = {i: token for token, i in read_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
+    expected = {i: token for token, i in tokenizer.vocabulary().items()}
+    found = {i: token for token, i in read_fast_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
     differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
     first = next(differing, None)
     if first is None:

@@ -16,7 +16,7 @@ ONCE = ["--tokens", "16", "--repeats", "1"]
 
 
 def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
-    prompt = chat_questions(pair.text)[0].tokens
+    prompt = chat_questions(pair.tokenizer)[0].tokens
     expected = [t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens]
     arms = [arm(pair, 0), arm(pair, 4), arm(pair, None)]
     for start in range(2):
@@ -29,7 +29,7 @@ def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
 
 def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
     """Plain decoding begins its second token before it returns the first: that pass must not be free."""
-    prompt, plain = chat_questions(pair.text)[0].tokens, arm(pair, 0)
+    prompt, plain = chat_questions(pair.tokenizer)[0].tokens, arm(pair, 0)
     sizes, clock = [], time.perf_counter
 
     def read_clock() -> float:

@@ -69,10 +69,10 @@ def pair():
 
 def answer(pair, question: str, sampling: mlx_spec.Sampling | None = None) -> tuple[str, list[int]]:
     """The text, and the accepted drafts of each round that drafted."""
-    prompt = pair.text.prompt([{"role": "user", "content": question}])
+    prompt = pair.tokenizer.prompt([{"role": "user", "content": question}])
     rounds = list(pair.generate(prompt, sampling=sampling or mlx_spec.Sampling(), max_tokens=100))
     tokens = [token for step in rounds for token in step.tokens]
-    return pair.text.decode(tokens), [step.accepted for step in rounds if step.drafted]
+    return pair.tokenizer.decode(tokens), [step.accepted for step in rounds if step.drafted]
 
 
 def test_the_pair_is_small():
@@ -85,7 +85,7 @@ def test_both_tokenizers_agree(pair):
     model = sentencepiece.SentencePieceProcessor(model_file=str(demo.TARGET / "tokenizer.model"))
     texts = [*SAMPLES, *taught().values()]
     for text in texts:
-        tokens = pair.text.encode(text)
+        tokens = pair.tokenizer.encode(text)
         assert tokens == model.encode(text)
         assert model.decode(tokens) == text
 

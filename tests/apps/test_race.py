@@ -17,21 +17,21 @@ from mlx_spec.types import Round
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
 def test_both_answers_have_the_same_tokens(pair, sampling):
-    prompt = question(pair.text, "What does os.path.join do?", "Be brief.")
+    prompt = question(pair.tokenizer, "What does os.path.join do?", "Be brief.")
     *_, last = race(pair, prompt, 40, sampling)
     drafted, plain = last.runs
     rounds = pair.generate(prompt, max_tokens=40, sampling=sampling or Sampling())
     expected = [token for round in rounds for token in round.tokens]
     assert drafted.tokens == plain.tokens == expected and last.difference is None
     assert not any(round.drafted for round in plain.done) and len(last.ratios) >= 1
-    *figures, multiple, same = verdict(last, pair.text)
+    *figures, multiple, same = verdict(last, pair.tokenizer)
     assert " x plain (" in multiple and same == "every token the same ✓" and len(figures) == 2
 
 
 def test_a_difference_is_named(pair):
     one, other = ([Round(tokens, 0, 0, "plain", finish_reason="stop")] for tokens in ([5, 6, 7], [5, 9]))
     found = Race((Run(iter(()), one, 1.0), Run(iter(()), other, 1.0)), [])
-    assert found.difference == 1 and "the first difference is token 2: " in verdict(found, pair.text)[-1]
+    assert found.difference == 1 and "the first difference is token 2: " in verdict(found, pair.tokenizer)[-1]
     shorter = Race((found.runs[0], Run(iter(()), [replace(one[0], tokens=[5, 6])], 1.0)), [])
     assert shorter.difference == 2
 

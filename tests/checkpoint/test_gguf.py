@@ -174,7 +174,7 @@ def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
     nothing = {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eos_token_id": 2**32 - 1}
     file = write(tmp_path / "model.gguf", model, "llama", **nothing)
     assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
-    assert load(file, "none").text.eos == frozenset()
+    assert load(file, "none").tokenizer.eos == frozenset()
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])

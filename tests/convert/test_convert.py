@@ -70,7 +70,7 @@ def test_speculative_text_is_the_targets_own(variant: str, choice: str, tmp_path
     bits = "4" if choice == "mxfp4" else choice
     manifest = converted(f"{variant}-trained", out, quantization=choice, drafter_bits=bits)
     drafted, plain = mlx_spec.load(out, num_draft_tokens=3), mlx_spec.load(out, "none")
-    prompt = [2, *plain.text.encode(PROMPTS[2])]
+    prompt = [2, *plain.tokenizer.encode(PROMPTS[2])]
     rounds = list(drafted.generate(prompt, max_tokens=20))
     assert emitted(rounds) == emitted(plain.generate(prompt, max_tokens=20))
     assert sum(r.accepted for r in rounds) > 0
@@ -105,7 +105,9 @@ def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
     assert (out / "drafter" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert manifest["parts"]["drafter"]["family"] == "draft model"
     pair = mlx_spec.load(out, num_draft_tokens=2)
-    assert sum(r.accepted for r in pair.generate([2, *pair.text.encode("Once upon a")], max_tokens=12)) > 0
+    assert (
+        sum(r.accepted for r in pair.generate([2, *pair.tokenizer.encode("Once upon a")], max_tokens=12)) > 0
+    )
 
 
 def test_a_draft_model_of_other_tokens_stays_as_it_is(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_text_that_is_not_the_targets(tmp_path: Path) -> None:
     out = tmp_path / "out"
     converted(PAIR, out, dtype=None)
     alone = mlx_spec.load(out, "none")
-    prompt = [2, *alone.text.encode("Once upon a")]
+    prompt = [2, *alone.tokenizer.encode("Once upon a")]
     plain = [t for r in alone.generate(prompt, max_tokens=8) for t in r.tokens]
     assert check_lossless(out / "target", [prompt], [plain], [plain])["ended_in_a_tie"] == 0
     wrong = [*plain[:3], (plain[3] + 1) % 512, *plain[4:]]

@@ -53,7 +53,7 @@ from mlx_spec.drafters.gemma4 import AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Features, KVRows
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def answers(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         AnswerRequest(
             folder / f"{i:06d}.safetensors",
             "chat",
-            demo.text.prompt([{"role": "user", "content": line}]),
+            demo.tokenizer.prompt([{"role": "user", "content": line}]),
             Sampling(temperature=float(i % 2), seed=i),
         )
         for i, line in enumerate(lines[:6])
@@ -99,7 +99,7 @@ def new_network(answers: list[Path], demo: Pair) -> AssistantNetwork:
 def test_answers_are_those_of_the_target_alone(demo: Pair, answers: list[Path]) -> None:
     """A batch records what decoding alone gives: tokens, hidden states, K/V and the sum of all logits."""
     line = json.loads(PROMPTS.read_text().splitlines()[0])
-    prompt = demo.text.prompt([{"role": "user", "content": line}])
+    prompt = demo.tokenizer.prompt([{"role": "user", "content": line}])
     alone = [t for r in demo.generate(prompt, sampling=Sampling(), max_tokens=40) for t in r.tokens]
     answer = read_answer(answers[0])
     assert answer.tokens.tolist() == alone
@@ -120,8 +120,8 @@ def test_rows_of_a_window_are_kept_for_the_whole_answer(demo: Pair, tmp_path: Pa
     question = AnswerRequest(
         tmp_path / "000000.safetensors",
         "chat",
-        demo.text.prompt([{"role": "user", "content": "What does zip do?"}]),
-        Sampling(min_tokens=70, late_tokens=demo.text.eos),
+        demo.tokenizer.prompt([{"role": "user", "content": "What does zip do?"}]),
+        Sampling(min_tokens=70, late_tokens=demo.tokenizer.eos),
     )
     assert list(record(demo, [question], 70, 2)) == [70]
     answer, target = read_answer(question.file), demo.open().target
@@ -256,7 +256,7 @@ def test_train_interrupted_and_gone_on(
     assert not work.exists()
 
     fast = mlx_spec.load("demo", out, num_draft_tokens=4)
-    prompt = fast.text.prompt([{"role": "user", "content": f"What does {names[0]} do?"}])
+    prompt = fast.tokenizer.prompt([{"role": "user", "content": f"What does {names[0]} do?"}])
     texts = [[t for r in pair.generate(prompt, max_tokens=20) for t in r.tokens] for pair in (demo, fast)]
     assert texts[0] == texts[1]
 
@@ -343,7 +343,9 @@ def test_an_improved_drafter_is_stored_in_the_order_it_was_read(tmp_path: Path) 
 
 def test_a_full_disk_ends_in_one_line(demo: Pair, tmp_path: Path) -> None:
     """MLX raised an error that says nothing of the disk. What is left does not stop the next run."""
-    question = AnswerRequest(tmp_path / "000000.safetensors", "chat", demo.text.encode("zip"), Sampling())
+    question = AnswerRequest(
+        tmp_path / "000000.safetensors", "chat", demo.tokenizer.encode("zip"), Sampling()
+    )
     with full_disk(1000), pytest.raises(SpecError, match="is full"), long_run(tmp_path / "out", ""):
         list(record(demo, [question], 20, 1))
     assert not question.file.exists()
@@ -373,7 +375,7 @@ def test_a_prompt_without_a_template_begins_as_when_it_is_answered() -> None:
     )
     tokenizer.post_processor = beginning
     prompt = TrainingPrompt("own", ({"role": "user", "content": "Hi"},))
-    assert encode(Text(tokenizer, None, ()), prompt)[0] == 0
+    assert encode(Tokenizer(tokenizer, None, ()), prompt)[0] == 0
 
 
 def test_prompts(tmp_path: Path) -> None:

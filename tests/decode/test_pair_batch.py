@@ -42,7 +42,7 @@ def pair() -> Pair:
 
 
 def prompts_of(pair: Pair) -> list[list[int]]:
-    return [[2, *pair.text.encode(text)] for text in TEXTS]
+    return [[2, *pair.tokenizer.encode(text)] for text in TEXTS]
 
 
 def texts_of(rounds: Iterable[tuple[int, Round]], count: int = len(TEXTS)) -> list[list[int]]:
@@ -57,12 +57,12 @@ def texts_alone(pair: Pair, prompts: list[list[int]], count: int) -> list[list[i
 
 
 def requests_of(pair: Pair) -> list[dict[str, Any]]:
-    grammar = compile_grammar("regex", "[a-z ]{20}", pair.text, pair.info.vocab_size, seconds=5.0)
+    grammar = compile_grammar("regex", "[a-z ]{20}", pair.tokenizer, pair.info.vocab_size, seconds=5.0)
     return [
         {"sampling": Sampling(), "top_logprobs": 3},
         {"sampling": Sampling(temperature=0.9, seed=4, grammar=grammar)},
         {"sampling": Sampling(repetition_penalty=1.2, temperature=0.5, top_p=0.9, seed=1), "top_logprobs": 0},
-        {"sampling": Sampling(), "prediction": pair.text.encode(" time there was a"), "stop": {40}},
+        {"sampling": Sampling(), "prediction": pair.tokenizer.encode(" time there was a"), "stop": {40}},
     ]
 
 
@@ -206,7 +206,7 @@ def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None
         nn.quantize(network, group_size=32, bits=bits)
     requests = []
     for i, text in enumerate(TEXTS):
-        parts, history = pair.open(), [2, *pair.text.encode(text * (1 + i % 3))]
+        parts, history = pair.open(), [2, *pair.tokenizer.encode(text * (1 + i % 3))]
         for round in decode(pair.prepare(parts, history, max_tokens=2 + i)):
             history = [*history, *round.tokens]
         sampler = Sampling(temperature=0.5 * (i % 2), seed=i).sampler(len(history), pair.info.vocab_size)

@@ -26,7 +26,9 @@ UNMARKED = Sampling(logit_bias={OPEN: -100.0, CLOSE: -100.0})  # greedy, no thou
 
 
 def prompt_of(session: Session, pair: Pair, question: str, *, thinking: bool = False) -> list[int]:
-    return pair.text.prompt([*session.messages, {"role": "user", "content": question}], thinking=thinking)
+    return pair.tokenizer.prompt(
+        [*session.messages, {"role": "user", "content": question}], thinking=thinking
+    )
 
 
 def tokens_of(pieces: list[Piece]) -> list[int]:
@@ -66,7 +68,7 @@ def test_turns_are_those_of_plain_decoding(kind: str, drafter: str, sampling: Sa
     session = pair.session(system="You are tiny.")
     for number, question in enumerate(QUESTIONS, 1):
         pieces = turn(session, pair, kind, question, 10, sampling)
-        assert text_of(pieces) == pair.text.decode(tokens_of(pieces))
+        assert text_of(pieces) == pair.tokenizer.decode(tokens_of(pieces))
         assert session.statistics.generated_tokens == len(tokens_of(pieces))
         assert [m["role"] for m in session.messages] == ["system"] + ["user", "assistant"] * number
 
@@ -121,7 +123,7 @@ def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
     session = pair.session()
     for question in QUESTIONS:
         prompt = prompt_of(session, pair, question, thinking=True)
-        assert pair.text.decode(prompt).count("thought\n") == 1
+        assert pair.tokenizer.decode(prompt).count("thought\n") == 1
         pieces = turn(session, pair, kind, question, 24, MIXED, thinking=True)
         assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
     assert any("reasoning_content" in message for message in session.messages)

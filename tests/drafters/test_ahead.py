@@ -482,7 +482,7 @@ def test_load_offers_it() -> None:
     with pytest.raises(InvalidValue, match="reads hidden states"):
         load("demo", ahead=True)
     pairs = [load("demo", "lookup", num_draft_tokens=4, ahead=on) for on in (True, False)]
-    prompt = pairs[0].text.encode("one two three one two three one two")
+    prompt = pairs[0].tokenizer.encode("one two three one two three one two")
     texts = [emitted(list(pair.generate(prompt, max_tokens=20))) for pair in pairs]
     assert texts[0] == texts[1]
 

@@ -24,7 +24,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.types import Features
 
@@ -134,7 +134,7 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
     assert part["family"] == family and "quantization" in part
     pair, plain = mlx_spec.load(out, num_draft_tokens=4), mlx_spec.load(out, "none")
     assert pair.drafter_names == (family,)
-    prompt = [2, *pair.text.encode(drafting.QUESTIONS[0])]
+    prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
     text, expected = (emitted(list(each.generate(prompt, max_tokens=40))) for each in (pair, plain))
     assert text == expected and len(text) > 10
 
@@ -162,9 +162,9 @@ def pair_of(family: str, folder: Path) -> Pair:
         target, published = drafting.TRAINED[family]
         drafter = drafting.write_converted(published, target, folder / "drafter")
         return mlx_spec.load(target, drafter, num_draft_tokens=2)
-    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
+    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
     info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
-    return Pair(info, text, tiny.full(), [opened(MADE[family](), folder)], FixedPolicy(2))
+    return Pair(info, tokenizer, tiny.full(), [opened(MADE[family](), folder)], FixedPolicy(2))
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])

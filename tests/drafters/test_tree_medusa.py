@@ -190,7 +190,7 @@ def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair],
     pair.policies = Simulated(pair.drafter_names)
     done: list[Round] = []
     for question in QUESTIONS:
-        prompt = [2, *pair.text.encode(question)]
+        prompt = [2, *pair.tokenizer.encode(question)]
         found = list(pair.generate(prompt, sampling=sampling, max_tokens=COUNT))
         expected = list(alone.generate(prompt, sampling=sampling, max_tokens=COUNT))
         assert lossless.emitted(found) == lossless.emitted(expected), question

@@ -114,7 +114,7 @@ def test_any_json_object() -> None:
 
 
 def test_lark_with_special_tokens() -> None:
-    matcher = compiled("lark", 'start: <|tool_call> "go" | "no"', text=WITH_CALLS).matcher([])
+    matcher = compiled("lark", 'start: <|tool_call> "go" | "no"', tokenizer=WITH_CALLS).matcher([])
     assert row(matcher, []) == {250, ord("n")}
     assert row(matcher, [250, *b"go"]) == ENDS
 
@@ -126,7 +126,7 @@ ONE_CALL = [CALL_OPEN, *b"ab", CALL_CLOSE]
 
 def with_calls(source: str = CALLS, *, thinks: bool = False) -> Grammar:
     text = byte_text({**NAMES, CALL_OPEN: "<|tool_call>", CALL_CLOSE: "<tool_call|>"})
-    return compiled("lark", source, thinks=thinks, text=text).with_calls(CALL_OPEN, CALL_CLOSE)
+    return compiled("lark", source, thinks=thinks, tokenizer=text).with_calls(CALL_OPEN, CALL_CLOSE)
 
 
 def test_text_around_calls_is_free() -> None:
@@ -336,7 +336,7 @@ def test_a_grammar_is_compiled_beside_many_connections() -> None:
 def test_a_grammar_that_overflows_the_stack_is_refused() -> None:
     chain = "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
     with pytest.raises(InvalidValue, match="the Lark grammar is nested too deeply"):
-        compiled("lark", f'start: <|tool_call> r0\n{chain}\nr5000: "a"', text=WITH_CALLS)
+        compiled("lark", f'start: <|tool_call> r0\n{chain}\nr5000: "a"', tokenizer=WITH_CALLS)
     assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}
 
 

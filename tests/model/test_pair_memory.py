@@ -21,7 +21,7 @@ def held_bytes(target: Path, drafter: Path | str) -> int:
     mx.clear_cache()
     before = mx.get_active_memory()
     pair = mlx_spec.load(target, drafter, num_draft_tokens=3)
-    rounds = list(pair.generate([2, *pair.text.encode("where is the red fox")], max_tokens=12))
+    rounds = list(pair.generate([2, *pair.tokenizer.encode("where is the red fox")], max_tokens=12))
     assert any(round.drafted for round in rounds) == (drafter != "none")
     del rounds
     gc.collect()

@@ -97,7 +97,7 @@ def test_a_completion_goes_on_where_its_prompt_ends(model: Model, prompt: str):
     echoed = model.complete(prompt=prompt, seed=1, echo=True, logprobs=0)
     assert echoed["text"] == prompt + expected
     if prompt.isascii() and "\ufffd" not in expected:
-        shown = [token for token in answer if token not in model.pair.text.controls]
+        shown = [token for token in answer if token not in model.pair.tokenizer.controls]
         ids = [*tokens, *shown]
         starts = [len(model.theirs.decode(ids[:i], skip_special_tokens=True)) for i in range(len(ids))]
         assert echoed["logprobs"]["text_offset"] == starts
@@ -115,7 +115,7 @@ def test_stop_strings_see_the_first_space(model: Model):
 
 def test_a_middle_keeps_its_space(model: Model):
     gap = FillIn("the", "cat")
-    tokens = _raw_tokens(gap, model.pair.text, "words")
+    tokens = _raw_tokens(gap, model.pair.tokenizer, "words")
     expected = model.text(tokens, model.answer(tokens, 1))
     assert model.complete(prompt=gap.prefix, suffix=gap.suffix, seed=1)["text"] == expected
     given = {"input_prefix": gap.prefix, "input_suffix": gap.suffix, "n_predict": COUNT, "seed": 1}
@@ -126,10 +126,12 @@ def test_a_middle_keeps_its_space(model: Model):
 
 def test_half_a_character_of_a_prompt_is_completed(model: Model):
     """A prompt as tokens may end inside a character; a literal U+FFFD is whole."""
-    byte = {i: token for i in range(256) if (token := model.pair.text.token_id(f"<0x{i:02X}>")) is not None}
+    byte = {
+        i: token for i in range(256) if (token := model.pair.tokenizer.token_id(f"<0x{i:02X}>")) is not None
+    }
     half, rest = [1, *(byte[i] for i in "é".encode()[:1])], byte["é".encode()[1]]
     bias = {"logit_bias": {str(rest): 100}, "max_tokens": 1}
     assert model.complete(prompt=half, **bias)["text"] == "é"
     broken = [1, *(byte[i] for i in "\ufffd".encode())]
-    letter = {"logit_bias": {str(model.pair.text.token_id("a")): 100}, "max_tokens": 1}
+    letter = {"logit_bias": {str(model.pair.tokenizer.token_id("a")): 100}, "max_tokens": 1}
     assert model.complete(prompt=broken, **letter)["text"] == "a"

@@ -58,7 +58,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import read_text
+from mlx_spec.tokenizer import read_tokenizer
 from mlx_spec.types import Round
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
@@ -147,11 +147,11 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
 ) -> None:
     """The demo writes no calls of its own: their tokens take the place of its own."""
     monkeypatch.setattr(tool_grammar, "CALLS", {})
-    call, text = (
+    call, tokenizer = (
         '<|tool_call>call:look_up{name:<|"|>os<|"|>}<tool_call|>',
-        read_text(demo.TARGET, read_config(demo.TARGET)),
+        read_tokenizer(demo.TARGET, read_config(demo.TARGET)),
     )
-    written, close = text.encode(f"So. {call}{call} And so on"), text.token_id("<tool_call|>")
+    written, close = tokenizer.encode(f"So. {call}{call} And so on"), tokenizer.token_id("<tool_call|>")
     read, rest = BatchRow.read, list(written)
 
     def write(row: BatchRow, round: Round) -> Iterator[Event]:

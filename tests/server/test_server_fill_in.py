@@ -12,7 +12,8 @@ import pytest
 from support.endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, fresh, said, shared, stubbed
 from support.served import working
 from support.vocabularies import ROOT, byte_level, sentencepiece_like
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import processors
 
 from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error
@@ -20,7 +21,7 @@ from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
 
 INFILL = "/infill"
@@ -29,9 +30,9 @@ QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "
 RENAMED = dict(zip(QWEN, ["<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>"], strict=True))
 
 
-def pieces(given: FillIn, tokenizer: Tokenizer) -> list[str]:
+def pieces(given: FillIn, tokenizer: FastTokenizer) -> list[str]:
     """The prompt as texts: its control tokens by name, what stands between them as one."""
-    text = Text(tokenizer, None, ())
+    text = Tokenizer(tokenizer, None, ())
     added, found = tokenizer.get_added_tokens_decoder(), [""]
     for token in _raw_tokens(given, text, "m"):
         if token in added:
@@ -67,14 +68,14 @@ def test_begin_of_text_and_spaces_of_sentencepiece():
     found = pieces(FillIn("a b", "c d", middle="e"), tokenizer)
     assert found == ["<s>", "▁<PRE>", "▁a▁b", "▁<SUF>", "c▁d", "▁<MID>", "e"]
     assert pieces(FillIn("a", ""), tokenizer) == ["<s>", "▁<PRE>", "▁a", "▁<SUF>", "▁<MID>"]
-    text = Text(tokenizer, None, ())
+    text = Tokenizer(tokenizer, None, ())
     ends = {text.token_bytes(end) for end in fill_in_ends(text)}
     assert ends == {b" <PRE>", b" <SUF>", b" <MID>", b" <EOT>"}
 
 
 def test_a_model_without_such_tokens_is_named():
     with pytest.raises(Failure, match="suffix: m has no tokens for filling in") as caught:
-        _raw_tokens(GAP, Text(byte_level(), None, ()), "m")
+        _raw_tokens(GAP, Tokenizer(byte_level(), None, ()), "m")
     assert (caught.value.status, caught.value.param) == (400, "suffix")
 
 
@@ -94,13 +95,13 @@ def served(request: Any, tmp_path_factory: Any) -> Iterator[Endpoint]:
         token["special"] = token["special"] and (request.param or token["content"] not in QWEN)
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with working(Settings((ServedModel("coder", str(folder), "none"),))) as engine:
-        yield Endpoint(stubbed(engine).client, Tokenizer.from_file(str(folder / "tokenizer.json")))
+        yield Endpoint(stubbed(engine).client, FastTokenizer.from_file(str(folder / "tokenizer.json")))
 
 
 def test_the_middle_is_continued_and_ends(served: Endpoint):
     exact = {"model": "coder", "temperature": 0}
     end = served.app.token_to_id("<|file_sep|>")
-    prompt = _raw_tokens(GAP, Text(served.app, None, ()), "coder")
+    prompt = _raw_tokens(GAP, Tokenizer(served.app, None, ()), "coder")
     raw = served.post(TEXT, **exact, prompt=prompt).json()
     filled = served.post(TEXT, **exact, prompt=GAP.prefix, suffix=GAP.suffix).json()
     assert filled["choices"] == raw["choices"] and filled["usage"]["prompt_tokens"] == len(prompt)

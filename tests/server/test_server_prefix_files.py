@@ -56,10 +56,12 @@ def pair_with(kind: str, drafter: str) -> Pair:
         "mtp": lambda: random_sources.mtp(64, tiny.VOCAB),
         "recurrent": lambda: draft_model_source("recurrent", MODELS["recurrent"], VOCABULARY),
         "sliding": lambda: draft_model_source("sliding", MODELS["sliding"], VOCABULARY),
-        "retokenized": lambda: retokenized_source("r", MODELS["full"], tiny.VOCAB, plain.text, plain.text),
+        "retokenized": lambda: retokenized_source(
+            "r", MODELS["full"], tiny.VOCAB, plain.tokenizer, plain.tokenizer
+        ),
         "assistant": tiny.assistant,
     }
-    return Pair(plain.info, plain.text, MODELS[kind], [made[drafter]()], FixedPolicy(4))
+    return Pair(plain.info, plain.tokenizer, MODELS[kind], [made[drafter]()], FixedPolicy(4))
 
 
 def files(pair: Pair, folder: Path, name: str = "a", max_bytes: int = GB) -> PrefixFiles:

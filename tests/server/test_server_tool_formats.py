@@ -10,7 +10,8 @@ import pytest
 from support import call_texts
 from support.call_texts import SYNTAX, WRITERS, described, parse
 from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
 from mlx_spec.apps.server.answers import TextDelta, ToolCall
@@ -25,7 +26,7 @@ from mlx_spec.apps.server.tool_formats import (
     without_markup,
 )
 from mlx_spec.checkpoint.config import read_config
-from mlx_spec.tokenizer import Text, read_text
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart
 from mlx_spec.types import Round
@@ -140,7 +141,7 @@ WEATHER = Tool(
 
 @pytest.fixture(scope="module")
 def text():
-    return read_text(demo.TARGET, read_config(demo.TARGET))
+    return read_tokenizer(demo.TARGET, read_config(demo.TARGET))
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +278,7 @@ def test_the_template_tells_how_calls_are_written(name):
 def test_unknown_calls_and_markers_that_are_no_tokens_have_no_format():
     assert find_tool_format(templated("{{ c }}", *MARKERS)) is None
     source = template(HERMES, *MARKERS)
-    assert find_tool_format(Text(tokenizer(), ChatTemplate(source, {}), {1})) is None
+    assert find_tool_format(Tokenizer(tokenizer(), ChatTemplate(source, {}), {1})) is None
 
 
 def test_prompt(text):
@@ -305,7 +306,9 @@ def test_what_is_no_schema_is_not_blamed_on_the_template(text, properties, probl
 
 
 def test_a_template_without_tools_refuses_them():
-    plain = Text(tokenizer(), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}), {1})
+    plain = Tokenizer(
+        tokenizer(), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}), {1}
+    )
     with pytest.raises(Failure, match="tools: the chat template of model 'm' has no tool calls") as failure:
         chat_prompt(Chat(tuple(CONVERSATION[:1]), ToolUse((WEATHER,))), plain, "m")
     assert (failure.value.status, failure.value.param) == (400, "tools")
@@ -339,7 +342,7 @@ def test_what_a_template_leaves_out_or_refuses_is_named(path, body, place):
     source = """{% for m in messages if m.role == 'user' %}
     {% if 'Be' in m.content or m.content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ m.content }}
     {% endfor %}"""
-    blind = Text(tokenizer(), ChatTemplate(source, {}), {1})
+    blind = Tokenizer(tokenizer(), ChatTemplate(source, {}), {1})
     with pytest.raises(Failure, match=r"not that|leaves out \"Be ") as failure:
         prompt_tokens(stub.requests[-1], blind)
     assert (failure.value.status, failure.value.param) == (400, place)
@@ -363,8 +366,8 @@ def template(body, open, close):
 def templated(body, open, close, rest=""):
     known = tokenizer()
     known.add_tokens([AddedToken(marker, special=False) for marker in (open, close)])
-    return Text(known, ChatTemplate(template(body, open, close) + rest, {}), {1})
+    return Tokenizer(known, ChatTemplate(template(body, open, close) + rest, {}), {1})
 
 
 def tokenizer():
-    return Tokenizer.from_file(str(demo.TARGET / "tokenizer.json"))
+    return FastTokenizer.from_file(str(demo.TARGET / "tokenizer.json"))

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 from support import call_texts
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
 from mlx_spec.apps.server import parameters
@@ -21,7 +22,7 @@ from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
 from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_format
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 pytest.importorskip("llguidance")
@@ -74,9 +75,9 @@ CLOSERS = ("\n", *f'" {Q} }} ] </ </parameter> <tool_call|> </tool_call> > , 1 "
 @pytest.fixture(scope="module")
 def text():
     """The demo's tokenizer, with the tokens of Qwen as well."""
-    tokenizer = Tokenizer.from_file(str(demo.TARGET / "tokenizer.json"))
+    tokenizer = FastTokenizer.from_file(str(demo.TARGET / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<tool_call>", "</tool_call>")])
-    return Text(tokenizer, ChatTemplate("", {}), {1, 15})
+    return Tokenizer(tokenizer, ChatTemplate("", {}), {1, 15})
 
 
 def format_of(text, syntax=SYNTAXES[0]):
@@ -285,7 +286,9 @@ def test_what_is_not_strict_is_enforced_without_it_and_logged(text, syntax, capl
     for value, allowed in (["a", "a"], True), (["c"], False):
         body = call_texts.WRITERS[syntax.name]("f", {"x": value})
         assert accepts(source, text, syntax.marks.open + body + syntax.marks.close) is allowed
-    compile = functools.partial(compile_grammar, text=text, vocab_size=len(text.vocabulary()), seconds=10)
+    compile = functools.partial(
+        compile_grammar, tokenizer=text, vocab_size=len(text.vocabulary()), seconds=10
+    )
     format = OutputFormat("json_schema", json.dumps(WITH_UNIQUE), strict=False)
     assert compile_format(format, compile).matcher(()).legal((), text.encode('{"x": ["a", "a"]}')) > 5
     place = "not enforced: uniqueItems at #/properties/x"
@@ -297,7 +300,9 @@ def test_what_is_not_strict_is_enforced_without_it_and_logged(text, syntax, capl
 
 
 def test_a_schema_that_is_too_much_leaves_the_type(text, caplog):
-    compile = functools.partial(compile_grammar, text=text, vocab_size=len(text.vocabulary()), seconds=10)
+    compile = functools.partial(
+        compile_grammar, tokenizer=text, vocab_size=len(text.vocabulary()), seconds=10
+    )
     clash = {"patternProperties": {"^a": {"type": "integer"}}}
     source = {"type": "object", "allOf": [clash, {"patternProperties": {"b": {"type": "string"}}}]}
     format = OutputFormat("json_schema", json.dumps(source), strict=False)

@@ -157,14 +157,14 @@ def generate_with(
     """Return rounds of a pair, with prefixes kept and cut; check them against its target's plain decoding."""
     done: list[Round] = []
     for first, second in zip(questions, OTHER * 2, strict=False):
-        cached, prompt = CachedSequence(pair.open()), [2, *pair.text.encode(first)]
+        cached, prompt = CachedSequence(pair.open()), [2, *pair.tokenizer.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(prompt)
             found = list(decode(pair.prepare(cached.parts, prompt, sampling=sampling, max_tokens=24)))
             assert emitted(found) == plain_text(target, tuple(prompt), sampling), text
             cached.append(emitted(found))
             done += found
-            prompt = [*prompt, *emitted(found)[:7], *pair.text.encode(second)]
+            prompt = [*prompt, *emitted(found)[:7], *pair.tokenizer.encode(second)]
     return done
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.grammar import Grammar, GrammarKind, Matcher
 from mlx_spec.grammar.matcher import compile_grammar
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.tokenizer import _byte_of_letter
 
 V = 256
@@ -18,20 +19,22 @@ OPEN, CLOSE, END, STOP = 251, 252, 253, 254  # bytes of no character
 NAMES = {OPEN: "<think>", CLOSE: "</think>", END: "<end>", STOP: "<stop>"}
 
 
-def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -> Text:
+def byte_text(specials: dict[int, str] = NAMES, size: int = V, first: int = 0) -> Tokenizer:
     """One token for each byte from `first` on, and special tokens in their places."""
     written = {byte: letter for letter, byte in _byte_of_letter().items()}
     vocabulary = {specials.get(i, written[(i + first) % 256]): i for i in range(size)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials.values()])
     ends = [i for i, name in specials.items() if name in ("<end>", "<stop>")]
-    return Text(tokenizer, None, ends)
+    return Tokenizer(tokenizer, None, ends)
 
 
-def compiled(kind: GrammarKind, source: str, *, thinks: bool = False, text: Text | None = None) -> Grammar:
-    return compile_grammar(kind, source, text or byte_text(), V, seconds=5.0).thinking(thinks)
+def compiled(
+    kind: GrammarKind, source: str, *, thinks: bool = False, tokenizer: Tokenizer | None = None
+) -> Grammar:
+    return compile_grammar(kind, source, tokenizer or byte_text(), V, seconds=5.0).thinking(thinks)
 
 
 def language(pattern: str, letters: str, longest: int) -> set[str]:

@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
@@ -24,7 +25,7 @@ from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from support import tiny
 from support.lossless import plain
@@ -44,10 +45,10 @@ MODELS = {
 KINDS = list(MODELS)
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> FastTokenizer:
     """One token a byte. The bytes that UTF-8 never uses give their place to the special tokens."""
     letters = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {chr(0xF8 + i) for i in range(len(SPECIAL))})
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer = FastTokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
@@ -63,11 +64,11 @@ def make_pair(
 ) -> Pair:
     """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
     model = MODELS[kind]
-    text = Text(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
+    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
     facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
     kv_bits = 8 if kind == "quantized" else None
     drafters = sources(drafter, model)
-    return Pair(facts, text, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
+    return Pair(facts, tokenizer, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
@@ -84,7 +85,7 @@ def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
 def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampling) -> list[int]:
     """Return the tokens of plain decoding with fresh caches."""
     bits = 8 if kind == "quantized" else None
-    return plain(MODELS[kind], prompt, count, bits, sampling, pair.text.eos)
+    return plain(MODELS[kind], prompt, count, bits, sampling, pair.tokenizer.eos)
 
 
 def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:

@@ -6,12 +6,13 @@ from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.drafters.retokenized import Retokenized, encode_after, retokenized_source
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from support import tiny
 from support.pairs import TEMPLATE
@@ -27,16 +28,16 @@ RECITED = (
 
 
 @cache
-def bytes_and_words() -> Tokenizer:
+def bytes_and_words() -> FastTokenizer:
     """Byte-level BPE over words, as of GPT-2: a word is one token, an emoji is four."""
     plain = RECITED.replace("😀", "").replace("世", "")
     return byte_level([plain, " one two three assistant\n user\n"] * 4, size=480, special=CONTROLS)
 
 
 @cache
-def syllables() -> Tokenizer:
+def syllables() -> FastTokenizer:
     """A tokenizer like sentencepiece's: at most four letters a token, a space before every text, bytes."""
-    trained = Tokenizer(models.BPE())
+    trained = FastTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁]{1,4}"), "isolated")
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
     plain = RECITED.replace("😀", "").replace("世", "").replace(" ", "▁")
@@ -50,7 +51,7 @@ def syllables() -> Tokenizer:
         for left in (word[:i] for i in range(1, len(word)))
         if left in trained.get_vocab() and word[len(left) :] in trained.get_vocab()
     ]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer = FastTokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -74,10 +75,10 @@ def taught(model: nn.Module, tokens: list[int], sure: float = 6.0) -> nn.Module:
 
 
 @cache
-def text_of(kind: str) -> Text:
+def text_of(kind: str) -> Tokenizer:
     """With a chat template, whatever the tokenizer knows of its marks."""
     tokenizer = bytes_and_words() if kind == "words" else syllables()
-    return Text(tokenizer, ChatTemplate(TEMPLATE, {}), [tokenizer.token_to_id("<eos>")])
+    return Tokenizer(tokenizer, ChatTemplate(TEMPLATE, {}), [tokenizer.token_to_id("<eos>")])
 
 
 def recited(kind: str) -> list[int]:

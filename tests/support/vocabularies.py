@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tokenizers import (
     AddedToken,
-    Tokenizer,
     decoders,
     models,
     normalizers,
@@ -16,8 +15,11 @@ from tokenizers import (
     processors,
     trainers,
 )
+from tokenizers import (
+    Tokenizer as FastTokenizer,
+)
 
-from mlx_spec.tokenizer import Text, read_tokenizer
+from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.thinking import Markers
 
@@ -46,11 +48,11 @@ def random_text(seed: int) -> str:
     return "".join(chr(draw.randint(*draw.choice(RANGES))) for _ in range(draw.randint(1, 60)))
 
 
-def sentencepiece_like() -> Tokenizer:
+def sentencepiece_like() -> FastTokenizer:
     """Spaces are U+2581 with one in front of the text; unknown characters are bytes."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
     vocab |= {c: len(vocab) + i for i, c in enumerate("▁abcdefghijklmnopqrstuvwxyz,.!")}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = FastTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
@@ -58,7 +60,7 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-def metaspace(size: int = 512) -> Tokenizer:
+def metaspace(size: int = 512) -> FastTokenizer:
     """As in Mistral and Llama 2: words with U+2581 in front, bytes, <s> before a prompt, CodeLlama's marks.
 
     Tokens are many, so that most that a random model draws begin with a space.
@@ -80,9 +82,9 @@ def byte_level(
     added: Sequence[str] = (),
     size: int = 400,
     special: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-) -> Tokenizer:
+) -> FastTokenizer:
     """Bytes are letters, as in GPT-2. The thinking markers and `added` tokens are not special."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -97,10 +99,10 @@ def byte_level(
 
 
 TEXTS = {
-    "sentencepiece": Text(sentencepiece_like(), None, ()),
-    "byte_level": Text(byte_level(), None, ()),
-    "golden": Text(read_tokenizer(GOLDEN), None, ()),
-    "demo": Text(read_tokenizer(DEMO), None, ()),
+    "sentencepiece": Tokenizer(sentencepiece_like(), None, ()),
+    "byte_level": Tokenizer(byte_level(), None, ()),
+    "golden": Tokenizer(read_fast_tokenizer(GOLDEN), None, ()),
+    "demo": Tokenizer(read_fast_tokenizer(DEMO), None, ()),
 }
 
 
@@ -109,15 +111,15 @@ def marked(
     added: Sequence[str] = (),
     template: str = "",
     merges: Sequence[tuple[str, str]] = (),
-) -> Text:
+) -> Tokenizer:
     """Return a vocabulary of bytes and `merges`, with marks that are tokens or that the template names."""
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, list(merges)))
+    tokenizer = FastTokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|ends|>", *special])
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
-    return Text(
+    return Tokenizer(
         tokenizer, ChatTemplate(template, {}) if template else None, [tokenizer.token_to_id("<|ends|>")]
     )
 

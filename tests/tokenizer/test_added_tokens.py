@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.tokenizer import Text, differing_token, read_text
+from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 from mlx_spec.tokenizer.added_tokens import fix_mistral_cut, special_tokens
-from mlx_spec.tokenizer.tokenizer import read_tokenizer
+from mlx_spec.tokenizer.tokenizer import read_fast_tokenizer
 
 NAMES = ("<|end|>", "<|im_start|>", "<|im_end|>", "<pad>", "<x y>", "<tool>", "<s>", "</s>")
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
@@ -22,22 +23,22 @@ SIZE = 256
 CHATML = {str(SIZE + i): {"content": NAMES[1 + i], **PLAIN, "special": True} for i in range(2)}
 
 
-def letters() -> Tokenizer:
+def letters() -> FastTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer = FastTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def write(folder: Path, tokenizer: Tokenizer, files: dict[str, Any]) -> None:
+def write(folder: Path, tokenizer: FastTokenizer, files: dict[str, Any]) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in ({"config": {"model_type": "llama"}} | files).items():
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def same_as_transformers(folder: Path, texts: list[str]) -> Text:
-    ours, theirs = read_text(folder, {}), AutoTokenizer.from_pretrained(folder)
+def same_as_transformers(folder: Path, texts: list[str]) -> Tokenizer:
+    ours, theirs = read_tokenizer(folder, {}), AutoTokenizer.from_pretrained(folder)
     assert ours.vocabulary() == theirs.get_vocab()
     assert special_tokens(folder) == theirs.special_tokens_map
     assert ours.eos == {i for i in [theirs.eos_token_id] if i is not None}
@@ -117,10 +118,10 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
     for name, tokens in (("target", CHATML), ("drafter", {}), ("same", CHATML)):
         (tmp_path / name).mkdir()
         write(tmp_path / name, letters(), {"tokenizer_config": {"added_tokens_decoder": tokens}})
-    text = read_text(tmp_path / "target", {})
-    found = differing_token(tmp_path / "drafter", tmp_path / "target", text)
+    tokenizer = read_tokenizer(tmp_path / "target", {})
+    found = differing_token(tmp_path / "drafter", tmp_path / "target", tokenizer)
     assert found is not None and f"token {SIZE} is None for the drafter" in found
-    assert differing_token(tmp_path / "same", tmp_path / "target", text) is None
+    assert differing_token(tmp_path / "same", tmp_path / "target", tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
 def test_statements_that_cannot_be_kept_are_refused(config: dict, message: str, tmp_path: Path) -> None:
     write(tmp_path, letters(), {"tokenizer_config": config})
     with pytest.raises(BadCheckpoint, match=message):
-        read_text(tmp_path, {})
+        read_tokenizer(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_the_cut_of_mistral_is_fixed_where_transformers_does(
         )
     write(tmp_path, tokenizer, {"tokenizer_config": {"fix_mistral_regex": True}, "config": config})
     theirs = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
-    ours, words = read_tokenizer(tmp_path).pre_tokenizer, "HelloWorld 12 it's\n/x"
+    ours, words = read_fast_tokenizer(tmp_path).pre_tokenizer, "HelloWorld 12 it's\n/x"
     assert ours.pre_tokenize_str(words) == theirs.pre_tokenize_str(words)
     assert (ours.pre_tokenize_str(words) != tokenizer.pre_tokenizer.pre_tokenize_str(words)) == fixed
     small = letters()

@@ -8,7 +8,7 @@ import pytest
 from support.vocabularies import byte_level
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.history import LostText
 
@@ -26,8 +26,8 @@ def template(before: str = "", content: str = SHOWN, calls: str = CALLS, tools: 
 
 
 def prompt(source: str, *messages: Message, **more: Any) -> str:
-    text = Text(byte_level(), ChatTemplate(source, {}), ())
-    return text.decode_raw(text.prompt(messages, **more))
+    tokenizer = Tokenizer(byte_level(), ChatTemplate(source, {}), ())
+    return tokenizer.decode_raw(tokenizer.prompt(messages, **more))
 
 
 def user(text: Any) -> Message:
@@ -233,12 +233,12 @@ def test_a_refusal_in_every_form_is_the_first_one() -> None:
 def test_templates_for_tools() -> None:
     for_tools = ChatTemplate("{% for t in tools %}{% endfor %}" + template(), {})
     default = ChatTemplate(template(calls="", tools=""), {}, for_tools)
-    text = Text(byte_level(), default, ())
+    tokenizer = Tokenizer(byte_level(), default, ())
     calling = [Q, answer("", tool_calls=[call("f")])]
     for messages, tools, expected in (
         ([Q], [], "[user:Hi?]"),
         ([Q], [call("f")], "#f[user:Hi?]"),
         (calling, [], '[user:Hi?][assistant:!f{"x": "1"}]'),
     ):
-        assert text.decode_raw(text.prompt(messages, tools=tools)) == expected
+        assert tokenizer.decode_raw(tokenizer.prompt(messages, tools=tools)) == expected
     assert for_tools.render([Q], thinking=False) == "[user:Hi?]"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
-from mlx_spec.tokenizer import Text, read_text, read_tokenizer
+from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.detokenizer import Detokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
 from mlx_spec.tokenizer.thinking import Markers
@@ -19,14 +19,14 @@ from mlx_spec.types import Round, TokenLogprob
 WORDS = "request requests quest rest stop stopped the end ending of it all café 👍 日本 "
 _WORDS = byte_level([WORDS] * 20, [QWEN.open, QWEN.close], size=332)
 ANSWERS = {
-    "words": Text(_WORDS, None, [_WORDS.token_to_id("<|im_end|>")]),
-    "demo": Text(read_tokenizer(DEMO), None, [1]),
+    "words": Tokenizer(_WORDS, None, [_WORDS.token_to_id("<|im_end|>")]),
+    "demo": Tokenizer(read_fast_tokenizer(DEMO), None, [1]),
 }
 CALLS = {"words": QWEN, "demo": GEMMA}
 
 
-def token_id(text: Text, name: str) -> int:
-    found = text.token_id(name)
+def token_id(tokenizer: Tokenizer, name: str) -> int:
+    found = tokenizer.token_id(name)
     assert found is not None
     return found
 
@@ -35,15 +35,15 @@ def round_of(tokens: Sequence[int], accepted: int = 0, source: str | None = None
     return Round(list(tokens), accepted, accepted, "draft", source=source)
 
 
-def logprobs_of(text: Text, tokens: Sequence[int]) -> list[TokenLogprob]:
+def logprobs_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[TokenLogprob]:
     """Return one for each token, told apart by its value."""
-    return [TokenLogprob(t, text.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
+    return [TokenLogprob(t, tokenizer.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
 
 
-def said(text: Text, source: str, prompt: str | None = "", **options: Any) -> list[tuple[str, str]]:
+def said(tokenizer: Tokenizer, source: str, prompt: str | None = "", **options: Any) -> list[tuple[str, str]]:
     """Return the kinds and the texts of the answer `source`."""
-    begun = None if prompt is None else text.encode(prompt)
-    return texts(streamed(AnswerStream(text, begun, **options), text, text.encode(source)))
+    begun = None if prompt is None else tokenizer.encode(prompt)
+    return texts(streamed(AnswerStream(tokenizer, begun, **options), tokenizer, tokenizer.encode(source)))
 
 
 # --- whole characters
@@ -110,9 +110,9 @@ def test_a_prompt_may_open_the_thinking() -> None:
 def test_end_tokens_are_hidden() -> None:
     tokenizer = byte_level()
     letter = tokenizer.token_to_id("b")
-    text = Text(tokenizer, None, [letter])
+    text = Tokenizer(tokenizer, None, [letter])
     assert texts(streamed(AnswerStream(text, []), text, [*text.encode("a"), letter])) == [("answer", "a")]
-    text = read_text(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    text = read_tokenizer(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
     assert said(text, "<|tool_call>call:f{<turn|>", calls=GEMMA) == [("call", "call:f{")]
 
 
@@ -139,9 +139,9 @@ def grouped(tokens: Sequence[int], draw: random.Random | None) -> list[Round]:
 
 
 def streamed(
-    answer: AnswerStream, text: Text, tokens: Sequence[int], draw: random.Random | None = None
+    answer: AnswerStream, tokenizer: Tokenizer, tokens: Sequence[int], draw: random.Random | None = None
 ) -> list[TextPart]:
-    parts, given, logprobs = [], 0, logprobs_of(text, tokens)
+    parts, given, logprobs = [], 0, logprobs_of(tokenizer, tokens)
     for round in grouped(tokens, draw):
         parts += answer.read(round, logprobs[given : given + len(round.tokens)])
         given += len(round.tokens)

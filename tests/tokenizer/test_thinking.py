@@ -7,7 +7,7 @@ import random
 import pytest
 from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 
-from mlx_spec.tokenizer import Text
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks, TagMarks, TextTagMarks
 from mlx_spec.types import Round
@@ -19,11 +19,15 @@ Pieces = list[tuple[str, str]]
 
 
 def split(
-    text: Text, prompt: str, written: str | list[int], calls: Markers | None = None, seed: int = 0
+    tokenizer: Tokenizer, prompt: str, written: str | list[int], calls: Markers | None = None, seed: int = 0
 ) -> tuple[Pieces, int]:
     """Return the kinds and texts of an answer, and its tokens of thinking."""
-    answer, draw, parts = AnswerStream(text, text.encode(prompt), calls=calls), random.Random(seed), []
-    tokens = text.encode(written) if isinstance(written, str) else written
+    answer, draw, parts = (
+        AnswerStream(tokenizer, tokenizer.encode(prompt), calls=calls),
+        random.Random(seed),
+        [],
+    )
+    tokens = tokenizer.encode(written) if isinstance(written, str) else written
     while tokens:
         size = draw.randint(1, 4) if seed else 1
         parts += answer.read(Round(tokens[:size], 0, 0, "plain"))

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 from support.vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
-from tokenizers import Tokenizer, decoders, models, processors
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, processors
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue
-from mlx_spec.tokenizer import Text, read_text, read_tokenizer
+from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
 
 
 def test_end_tokens_are_the_union_of_all_files() -> None:
-    text = read_text(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    tokenizer = read_tokenizer(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
     names = ("<eos>", "<turn|>", "<|tool_response>")
-    assert text.eos == {text.token_id(name) for name in names}
-    assert text.chats and text.thinks
+    assert tokenizer.eos == {tokenizer.token_id(name) for name in names}
+    assert tokenizer.chats and tokenizer.thinks
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -45,34 +46,34 @@ def test_bytes_of_a_token_may_be_half_a_character(name: str) -> None:
 def test_other_vocabularies_are_read_by_their_decoder_and_unknown_ids_have_no_text() -> None:
     text = TEXTS["byte_level"]
     assert text.decode([*text.encode("a"), 100_000]) == "a" and text.token_bytes(100_000) == b""
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    tokenizer = FastTokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
-    assert Text(tokenizer, None, ()).token_bytes(1) == b"play"
-    tokenizer = Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
+    assert Tokenizer(tokenizer, None, ()).token_bytes(1) == b"play"
+    tokenizer = FastTokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     tokenizer.decoder = decoders.Metaspace()
-    assert Text(tokenizer, None, ()).token_bytes(2) == b" a"
+    assert Tokenizer(tokenizer, None, ()).token_bytes(2) == b" a"
 
 
 def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer() -> None:
     tokenizer = sentencepiece_like()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    text = Text(tokenizer, None, ())
+    text = Tokenizer(tokenizer, None, ())
     assert text.prompt_tokens("a b") == [1, *text.encode("a b")]
     assert TEXTS["byte_level"].prompt_tokens("a b") == TEXTS["byte_level"].encode("a b")
 
 
-@pytest.mark.parametrize("encode", [Text.encode, Text.prompt_tokens])
-def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Text, str], list[int]]) -> None:
+@pytest.mark.parametrize("encode", [Tokenizer.encode, Tokenizer.prompt_tokens])
+def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Tokenizer, str], list[int]]) -> None:
     with pytest.raises(InvalidValue, match="half a surrogate pair"):
         encode(TEXTS["byte_level"], "a\udcff")
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"has no tokenizer.json or tokenizer.model"):
-        read_tokenizer(tmp_path)
+        read_fast_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
-        read_tokenizer(tmp_path)
+        read_fast_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None
     for name in ("tokenizer_config.json", "config.json"):
         (tmp_path / name).write_text(config)
     sample = "Hello, world!"
-    assert read_tokenizer(tmp_path).encode(sample).ids == tokenizer.encode(sample).ids
+    assert read_fast_tokenizer(tmp_path).encode(sample).ids == tokenizer.encode(sample).ids
 
 
 # --- prompts
@@ -128,7 +129,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
-    ours = read_text(folder, json.loads((folder / "config.json").read_text()))
+    ours = read_tokenizer(folder, json.loads((folder / "config.json").read_text()))
     for sample in [*SAMPLES, *(random_text(seed) for seed in range(20))]:
         tokens = theirs.encode(sample, add_special_tokens=False)
         assert ours.encode(sample) == tokens
