@@ -137,8 +137,8 @@ def test_figures_of_an_answer_are_those_of_the_pair_that_gave_it(converse):
     options = [*PAIR, "--max-tokens=8", "--num-draft-tokens=3"]
     _, said, _, _, stats = converse(options, JOIN, "/set max_tokens 100", "/draft lookup", "/stats")
     status = said.splitlines()[1]
-    assert "drafter K=" in status and status.endswith(" · cut at --max-tokens 8")
-    assert stats.splitlines()[0] == status and "drafts: by drafter, mostly K=" in stats
+    assert re.search(r"\d of 8 tokens drafted", status) and status.endswith(" · cut at --max-tokens")
+    assert stats.splitlines()[0] == status and "drafter, accepted by position:" in stats
 
 
 def test_drafts_return_to_the_drafter_of_the_command_line(converse):
@@ -325,21 +325,21 @@ def talk(endless, tmp_path_factory) -> Iterator[Talk]:
 
 
 def test_interrupts(talk):
-    def seconds_to_the_prompt(status: str) -> float:
+    def seconds_to_the_prompt() -> float:
         """Seconds from the end of the last round to the prompt."""
         talk.begin()
-        talk.interrupt(STATUS + status)
+        talk.interrupt(STATUS + " · interrupted")
         ended: float = json.loads(talk.trace.read_text().splitlines()[-1])["time"]
         return time.time() - ended
 
     screen = talk.screen
     screen.type("half a line\x03")  # in one write: it comes between a character and the next wait
     screen.wait_for(READY)
-    waits = [seconds_to_the_prompt(" · interrupted"), seconds_to_the_prompt(", .* reused · interrupted")]
+    waits = [seconds_to_the_prompt(), seconds_to_the_prompt()]
     assert "turns: 2, " in screen.say("/show")
     while min(waits) > 0.1 and len(waits) < 10:  # seconds; other programs may have taken some of them
         screen.say("/undo")
-        waits.append(seconds_to_the_prompt(", .* · interrupted"))
+        waits.append(seconds_to_the_prompt())
     assert min(waits) <= 0.1, waits
     for message in ("more", "x" * 1023):  # the editor reads 1024 characters at a time
         screen.type(f"{message}\r\x03")  # behind the message, before the answer

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -52,6 +53,7 @@ from mlx_spec.apps.server.models import load_served
 from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.weights import memory_need
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
@@ -247,7 +249,7 @@ def test_a_request_with_many_choices_leaves_room_for_others() -> None:
 
 
 def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MAX_RESERVED_TOKENS", 300)
+    monkeypatch.setattr(models, "memory_need", partial(memory_need, reserved=300))
     with working(replace(DEMO, memory_bytes=models.need_of(DEMO.models[0]).total)) as engine:
         prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt) for prompt in prompts]
