@@ -3,8 +3,8 @@
 Both sides decode in float32, each with its own copy of the weights: mlx_spec loads `--target` as users do,
 with lookup and the adaptive draft length; mlx-lm loads the checkpoint that was written of the file and
 dequantizes it. End-of-text tokens are banned, so that every text has `--tokens` tokens. Tokens are compared
-on texts of code, numbers, several languages, emoji and runs of spaces and lines: mlx_spec's `Text` against
-transformers' AutoTokenizer on the same checkpoint.
+on texts of code, numbers, several languages, emoji and runs of spaces and lines: mlx_spec's `Tokenizer`
+against transformers' AutoTokenizer on the same checkpoint.
 
 `--blas FILE` puts an optimized BLAS in front, see blas.py.
 """

@@ -1,6 +1,6 @@
 """Are prompts those that transformers makes of the same conversation, with other people's chat templates?
 
-Each file `*.jinja` of the folders renders each of our conversations: here by `Text.prompt`, and by
+Each file `*.jinja` of the folders renders each of our conversations: here by `Tokenizer.prompt`, and by
 `apply_chat_template` of transformers. A conversation is
 
 - equal: the same tokens, and every text of the conversation is in them;
