@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.cli.command import Ahead, Json, KvBits, PairOptions, option, program, show, table
+from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import device_name, require_backend
 from mlx_spec.hub.catalog import DEMO
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 FIXED = (2, 4)  # draft tokens of the arms between plain decoding and the pair's own policy
 BURST = 8  # tokens of a turn
-HEAD = ("decoder", "tokens/s", "to plain", "half of the answers", "accepted", "tokens a round")
 QUESTIONS = (
     "What does os.path.join do?",
     "How do I use functools.lru_cache?",
@@ -175,42 +175,62 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     )
 
 
-def _run(options: Options) -> int:
-    require_backend()
-    from mlx_spec import load
-
-    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
+def measured(pair: Pair, tokens: int, repeats: int) -> tuple[list[Speed], int]:
+    """Return the speed of each arm, plain decoding first, and the number of answers of each."""
     lengths: dict[str, int | None] = {"plain": 0}
     if pair.drafter_names:
         lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.tokenizer)
     answers: list[list[Run]] = []
-    for repeat in range(options.repeats + 1):  # the first warms up
-        if sys.stderr.isatty():
-            print(f"\rround {repeat} of {options.repeats}", end="", file=sys.stderr, flush=True)
-        runs = [in_turns(pair, arms, q.tokens, options.tokens, repeat + i) for i, q in enumerate(questions)]
-        answers += runs if repeat else []
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-    found = speeds(lengths, answers)
+    progress = StageProgress(sys.stderr) if sys.stderr.isatty() else None
+    total = (repeats + 1) * len(questions)
+    for index in range(total):  # the first round of all questions warms up
+        repeat, i = divmod(index, len(questions))
+        if progress is not None:
+            progress.show("measuring", index, total, "" if repeat else "(warms up)")
+        runs = in_turns(pair, arms, questions[i].tokens, tokens, index)
+        answers += [runs] if repeat else []
+    if progress is not None:
+        progress.end()
+    return speeds(lengths, answers), len(answers)
+
+
+def _run(options: Options) -> int:
+    require_backend()
+    from mlx_spec import load
+
+    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
+    found, answers = measured(pair, options.tokens, options.repeats)
     if not options.json:
-        show(*_report(pair, found, len(answers)))
+        show(*_report(pair, found, answers))
         return 0
-    report = {
+    figures = {
         "device": device_name(),
         "target": pair.info.target,
         "drafter": pair.info.drafter,
-        "answers": len(answers),
+        "answers": answers,
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
-    show(json.dumps(report))
+    show(json.dumps(figures))
     return 0
+
+
+def speed_table(found: Sequence[Speed]) -> list[str]:
+    """Return the lines of a table of speeds, and what its columns are."""
+    head = ("decoder", "tokens/s", "× plain", "middle half", "accepted", "tokens a round")
+    return [
+        *table([head, *map(_row, found)], right=(1, 2)),
+        "",
+        "× plain: tokens/s by those of plain decoding, in the same turns",
+        "middle half: that ratio in one half of the answers; a quarter is below, a quarter above",
+        "accepted: of the draft tokens; tokens a round: of the rounds that drafted",
+    ]
 
 
 def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
     names = f"{pair.info.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
-    lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *table([HEAD, *map(_row, found)])]
+    lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *speed_table(found)]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]
     if other := [f"{speed.name}: {speed.other_text}" for speed in found if speed.other_text]:

@@ -43,6 +43,7 @@ PROGRAMS = {
     "bench": Program("apps.bench:main", "apps.bench:Options", MEASUREMENTS),
     "race": Program("apps.race:main", "apps.race:Options", MEASUREMENTS),
     "doctor": Program("apps.doctor:main", "apps.doctor:Options", MEASUREMENTS),
+    "report": Program("apps.report:main", "apps.report:Options", MEASUREMENTS),
 }
 
 

@@ -32,6 +32,7 @@ from .models import shown_number
 
 if TYPE_CHECKING:
     from mlx_spec.cli.lossless import Gap
+    from mlx_spec.pair import Pair
 
     from .selftest import Comparison, SelfTest
 
@@ -80,7 +81,8 @@ def _run(options: Options) -> int:
         problem = "without MLX nothing can be tested"
     else:
         try:
-            parts, found = _test(options)
+            pair = load(options.target_or(DEMO), options.drafter)
+            parts, found = tested(pair, quick=options.quick)
             lines = certificate(parts, found, checks, datetime.now(UTC))
         except SpecError as error:
             problem = str(error)
@@ -101,15 +103,14 @@ def _run(options: Options) -> int:
     return 0 if is_fine else ERROR
 
 
-def _test(options: Options) -> tuple[dict[str, str], SelfTest]:
+def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
     """Return target and drafter in words, and the result of the self-test."""
     from mlx_spec.cli.progress import StageProgress
 
     from . import selftest
 
-    pair = load(options.target_or(DEMO), options.drafter)
     target, drafter = _inspected(pair.info.target, "target"), _inspected(pair.info.drafter, "drafter")
-    effort = selftest.QUICK if options.quick else selftest.LONG
+    effort = selftest.QUICK if quick else selftest.LONG
     window = None if target is None else target.window
     found = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
     words = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)

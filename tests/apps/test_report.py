@@ -1,0 +1,62 @@
+"""The block to paste into an issue: what it says, and what it must not say."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mlx_spec
+from mlx_spec.apps import bench, report, selftest
+from mlx_spec.apps.doctor import version
+from mlx_spec.apps.report import hiding, main
+
+
+def test_the_block_names_machine_versions_text_and_speeds(pair, monkeypatch, capsys):
+    monkeypatch.setattr(report, "load", lambda *_: pair)
+    monkeypatch.setattr(selftest, "QUICK", replace(selftest.QUICK, questions=1, tokens=16, seconds=3.0))
+    questions = bench.QUESTIONS
+    monkeypatch.setattr(bench, "QUESTIONS", questions[:1])
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "```text" and lines[-1] == "```" and max(map(len, lines)) <= 90
+    for expected in (
+        f"mlx-spec {mlx_spec.__version__}, mlx {version('mlx')}",
+        "verdict      lossless",
+        "machine ",
+    ):
+        assert expected in out
+    arms = [line.split()[0] for line in lines if line.startswith(("plain ", "K = ", "adaptive "))]
+    assert arms == ["plain", "K", "K", "adaptive"]
+    for secret in (str(Path.home()) + "/", *questions):
+        assert secret not in out
+
+
+def test_what_fails_is_in_the_block_without_its_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(getpass, "getuser", lambda: "ludwig")
+    monkeypatch.setattr(socket, "gethostname", lambda: "ludwigs-mac.local")
+    place = tmp_path / "of ludwig" / "my models"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{")
+    assert main([str(place)]) == 1
+    out = capsys.readouterr().out
+    assert "problem: " in out and "config.json" not in out
+    for secret in ("ludwig", str(tmp_path), "my models"):
+        assert secret not in out
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("there is no folder /mnt/data/x y", "there is no folder (a path) y"),
+        ("/mnt/my models/a/config.json: damaged", "(a path): damaged"),
+        ("~/models/a and ../b/c", "(a path) and (a path)"),
+        ("owner/name at 20 tokens/s, 1/2", "owner/name at 20 tokens/s, 1/2"),
+    ],
+)
+def test_paths_are_hidden(text, shown):
+    assert hiding("/mnt/my models/a")(text) == shown
