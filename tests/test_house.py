@@ -36,6 +36,7 @@ LAYERS = (
     ("distributed",),
     ("ahead",),
     ("decode",),
+    ("vision",),
     ("session", "pair", "load"),
     ("",),  # mlx_spec/__init__.py, the public face
     ("cli",),
@@ -71,6 +72,7 @@ FAMILIES_ALLOWED = (
     "mlx_spec/checkpoint/",
     "mlx_spec/hub/",
     "mlx_spec/drafters/",
+    "mlx_spec/vision/",
     "mlx_spec/load.py",
     "convert/",
     "apps/",

@@ -1,0 +1,241 @@
+"""Image files from strangers: every one is read as a person would see it, or refused in one line."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import threading
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from mlx_spec.errors import InvalidValue
+from mlx_spec.vision import pictures
+from mlx_spec.vision.pictures import MAX_FILE_BYTES, from_base64, from_data_url, read_picture
+
+RED, WHITE, BLUE = [255, 0, 0], [255, 255, 255], [0, 0, 255]
+SQUARE = (8, 8)
+
+
+def saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()
+
+
+def palette() -> Image.Image:
+    picture = Image.new("P", SQUARE, 0)
+    picture.putpalette([0, 255, 0] * 256)
+    return picture
+
+
+def grey16(value: int) -> Image.Image:
+    return Image.fromarray(np.full(SQUARE, value, np.uint16))
+
+
+def blue_then_red() -> tuple[Image.Image, dict[str, Any]]:
+    return Image.new("RGB", SQUARE, "blue"), {
+        "save_all": True,
+        "append_images": [Image.new("RGB", SQUARE, "red")],
+    }
+
+
+def two_photos() -> tuple[Image.Image, str, dict[str, Any]]:
+    """A JPEG with another one behind it, as phones write them."""
+    red, blue = Image.new("RGB", SQUARE, "red"), Image.new("RGB", SQUARE, "blue")
+    return red, "MPO", {"save_all": True, "append_images": [blue]}
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that states a size and holds next to nothing."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("picture", "kind", "options", "colour"),
+    [
+        (Image.new("RGB", SQUARE, "red"), "PNG", {}, RED),
+        (Image.new("RGB", SQUARE, "red"), "BMP", {}, RED),
+        (Image.new("RGB", SQUARE, "red"), "GIF", {}, RED),
+        (Image.new("RGB", SQUARE, "red"), "WEBP", {"lossless": True}, RED),
+        (Image.new("RGB", SQUARE, "red"), "JPEG", {}, RED),
+        (Image.new("CMYK", SQUARE, (0, 255, 255, 0)), "JPEG", {}, RED),
+        (*two_photos(), RED),
+        (Image.new("1", SQUARE, 1), "PNG", {}, WHITE),
+        (Image.new("L", SQUARE, 7), "PNG", {}, [7, 7, 7]),
+        (Image.new("RGBA", SQUARE, (255, 0, 0, 0)), "PNG", {}, WHITE),
+        (Image.new("RGBA", SQUARE, (255, 0, 0, 128)), "PNG", {}, [255, 127, 127]),
+        (Image.new("RGBA", SQUARE, (255, 0, 0, 0)), "WEBP", {"lossless": True}, WHITE),
+        (Image.new("LA", SQUARE, (0, 0)), "PNG", {}, WHITE),
+        (palette(), "PNG", {}, [0, 255, 0]),
+        (palette(), "PNG", {"transparency": 0}, WHITE),
+        (palette(), "GIF", {"transparency": 0}, WHITE),
+        (Image.new("RGB", SQUARE, "red"), "PNG", {"transparency": (255, 0, 0)}, WHITE),
+        (grey16(65535), "PNG", {}, WHITE),
+        (grey16(256), "PNG", {}, [1, 1, 1]),
+        (grey16(256), "PNG", {"transparency": 256}, WHITE),
+        (blue_then_red()[0], "GIF", blue_then_red()[1], BLUE),
+        (blue_then_red()[0], "WEBP", {**blue_then_red()[1], "lossless": True}, BLUE),
+        (Image.new("RGB", (1, 1), "red"), "PNG", {}, RED),
+        (Image.new("RGB", (1, 20_000), "red"), "PNG", {}, RED),
+    ],
+)  # fmt: skip
+def test_a_picture_is_read_as_it_looks_on_white(
+    picture: Image.Image, kind: str, options: dict[str, Any], colour: list[int]
+) -> None:
+    pixels = read_picture(saved(picture, kind, **options))
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (*picture.size[::-1], 3)
+    assert (np.abs(pixels - np.array(colour)) <= 1).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_turns_a_photo(kind: str, orientation: int) -> None:
+    """The corner that is red in the photo is red in the pixels, wherever the camera was held."""
+    upright = Image.new("RGB", (48, 16), "white")
+    upright.paste("red", (0, 0, 16, 16))
+    turns = Image.Transpose
+    stored = {  # what a camera writes for each orientation
+        1: [], 2: [turns.FLIP_LEFT_RIGHT], 3: [turns.ROTATE_180], 4: [turns.FLIP_TOP_BOTTOM],
+        5: [turns.TRANSPOSE], 6: [turns.ROTATE_90], 7: [turns.TRANSVERSE], 8: [turns.ROTATE_270],
+    }[orientation]  # fmt: skip
+    picture = upright
+    for turn in stored:
+        picture = picture.transpose(turn)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = read_picture(saved(picture, kind, exif=exif))
+    assert pixels.shape == (16, 48, 3)
+    assert pixels[4, 4, 1] < 40 and pixels[4, -4, 1] > 215
+
+
+def test_broken_exif_leaves_a_photo_as_it_is() -> None:
+    data = saved(Image.new("RGB", (16, 8), "red"), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert read_picture(data).shape == (8, 16, 3)
+
+
+def test_a_large_jpeg_is_read_smaller() -> None:
+    data = saved(Image.new("RGB", (5200, 5000), "red"), "JPEG", quality=10)
+    assert read_picture(data).shape == (2500, 2600, 3)
+
+
+REFUSED = {
+    "empty": (b"", "not a picture"),
+    "text": (b"hello", "JPEG, PNG, WebP, GIF and BMP are read"),
+    "TIFF": (saved(Image.new("RGB", SQUARE), "TIFF"), "TIFF, which is not read"),
+    "ICO": (saved(Image.new("RGB", SQUARE), "ICO"), "ICO, which is not read"),
+    "PDF": (saved(Image.new("RGB", SQUARE), "PDF"), "PDF, which is not read"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "PostScript, which is not read"),
+    "SVG": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "SVG, which is not read"),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, which is not read"),
+    "AVIF": (b"\0\0\0\x18ftypavif\0\0\0\0", "AVIF, which is not read"),
+    "video": (b"\0\0\0\x18ftypmp42\0\0\0\0", "video, which is not read"),
+    "large PNG": (png_header(7000, 7000), "7000 x 7000 pixels: 25,000,000 of a PNG are allowed"),
+    "bomb": (png_header(30_000, 30_000), "too many pixels"),
+    "no width": (png_header(0, 9), "a PNG file cannot"),
+    "wide bomb": (png_header(1_000_000, 1000), "too many pixels"),
+    "large JPEG": (saved(Image.new("L", (8200, 8000)), "JPEG", quality=1), "64,000,000 of a JPEG"),
+    "too little data": (png_header(100, 100), "damaged or cut off"),
+    "cut JPEG": (saved(Image.new("RGB", (200, 200), "red"), "JPEG")[:-200], "a JPEG file cannot be decoded"),
+    "cut PNG": (saved(Image.effect_noise((64, 64), 50), "PNG")[:400], "a PNG file cannot be decoded"),
+    "cut WebP": (saved(Image.new("RGB", SQUARE, "red"), "WEBP")[:-9], "a WEBP file cannot"),
+    "large file": (b"\0" * (MAX_FILE_BYTES + 1), "20,000,001 bytes: 20,000,000 are allowed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_one_line_without_data(name: str) -> None:
+    data, words = REFUSED[name]
+    with pytest.raises(InvalidValue, match=words) as caught:
+        read_picture(data)
+    text = str(caught.value)
+    assert "\n" not in text and "BytesIO" not in text and "0x" not in text and len(text) < 200
+
+
+def test_compressed_metadata_is_not_unpacked_without_limit() -> None:
+    info = PngInfo()
+    info.add_text("x", "a" * 30_000_000, zip=True)
+    with pytest.raises(InvalidValue, match="holds too much besides its pixels"):
+        read_picture(saved(Image.new("RGB", SQUARE, "red"), "PNG", pnginfo=info))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://169.254.169.254/latest", "a http: URL is not fetched"),
+        ("HTTPS://example.com/cat.png", "a https: URL is not fetched"),
+        ("file:///etc/passwd", "a file: URL is not fetched"),
+        ("/etc/passwd", "text that is not a URL is not fetched"),
+        ("", "text that is not a URL"),
+        ("aGVsbG8=", "text that is not a URL"),
+        ("data:image/png,%89PNG", "not in base64"),
+        ("data:image/png;base64", "not in base64"),
+        ("data:image/png;base64,?!", "not valid base64"),
+        ("data:image/png;base64,é", "not valid base64"),
+    ],
+)
+def test_only_data_is_read(url: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words) as caught:
+        from_data_url(url)
+    assert "passwd" not in str(caught.value) and "example.com" not in str(caught.value)
+
+
+def test_base64_is_measured_before_it_is_decoded() -> None:
+    with pytest.raises(InvalidValue, match="bytes: 20,000,000 are allowed"):
+        from_base64("A" * (2 * MAX_FILE_BYTES))
+    with pytest.raises(InvalidValue, match="not valid base64"):
+        from_base64("http://example.com/cat.png")
+
+
+def test_base64_is_read_in_all_its_forms() -> None:
+    data = bytes(range(256))
+    text = base64.b64encode(data).decode()
+    for head in ("data:image/png;base64,", "DATA:image/jpeg;name=x;BASE64,", "data:;base64,"):
+        assert from_data_url(head + text) == from_base64(head + text) == data
+    for each in (text, text.rstrip("="), "\n".join(text)):
+        assert from_base64(each) == data
+
+
+def test_one_picture_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+    real = pictures._read
+
+    def counted(data: bytes) -> np.ndarray[Any, Any]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threading.Event().wait(0.005)
+        pixels = real(data)
+        running -= 1
+        return pixels
+
+    monkeypatch.setattr(pictures, "_read", counted)
+    data = saved(Image.new("RGB", SQUARE, "red"), "PNG")
+    threads = [threading.Thread(target=read_picture, args=(data,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_without_pillow_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with pytest.raises(InvalidValue, match=r"uv tool install 'mlx-spec\[vision\]'"):
+        read_picture(b"")
