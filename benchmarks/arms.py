@@ -28,6 +28,7 @@ from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer.chat_template import special_tokens
 
@@ -213,7 +214,7 @@ def rounds(pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read) -> I
     """Decode greedily a fixed number of tokens, past end-of-text tokens."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
     sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.info.vocab_size)
-    for _ in prefill(target, drafters, prompt.tokens):
+    for _ in prefill(target, drafters, text_prompt(prompt.tokens)):
         pass
     read()
     for done in generate(target, drafters, policy, sampler, prompt.tokens, max_tokens=prompt.count):

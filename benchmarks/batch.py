@@ -42,6 +42,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.batch import BatchPolicies
 from mlx_spec.policy.calibrate import measured
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter
 
@@ -162,7 +163,8 @@ def arms_of(
             if scripted:
                 drafters = (Scripted(scripted[tuple(prompt)], vocab),)
             policy = policies.policy() if length is None else FixedPolicy(length)
-            made.append(engine.RunningSequence(parts.target, drafters, policy, sampler, prompt, tokens))
+            parts_of = (parts.target, drafters, policy, sampler, text_prompt(prompt), tokens)
+            made.append(engine.RunningSequence(*parts_of))
             list(made[-1].prefill())
         return made
 

@@ -43,6 +43,7 @@ from mlx_spec.hub import find
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Sampler
 
@@ -154,7 +155,7 @@ def record(settings: argparse.Namespace) -> list[Trace]:
 def record_answer(pair: Pair, prompt: Prompt, depth: int) -> Trace:
     """Decode plainly, and draft at every position."""
     parts, watching, history = pair.open(), Watching(), list(prompt.tokens)
-    for _ in prefill(parts.target, parts.drafters, history):
+    for _ in prefill(parts.target, parts.drafters, text_prompt(history)):
         pass
     drafted: list[list[list[int]]] = [[] for _ in parts.drafters]
     found = [Drafts() for _ in parts.drafters]

@@ -24,6 +24,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
@@ -190,7 +191,7 @@ class Pair:
         answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Raises
         InvalidValue and PromptTooLong.
         """
-        prompt, ends = _as_tokens("the prompt", prompt_tokens), _as_tokens("stop", stop)
+        prompt, ends = _as_prompt(prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
@@ -277,6 +278,11 @@ class Pair:
                 "target: shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
+
+
+def _as_prompt(given: Iterable[int]) -> Prompt:
+    """Return a prompt as it is, and tokens as one of text. Raises InvalidValue for anything else."""
+    return given if isinstance(given, Prompt) else text_prompt(_as_tokens("the prompt", given))
 
 
 def _as_tokens(name: str, given: Iterable[int]) -> list[int]:

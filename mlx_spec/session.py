@@ -17,9 +17,10 @@ from typing import Any, Literal
 from mlx_spec.decode import round as engine
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
+from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
 
@@ -233,7 +234,7 @@ class Generation:
     the last: once the rounds are closed, and then the generation, the sequence can be used again.
     """
 
-    def __init__(self, sequence: CachedSequence, prompt: list[int], answer: AnswerStream) -> None:
+    def __init__(self, sequence: CachedSequence, prompt: Prompt, answer: AnswerStream) -> None:
         self._sequence = sequence
         self._prompt = prompt
         self._answer = answer
@@ -286,7 +287,7 @@ class Piece:
     text: str  # may be empty: a round of half a character, or of hidden tokens only
     kind: TextKind
     round: Round | None  # the round that brought it, on its last piece; None on the others
-    spans: tuple[Span, ...] = ()  # where its tokens came from: their texts make up `text`
+    spans: tuple[TokenText, ...] = ()  # where its tokens came from: their texts make up `text`
 
 
 class Session:
@@ -363,7 +364,7 @@ class Session:
         """
         self._stop()
         question = {"role": "user", "content": message}
-        prompt = self._tokenizer.prompt([*self.messages, question], thinking=thinking)
+        prompt = text_prompt(self._tokenizer.prompt([*self.messages, question], thinking=thinking))
         rounds = engine.decode(
             self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
         )

@@ -26,7 +26,7 @@ MAX_SERVER_MODULES = 26  # one for each protocol that other people's clients spe
 
 # A package imports from its own entry or from entries above it in this list. Modules of the root stand last.
 LAYERS = (
-    ("errors", "types", "device", "demo"),
+    ("errors", "types", "prompt", "device", "demo"),
     ("checkpoint",),
     ("tokenizer",),
     ("hub",),

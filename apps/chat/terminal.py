@@ -21,7 +21,7 @@ from mlx_spec.cli.command import CONTROLS, note
 from mlx_spec.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from mlx_spec.tokenizer.stream import Span
+    from mlx_spec.tokenizer.stream import TokenText
 
 # Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
 DIM = "2"
@@ -160,7 +160,7 @@ class Terminal:
 # --- colours
 
 
-def origin_style(span: Span) -> str:
+def origin_style(span: TokenText) -> str:
     """Return the SGR style of a span by the origin of its token."""
     match span.source:
         case None:

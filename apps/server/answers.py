@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlx_spec.session import Statistics
-from mlx_spec.tokenizer.stream import Span
+from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import TokenLogprob
 
 from .errors import Failure
@@ -52,7 +52,7 @@ class TextDelta:
     kind: Literal["answer", "thinking"]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens that end in this text, if requested
-    spans: tuple[Span, ...] = ()  # their texts make up `text`
+    spans: tuple[TokenText, ...] = ()  # their texts make up `text`
 
 
 @dataclass(frozen=True)

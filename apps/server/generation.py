@@ -18,11 +18,12 @@ from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
 from mlx_spec.session import Generation, Statistics, added
 from mlx_spec.tokenizer.detokenizer import placed
-from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
+from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.types import Round, TokenLogprob
 
 from .answers import (
@@ -57,7 +58,7 @@ class BatchRow:
     Only the borders of text deltas depend on the rounds.
     """
 
-    prompt: list[int]
+    prompt: Prompt
     place: tuple[int, int]  # which prompt that is, and which choice of it; the first one reads it for all
     index: int  # of the choice in the answer
     entry: Entry = field(init=False)  # in the batch
@@ -245,7 +246,7 @@ class Job:
             self._snapshots.pop(number, None)
         is_scored = self._echoes and self.request.top_logprobs is not None and row.is_first
         if is_scored:
-            row.caches.rewind_to_prefix(())  # no token of the prompt counts as cached
+            row.caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
         running = self._prepare_row(row, row.caches, is_scored)
         if self.request.progress and running.unread:
             self._report(row, running.target.size)
@@ -363,9 +364,9 @@ class Job:
         assert isinstance(self.request.prompt, RawPrompts)
         number, tokenizer = row.place[0], self.model.pair.tokenizer
         given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), tokenizer)
-        echoed = given if isinstance(given, str) else tokenizer.decode(row.prompt)
+        echoed = given if isinstance(given, str) else tokenizer.decode(row.prompt.tokens)
         row.answer.count_in_front(echoed)
-        return TextDelta(row.index, "answer", echoed, scores, (Span(echoed, None, 0),))
+        return TextDelta(row.index, "answer", echoed, scores, (TokenText(echoed, None, 0),))
 
     def _finished(self) -> Finished:
         rows = sorted(self._all_rows, key=lambda row: row.index)

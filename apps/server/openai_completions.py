@@ -16,7 +16,7 @@ from .errors import invalid, unsupported
 from .http import Api, Json, data_event
 from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_limit, parse_request
 from .parsing import Fields
-from .request import GenerationRequest, Prompt, RawPrompts
+from .request import GenerationRequest, RawPrompt, RawPrompts
 
 SOME = Field(min_length=1, fail_fast=True)  # lists are long: the first bad element is enough
 Tokens = Annotated[tuple[StrictInt, ...], SOME]
@@ -49,7 +49,7 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
     return parse_request(body, model, prompts, max_tokens=limit, top_logprobs=top, prompt_param="prompt")
 
 
-def _parse_prompts(body: TextBody) -> Iterator[Prompt]:
+def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
     """Yield the prompts; with a suffix, each is the text before a gap."""
     try:
         found = PROMPTS.validate_python(body.prompt)

@@ -35,11 +35,12 @@ from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import Pair
+from mlx_spec.prompt import Prompt
 from mlx_spec.types import CacheState
 
 from .errors import LOG
 
-Snapshot = tuple[list[int], CacheState]  # of a sequence, with its tokens: others can begin with it
+Snapshot = tuple[list[int], CacheState]  # of a sequence, with its identity: others can begin with it
 MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
@@ -71,14 +72,14 @@ class PrefixCache:
         """Return the bytes of the caches of lent sequences."""
         return sum(sequence.nbytes for sequence in self._used)
 
-    def take(self, prompt: Sequence[int], snapshot: Snapshot | None = None) -> CachedSequence:
+    def take(self, prompt: Prompt, snapshot: Snapshot | None = None) -> CachedSequence:
         """Lend a sequence for a prompt until `give_back` or `forget`. It holds the snapshot, if any."""
         return self._best(prompt) if snapshot is None else self._copy(snapshot)
 
     def give_back(self, sequence: CachedSequence) -> None:
         """Keep a lent sequence, as it is."""
         self._used.remove(sequence)
-        if sequence.tokens:
+        if sequence.identity:
             self._free.append(sequence)
             if self.files is not None:
                 self.files.offer(sequence)
@@ -106,7 +107,7 @@ class PrefixCache:
         except InvalidValue:
             return None
         mx.eval(list(state.arrays.values()))  # the next write finds no other reference to the buffers
-        return sequence.tokens, state
+        return sequence.identity, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
         sequence = CachedSequence(self.open())
@@ -115,7 +116,7 @@ class PrefixCache:
         self.shrink()
         return sequence
 
-    def _best(self, prompt: Sequence[int]) -> CachedSequence:
+    def _best(self, prompt: Prompt) -> CachedSequence:
         sequence = self._best_match(prompt) or self._replaceable(prompt)
         stored = None
         if self.files is not None:
@@ -129,7 +130,7 @@ class PrefixCache:
         self._used.append(sequence)
         return sequence
 
-    def _best_match(self, prompt: Sequence[int]) -> CachedSequence | None:
+    def _best_match(self, prompt: Prompt) -> CachedSequence | None:
         """Return the free sequence with the longest common prefix, if that is most of what it holds.
 
         A prefix of the whole prompt is enough: the client repeats a request and does not need the old answer.
@@ -137,10 +138,11 @@ class PrefixCache:
         best = max(self._free, key=lambda sequence: sequence.shared(prompt), default=None)
         if best is None or not best.shared(prompt):
             return None
-        repeats = best.tokens[: len(prompt)] == list(prompt)
-        return best if repeats or best.shared(prompt) >= MIN_SHARED * len(best.tokens) else None
+        held = best.identity
+        repeats = held[: len(prompt)] == list(prompt.identity)
+        return best if repeats or best.shared(prompt) >= MIN_SHARED * len(held) else None
 
-    def _replaceable(self, prompt: Sequence[int]) -> CachedSequence | None:
+    def _replaceable(self, prompt: Prompt) -> CachedSequence | None:
         """Return the sequence that a new one would displace, if it shares anything with the prompt."""
         if len(self) < self.count or not self._free:
             return None
@@ -277,7 +279,7 @@ class CacheFolder:
 class _Entry:
     """A file, as its header describes it."""
 
-    tokens: np.ndarray  # int64
+    tokens: np.ndarray  # int64, their identity
     reach: list[tuple[int, int]]  # the sizes that its target can be cut back to
 
 
@@ -293,14 +295,13 @@ class PrefixFiles:
         self._index: dict[str, _Entry | None] = {}  # None for a file that is ignored
         self._entries()
 
-    def restore(
-        self, prompt: Sequence[int], known: int, open: Callable[[], SequenceParts]
-    ) -> CachedSequence | None:
+    def restore(self, prompt: Prompt, known: int, open: Callable[[], SequenceParts]) -> CachedSequence | None:
         """Return a sequence that holds a prefix of a prompt; None if that saves too little beyond `known`."""
         if len(prompt) < known + MIN_TOKENS:
             return None
-        wanted = np.array(prompt[:-2])
-        kept = {name: reusable(e.reach, _shared(e.tokens, wanted)) for name, e in self._entries()}
+        wanted = np.array(prompt.identity[:-2])
+        shared = {name: prompt.whole(_shared(e.tokens, wanted)) for name, e in self._entries()}
+        kept = {name: reusable(e.reach, shared[name]) for name, e in self._entries()}
         for name in sorted(kept, key=lambda name: kept[name], reverse=True):
             if kept[name] < known + MIN_TOKENS:
                 return None
@@ -312,7 +313,7 @@ class PrefixFiles:
 
     def offer(self, sequence: CachedSequence, growth: float = GROWTH) -> None:
         """Write a sequence in the background if it holds much that no file does."""
-        tokens = sequence.tokens
+        tokens = sequence.identity
         if len(tokens) < MIN_TOKENS or not self._folder.is_ready:
             return
         held, entries = np.array(tokens), self._entries()
@@ -360,7 +361,7 @@ class PrefixFiles:
             raise ValueError("it belongs to another model")
         return arrays, content
 
-    def _read(self, name: str, prompt: Sequence[int], sequence: CachedSequence) -> CachedSequence:
+    def _read(self, name: str, prompt: Prompt, sequence: CachedSequence) -> CachedSequence:
         """Read a file into a new sequence, cut back to a prompt. Raises one of DAMAGE."""
         started, path = time.perf_counter(), self._folder.path / name
         os.utime(path)  # used last

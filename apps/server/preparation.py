@@ -11,20 +11,21 @@ from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool
 from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, compile_format, is_optional
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
 
 from .errors import LOG, invalid, unsupported
 from .models import CompileGrammar
-from .request import Chat, GenerationRequest, OutputFormat, Prompt, RawPrompts, ToolUse
+from .request import Chat, GenerationRequest, OutputFormat, RawPrompt, RawPrompts, ToolUse
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
     """A request in the form that the engine needs."""
 
-    prompts: tuple[list[int], ...]
+    prompts: tuple[Prompt, ...]
     sampling: Sampling
     dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
     prediction: tuple[int, ...] = ()
@@ -36,7 +37,7 @@ def prepare(request: GenerationRequest, tokenizer: Tokenizer, compile: CompileGr
 
     Raises Failure (400).
     """
-    prompts = prompt_tokens(request, tokenizer)
+    prompts = tuple(map(text_prompt, prompt_tokens(request, tokenizer)))
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(tokenizer)
@@ -67,7 +68,7 @@ def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[lis
     return tuple(_raw_tokens(prompt, tokenizer, request.model) for prompt in request.prompt.prompts)
 
 
-def _raw_tokens(prompt: Prompt, tokenizer: Tokenizer, model: str) -> list[int]:
+def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str) -> list[int]:
     if isinstance(prompt, FillIn):
         found = fill_in_prompt(prompt, tokenizer)
         if found is None:

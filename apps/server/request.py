@@ -48,14 +48,14 @@ class Chat:
     places: tuple[str, ...] = field(default=(), compare=False)
 
 
-Prompt = str | tuple[int, ...] | FillIn
+RawPrompt = str | tuple[int, ...] | FillIn
 
 
 @dataclass(frozen=True)
 class RawPrompts:
     """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[RawPrompt, ...]
     echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
 
 

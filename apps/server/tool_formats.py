@@ -34,7 +34,7 @@ from mlx_spec.apps.server.tool_syntaxes import (
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.history import LostText
-from mlx_spec.tokenizer.stream import Span, TextPart
+from mlx_spec.tokenizer.stream import TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 
 # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other markers,
@@ -111,7 +111,7 @@ class ToolCallReader:
             events.append(ToolCall(self._index, self.complete, call_id, name, arguments))
             self.complete += 1
         if (text := without_markup(rest, self._syntax.marks)) or (logprobs and not calls):
-            spans = (Span(text, None, 0),)
+            spans = (TokenText(text, None, 0),)
             events.append(TextDelta(self._index, "answer", text, () if calls else logprobs, spans))
         return events
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator
 
 from mlx_spec.decode.round import generate, prefill
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.calibrate import Share, Stopwatch, measure
 from mlx_spec.policy.costs import Table
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 
 
-def scratch_text(tokenizer: Tokenizer, wanted: int, context_length: int | None) -> list[int]:
+def scratch_text(tokenizer: Tokenizer, wanted: int, context_length: int | None) -> Prompt:
     """Return a text of `wanted` tokens, or of fewer that leave room for the passes that are measured."""
     line = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
     tokens, room = tokenizer.encode(line) or [0], 64
     size = wanted if context_length is None else max(min(wanted, context_length - room), 2)
-    return (tokens * (size // len(tokens) + 1))[:size]
+    return text_prompt((tokens * (size // len(tokens) + 1))[:size])
 
 
 def measure_costs(
     parts: SequenceParts,
-    text: Sequence[int],
+    text: Prompt,
     vocab_size: int,
     copying: Collection[int],
     limit_s: float,
@@ -37,10 +38,11 @@ def measure_costs(
     """
     watch = Stopwatch(limit_s)
     yield from _read(parts, text, watch, whole=whole)
-    history = list(text[: parts.target.size + 1])
-    sampler = Sampling().sampler(len(history), vocab_size)
+    begun = text_prompt(text[: parts.target.size + 1])
+    history = list(begun)
+    sampler = Sampling().sampler(len(begun), vocab_size)
     # Some drafters wait for the hidden state of a generated token.
-    rounds = generate(parts.target, parts.drafters, FixedPolicy(0), sampler, history, max_tokens=2)
+    rounds = generate(parts.target, parts.drafters, FixedPolicy(0), sampler, begun, max_tokens=2)
     for round in rounds:
         history += round.tokens
         yield watch.share
@@ -49,7 +51,7 @@ def measure_costs(
 
 
 def _read(
-    parts: SequenceParts, text: Sequence[int], watch: Stopwatch, *, whole: bool
+    parts: SequenceParts, text: Prompt, watch: Stopwatch, *, whole: bool
 ) -> Generator[Share, None, None]:
     """Read a text in chunks that double while they are quick. Stop after a quarter of the time."""
     chunk, before = 8, 0.0
@@ -57,7 +59,7 @@ def _read(
     def step() -> int:
         return chunk
 
-    for _ in prefill(parts.target, parts.drafters, list(text), step):
+    for _ in prefill(parts.target, parts.drafters, text, step):
         share = watch.share
         if share >= 1 / 4 and not whole:
             return

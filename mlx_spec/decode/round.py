@@ -21,6 +21,7 @@ from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.types import (
     Choice,
     Decision,
@@ -50,22 +51,23 @@ def generate(
     drafters: Sequence[Drafter],
     policy: DraftLengthPolicy,
     sampler: Sampler,
-    prompt: list[int],
+    prompt: Sequence[int],
     *,
     max_tokens: int,
     stop: Collection[int] = (),
     request_drafters: Sequence[RequestDrafter] = (),
 ) -> Generator[Round, None, None]:
-    """Yield rounds of tokens with the distribution of plain decoding.
+    """Yield rounds of tokens after a text, with the distribution of plain decoding.
 
     Where that leaves no choice (greedy, or a seed), the tokens are those of plain decoding. The policy
     chooses among the drafters by index, those of the request last. The target may already hold a prefix of
     the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
     yield. Raises InvalidValue for an empty prompt.
     """
+    text = text_prompt(prompt)
     return decode(
         RunningSequence(
-            target, drafters, policy, sampler, prompt, max_tokens, frozenset(stop), request_drafters
+            target, drafters, policy, sampler, text, max_tokens, frozenset(stop), request_drafters
         )
     )
 
@@ -91,7 +93,7 @@ def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
 def prefill(
     target: LMTarget,
     drafters: Sequence[Drafter],
-    prompt: list[int],
+    prompt: Prompt,
     step: Callable[[], int] = lambda: PREFILL_STEP,
 ) -> Iterator[int]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
@@ -103,7 +105,7 @@ def prefill(
         high = min(low + step(), end)
         features = target.prefill(prompt[low:high])
         for drafter in drafters:
-            drafter.observe(prompt[: high + 1], features)
+            drafter.observe(list(prompt[: high + 1]), features)
         yield high
     mx.clear_cache()
 
@@ -120,7 +122,7 @@ class RunningSequence:
         drafters: Sequence[Drafter],
         policy: DraftLengthPolicy,
         sampler: Sampler,
-        prompt: Sequence[int],
+        prompt: Prompt,
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
@@ -129,6 +131,7 @@ class RunningSequence:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
         self.target, self.policy, self.sampler = target, policy, sampler
+        self.prompt = prompt
         self.history = list(prompt)
         self.remaining = max_tokens  # tokens that may still be emitted; 0 after a stop token
         self.error: Exception | None = None  # ends this sequence and no other
@@ -151,7 +154,7 @@ class RunningSequence:
         """Read the prompt in chunks of at most `step()` tokens; yield after each."""
         if self._read_prompt is not None:
             return self._read_prompt()
-        return prefill(self.target, self._drafters, self.history, step)
+        return prefill(self.target, self._drafters, self.prompt, step)
 
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""

@@ -1,4 +1,4 @@
-"""A sequence that is kept between generations, and the tokens that its caches hold."""
+"""A sequence that is kept between generations, and what its caches hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_spec.model.target import LMTarget
+from mlx_spec.prompt import Prompt
 from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
 
@@ -20,7 +21,7 @@ class SequenceParts:
 
 
 class CachedSequence:
-    """The parts of one sequence and the tokens that its caches hold.
+    """The parts of one sequence, and the identity of the tokens that its caches hold.
 
     Call `rewind_to_prefix` before a generation and `append` with the tokens that it emits. The generation may
     be closed at any time: the target knows how many of those tokens it holds.
@@ -28,27 +29,27 @@ class CachedSequence:
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts
-        self._tokens: list[int] = []  # the tokens of the target's cache are a prefix of these
+        self._identity: list[int] = []  # what the target's cache holds is a prefix of it
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
     @property
-    def tokens(self) -> list[int]:
-        """Return the tokens that the caches hold."""
-        return self._tokens[: self.parts.target.size]
+    def identity(self) -> list[int]:
+        """Return what the caches hold: tokens, and numbers below 0 for rows that are not text."""
+        return self._identity[: self.parts.target.size]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the caches, those of drafters included."""
         return self.parts.target.nbytes + sum(drafter.nbytes for drafter in self.parts.drafters)
 
-    def shared(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a prompt need not be processed again.
+    def shared(self, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt need not be processed again; they end in no span.
 
         At least one row is written anew, so that a drafter has features of this prompt.
         """
-        return min(common_prefix(self.tokens, prompt), max(len(prompt) - 2, 0))
+        return prompt.whole(min(common_prefix(self.identity, prompt.identity), max(len(prompt) - 2, 0)))
 
-    def reusable(self, prompt: Sequence[int]) -> int:
+    def reusable(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
         return reusable(self.parts.target.reach(), self.shared(prompt))
 
@@ -57,14 +58,14 @@ class CachedSequence:
         drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
         return CacheState.join({"target": self.parts.target.state(), **drafters})
 
-    def restore(self, tokens: Sequence[int], state: CacheState) -> None:
-        """Take over a state and its tokens; this sequence is new and has the same parts."""
+    def restore(self, identity: Sequence[int], state: CacheState) -> None:
+        """Take over a state and its identity; this sequence is new and has the same parts."""
         self.parts.target.restore(state.part("target"))
         for i, drafter in enumerate(self.parts.drafters):
             drafter.restore(state.part(str(i)))
-        self._tokens = list(tokens)
+        self._identity = list(identity)
 
-    def rewind_to_prefix(self, prompt: Sequence[int]) -> int:
+    def rewind_to_prefix(self, prompt: Prompt) -> int:
         """Forget all that `prompt` does not begin with. Return how many of its tokens are kept.
 
         They are fewer than `shared` if the target cannot go back that far. From here on the tokens of the
@@ -72,19 +73,19 @@ class CachedSequence:
         """
         kept = self.parts.target.rewind(self.shared(prompt))
         self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
-        self._tokens = list(prompt)
+        self._identity = list(prompt.identity)
         return kept
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that a generation emitted."""
-        self._tokens += tokens
+        self._identity += tokens
 
     def truncate(self, length: int) -> None:
         """Forget all after the first `length` tokens of prompt and output.
 
         The last of them is pending, as at the end of a generation that stopped there.
         """
-        del self._tokens[length:]
+        del self._identity[length:]
         self.parts.target.rewind(min(max(length - 1, 0), self.parts.target.size))
 
 

@@ -94,9 +94,9 @@ class LMTarget:
         buffers = [b for c in self._caches.attention if c.columns.window is None for b in c.buffers]
         return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers)
 
-    def prefill(self, tokens: list[int]) -> Features:
+    def prefill(self, tokens: Sequence[int]) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated."""
-        rows, points = mx.array(tokens, dtype=mx.int32), []
+        rows, points = mx.array(list(tokens), dtype=mx.int32), []
         early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
         if early > 0:
             self._write(rows[:early], reads_prompt=True)

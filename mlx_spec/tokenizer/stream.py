@@ -17,7 +17,7 @@ from mlx_spec.types import Round, TokenLogprob
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenText:
     """A piece of text that one token completed, with the tokens before it that were half a character."""
 
     text: str
@@ -32,7 +32,7 @@ class TextPart:
     kind: TextKind
     text: str  # empty if a call only begins or ends
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose visible text begins here
-    spans: tuple[Span, ...] = ()  # their texts make up `text`
+    spans: tuple[TokenText, ...] = ()  # their texts make up `text`
     call: int | None = None  # 0, 1, ... for kind "call"
     closed: bool = False  # True if the call ends here; a call that never does was cut off
 
@@ -42,7 +42,7 @@ class _Read:
     """A token of the answer."""
 
     token: int
-    span: Span
+    span: TokenText
     logprobs: Sequence[TokenLogprob]
 
 
@@ -125,7 +125,7 @@ class AnswerStream:
             if self.ended:
                 break
             source, position = (round.source, i + 1) if i < round.accepted else (None, 0)
-            self._read_token(_Read(token, Span("", source, position), logprobs[i : i + 1]))
+            self._read_token(_Read(token, TokenText("", source, position), logprobs[i : i + 1]))
         return self._take_parts()
 
     @property
@@ -268,7 +268,7 @@ class AnswerStream:
         """Add text that the tokens without text completed."""
         text = self._visible(new, final=final)
         if text:
-            last = self._without_text[-1].span if self._without_text else Span("", None, 0)
+            last = self._without_text[-1].span if self._without_text else TokenText("", None, 0)
             span = replace(last, text=text)
             found = (each for read in self._without_text for each in read.logprobs)
             logprobs = tuple(replace(each, offset=self._offset) for each in found)

@@ -20,6 +20,7 @@ from mlx_spec.drafters.model_free import lookup_source
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
     Choice,
@@ -140,7 +141,7 @@ def assert_texts_alone(
             RandomLengths(draw.randrange(99)),
             SAMPLINGS[sampling].sampler(len(PROMPTS[index]), 256),
         )
-        parts = (target, [drafters[-1]], policy, sampler, PROMPTS[index], COUNT, STOP)
+        parts = (target, [drafters[-1]], policy, sampler, text_prompt(PROMPTS[index]), COUNT, STOP)
         id = batch.add(RunningSequence(*parts), park=draw.random() < 0.5)
         truths[id], texts[id] = truth, []
 
@@ -190,7 +191,7 @@ def test_prompts_whose_common_pass_fails_are_read_one_by_one() -> None:
     batch, texts = Batch(lambda: Failing(model, FeatureSpec()), 3), [list[int]() for _ in indexes]
     for index in indexes:
         sampler = SAMPLINGS[0].sampler(len(PROMPTS[index]), 256)
-        parts = (LMTarget(model), (), FixedPolicy(0), sampler, PROMPTS[index], COUNT, STOP)
+        parts = (LMTarget(model), (), FixedPolicy(0), sampler, text_prompt(PROMPTS[index]), COUNT, STOP)
         batch.add(RunningSequence(*parts))
     for id, round in batch.run():
         assert isinstance(round, Round), round

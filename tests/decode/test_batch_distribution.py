@@ -33,6 +33,7 @@ from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Round
 
@@ -55,7 +56,8 @@ def excess(
     for i in range(generations):
         target = LMTarget(law_target(), source.needs)
         drafter = wrap(source.make(target.parts))
-        parts = (target, [drafter], FixedPolicy(COUNT - 1 - i % 2), unseeded(sampling)(i), PROMPT, COUNT)
+        policy, prompt = FixedPolicy(COUNT - 1 - i % 2), text_prompt(PROMPT)
+        parts = (target, [drafter], policy, unseeded(sampling)(i), prompt, COUNT)
         sequence = RunningSequence(*parts)
         list(sequence.prefill())  # else one prompt is read a step, and answers so short are never together
         texts[batch.add(sequence)] = []

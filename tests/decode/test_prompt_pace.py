@@ -20,6 +20,7 @@ from mlx_spec.decode.scheduler import Batch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
 
@@ -91,7 +92,7 @@ class Probing:
 
 
 def running(clock: Clock, length: int, **given: Any) -> RunningSequence:
-    prompt = tiny.prompt(length, seed=length)
+    prompt = text_prompt(tiny.prompt(length, seed=length))
     drafters = (Scripted([7] * 2000),)
     parts = (CountedTarget(clock), drafters, FixedPolicy(0), Sampling().sampler(length, tiny.VOCAB), prompt)
     return RunningSequence(*parts, **{"max_tokens": 1000} | given)

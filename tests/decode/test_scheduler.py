@@ -15,6 +15,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import FeatureSpec, Round
 
@@ -36,7 +37,8 @@ class Entries:
     def add(self, name: str, length: int = 9, **hooks: Any) -> None:
         def begin() -> RunningSequence:
             self.begun.append(name)
-            prompt, sampler = tiny.prompt(length, seed=length), Sampling().sampler(length, tiny.VOCAB)
+            prompt = text_prompt(tiny.prompt(length, seed=length))
+            sampler = Sampling().sampler(length, tiny.VOCAB)
             return RunningSequence(LMTarget(MODEL), (), FixedPolicy(0), sampler, prompt, COUNT)
 
         self.seconds[name] = []

@@ -10,6 +10,7 @@ from support.pairs import KINDS, alone, generate, make_pair
 
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics, added
 from mlx_spec.types import Cost, Reason, Round
@@ -26,7 +27,7 @@ def test_prompts_that_share_a_beginning(kind: str) -> None:
     for prompt in prompts:
         expected = alone(pair, kind, prompt, 6, GREEDY)
         assert generate(pair, held, prompt, 6) == expected
-        assert held.tokens == (prompt + expected)[:-1]
+        assert held.identity == (prompt + expected)[:-1]
 
 
 def test_without_a_rewind_the_text_is_wrong() -> None:
@@ -40,18 +41,20 @@ def test_without_a_rewind_the_text_is_wrong() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_what_is_kept(kind: str) -> None:
-    pair, prompt = make_pair(kind), tiny.prompt(30)
+    pair, tokens = make_pair(kind), tiny.prompt(30)
+    prompt = text_prompt(tokens)
     held = CachedSequence(pair.open())
-    assert (held.tokens, held.nbytes, held.shared(prompt)) == ([], 0, 0)
-    emitted = generate(pair, held, prompt, 10)
+    assert (held.identity, held.nbytes, held.shared(prompt)) == ([], 0, 0)
+    emitted = generate(pair, held, tokens, 10)
     assert held.nbytes > 0
     assert (
         held.shared(prompt) == held.rewind_to_prefix(prompt) == 28
     )  # a row is written anew, and one is pending
-    generate(pair, held, prompt, 10)
-    longer = [*prompt, *emitted, 5, 5, 5]
+    generate(pair, held, tokens, 10)
+    longer = text_prompt([*tokens, *emitted, 5, 5, 5])
     assert held.rewind_to_prefix(longer) == 39  # the last token was never written
-    assert held.shared([]) == held.shared([prompt[0]]) == held.rewind_to_prefix([]) == 0
+    empty = text_prompt([])
+    assert held.shared(empty) == held.shared(text_prompt(tokens[:1])) == held.rewind_to_prefix(empty) == 0
 
 
 @pytest.mark.parametrize("kind", ["shared", "recurrent"])
@@ -61,10 +64,10 @@ def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     held = CachedSequence(pair.open())
     emitted = generate(pair, held, prompt, 12)
     held.truncate(len(prompt) + length)
-    assert held.tokens == (prompt + emitted)[: len(held.tokens)]
-    assert len(held.tokens) <= len(prompt) + length - 1
+    assert held.identity == (prompt + emitted)[: len(held.identity)]
+    assert len(held.identity) <= len(prompt) + length - 1
     if kind != "recurrent":
-        assert len(held.tokens) == len(prompt) + length - 1
+        assert len(held.identity) == len(prompt) + length - 1
     longer = [*prompt, *emitted[:length], 5, 5, 5]
     assert generate(pair, held, longer, 6) == alone(pair, kind, longer, 6, GREEDY)
 

@@ -50,6 +50,7 @@ from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, Round
 
@@ -237,7 +238,9 @@ def test_texts_in_a_batch() -> None:
     for prompt, sampling in zip(prompts, SAMPLINGS.values(), strict=True):
         target, sampler = LMTarget(model), sampling.sampler(len(prompt), tiny.VOCAB)
         drafter = source.make(target.parts)
-        texts[batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, prompt, 30))] = []
+        texts[
+            batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, text_prompt(prompt), 30))
+        ] = []
     for id, round in batch.run():
         assert isinstance(round, Round)
         texts[id] += round.tokens

@@ -23,6 +23,7 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
@@ -176,15 +177,18 @@ def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
     cold.append(prompt[:25])
     expected: list[int] = []
     for cached, before in ((warm, (0, 0)), (cold, (25, 25))):
-        assert (cached.rewind_to_prefix(prompt), cached.drafter_missing) == before
+        assert (cached.rewind_to_prefix(text_prompt(prompt)), cached.drafter_missing) == before
         tokens = emitted(list(decode(pair.prepare(cached.parts, prompt, max_tokens=8))))
         expected = expected or tokens
         assert tokens == expected
         cached.append(tokens)
     longer = [*prompt, *expected[:5], 9, 9]
     kept = len(prompt) + 5
-    assert (warm.rewind_to_prefix(longer), warm.drafter_missing) == (kept, 0)
-    assert (cold.rewind_to_prefix(longer), cold.drafter_missing) == (kept, 25)  # those rows are gone for good
+    assert (warm.rewind_to_prefix(text_prompt(longer)), warm.drafter_missing) == (kept, 0)
+    assert (cold.rewind_to_prefix(text_prompt(longer)), cold.drafter_missing) == (
+        kept,
+        25,
+    )  # those rows are gone for good
 
 
 # --- what is refused

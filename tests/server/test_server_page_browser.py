@@ -17,7 +17,7 @@ from support.waiting import wait_until
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings
-from mlx_spec.tokenizer.stream import Span
+from mlx_spec.tokenizer.stream import TokenText
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
@@ -189,7 +189,8 @@ def test_text_is_shown_and_never_run(tab):
     said = HOSTILE.replace("{}", PROGRAM)
     parts = [said[i : i + 3] for i in range(0, len(said), 3)]
     pieces = (
-        TextDelta(0, "answer", part, (), (Span(part, sources[i % 5], i % 5),)) for i, part in enumerate(parts)
+        TextDelta(0, "answer", part, (), (TokenText(part, sources[i % 5], i % 5),))
+        for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, ROUND))
     stub = Stub((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002)
@@ -329,7 +330,7 @@ OUTLINE = """(() => { const walk = (node) => [...node.children].flatMap((one) =>
 def streamed(said: str, pause: float = 0.001) -> Stub:
     parts = [said[i : i + 3] for i in range(0, len(said), 3)]
     pieces = (
-        TextDelta(0, "answer", part, (), (Span(part, ("lookup", None)[i % 2], i % 2),))
+        TextDelta(0, "answer", part, (), (TokenText(part, ("lookup", None)[i % 2], i % 2),))
         for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, ROUND))

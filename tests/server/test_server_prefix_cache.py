@@ -13,6 +13,7 @@ from mlx_spec.apps.server.prefix_cache import PrefixCache
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.pair import Pair
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 
 GREEDY = Sampling()
@@ -24,7 +25,7 @@ def prefix_cache(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
 
 def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:
     """A prompt that was answered."""
-    sequence = cache.take(prompt)
+    sequence = cache.take(text_prompt(prompt))
     generate(pair, sequence, prompt, count)
     cache.give_back(sequence)
     return sequence
@@ -50,7 +51,7 @@ def test_a_conversation_continues_its_sequence(pair: Pair) -> None:
 def test_a_sequence_in_use_is_never_lent_again(pair: Pair) -> None:
     cache = prefix_cache(pair, count=1)
     a = served(pair, cache, A)
-    first, second = cache.take(A), cache.take(A)
+    first, second = cache.take(text_prompt(A)), cache.take(text_prompt(A))
     assert first is a and second is not a
     assert len(cache) == 2
     cache.give_back(second)
@@ -84,7 +85,7 @@ def test_bytes_have_a_limit(pair: Pair) -> None:
 def test_a_sequence_is_dropped_after_an_error(pair: Pair) -> None:
     cache = prefix_cache(pair)
     a = served(pair, cache, A)
-    assert cache.take(A) is a
+    assert cache.take(text_prompt(A)) is a
     cache.forget(a)
     assert len(cache) == 0
 
@@ -115,7 +116,7 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
     reused = 0
     for _ in range(7):
         name = rng.randrange(3)
-        prompt = histories[name]
+        prompt = text_prompt(histories[name])
         sequence = cache.take(prompt)
         reused += sequence.shared(prompt) > 0
         rounds = decode(pair.prepare(sequence.parts, prompt, max_tokens=6))
@@ -133,5 +134,5 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
             answer = answer[:cut]
         cache.give_back(sequence)
         assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
-        histories[name] = edited(rng, prompt, answer)
+        histories[name] = edited(rng, histories[name], answer)
     assert reused >= 3

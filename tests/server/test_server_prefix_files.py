@@ -30,6 +30,7 @@ from mlx_spec.drafters.retokenized import retokenized_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Round
 
@@ -72,7 +73,7 @@ def generate(
     pair: Pair, sequence: CachedSequence, prompt: Sequence[int], count: int = 8, most: int | None = None
 ) -> list[Round]:
     """Answer a prompt; the client hangs up after `most` rounds."""
-    sequence.rewind_to_prefix(prompt)
+    sequence.rewind_to_prefix(text_prompt(prompt))
     rounds = []
     with closing(decode(pair.prepare(sequence.parts, prompt, max_tokens=count))) as running:  # type: ignore[type-var]
         for round in islice(running, most):
@@ -120,11 +121,13 @@ def test_a_restored_sequence_goes_on_as_the_one_in_memory(
     """The next turn, or a prompt that differs before the end of the first, past the window."""
     pair = pair_with(kind, drafter)
     kept = stored(pair, tmp_path)
-    prompt = [*PROMPT[:-cut], 9, 9, 9] if cut else [*kept.tokens, 5, 6, 7]
-    reused = kept.reusable(prompt)
-    restored = files(pair, tmp_path).restore(prompt, 0, pair.open)
+    prompt = [*PROMPT[:-cut], 9, 9, 9] if cut else [*kept.identity, 5, 6, 7]
+    reused = kept.reusable(text_prompt(prompt))
+    restored = files(pair, tmp_path).restore(text_prompt(prompt), 0, pair.open)
     assert restored is not None
-    assert len(restored.tokens) == restored.rewind_to_prefix(prompt) == reused >= len(PROMPT) - 40
+    assert (
+        len(restored.identity) == restored.rewind_to_prefix(text_prompt(prompt)) == reused >= len(PROMPT) - 40
+    )
     for theirs, ours in zip(kept.parts.drafters, restored.parts.drafters, strict=True):
         assert bool(ours.nbytes) == bool(theirs.nbytes)  # it does not read the prompt again
     expected, found = generate(pair, kept, prompt), generate(pair, restored, prompt)
@@ -162,7 +165,7 @@ def test_damaged_files_are_ignored_with_one_line(
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
     (tmp_path / "notes.txt").write_text("mine")
     found = files(plain, tmp_path)
-    assert [found.restore([*PROMPT, 1, 2], 0, plain.open) for _ in range(3)] == [None] * 3
+    assert [found.restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1 and "is ignored" in caplog.text and "\n" not in caplog.messages[0]
 
 
@@ -170,7 +173,7 @@ def test_arrays_of_another_shape_are_refused(tmp_path: Path, caplog: pytest.LogC
     """The key says the same, the content does not."""
     stored(make_pair("full", "none"), tmp_path)
     other = make_pair("sliding", "none")
-    assert files(other, tmp_path).restore([*PROMPT, 1, 2], 0, other.open) is None
+    assert files(other, tmp_path).restore(text_prompt([*PROMPT, 1, 2]), 0, other.open) is None
     assert "not those of this model" in caplog.text
 
 
@@ -185,7 +188,7 @@ def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) ->
     mx.save_safetensors(str(weights), {"a": mx.ones(3)})  # a fine-tune: same config, names, shapes and size
     assert key() != before
     stored(plain, tmp_path / "c")
-    assert files(plain, tmp_path / "c", "b").restore([*PROMPT, 1, 2], 0, plain.open) is None
+    assert files(plain, tmp_path / "c", "b").restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is None
 
 
 def test_only_the_owner_can_read(plain: Pair, tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_a_writer_that_is_killed_leaves_a_usable_folder(
     left = next(tmp_path.iterdir())
     assert left.stat().st_size > 100_000  # all but its name
     found = files(plain, tmp_path)
-    assert found.restore([*PROMPT, 1, 2], 0, plain.open) is None
+    assert found.restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is None
     assert left.exists()  # another server may be writing it
     os.utime(left, (0, 0))
     CacheFolder(tmp_path, GB)
@@ -273,13 +276,13 @@ def test_a_conversation_goes_on_while_it_is_written(plain: Pair, tmp_path: Path)
     """The file holds what was offered, whatever is written into the caches meanwhile."""
     found, sequence = files(plain, tmp_path), CachedSequence(plain.open())
     generate(plain, sequence, PROMPT)
-    tokens, before = sequence.tokens, {n: mx.array(a) for n, a in sequence.state().arrays.items()}
+    tokens, before = sequence.identity, {n: mx.array(a) for n, a in sequence.state().arrays.items()}
     mx.eval(before)
     found.offer(sequence)
     generate(plain, sequence, [*PROMPT[:30], *range(200)], 4)
     found.close([])
-    restored = files(plain, tmp_path).restore([*tokens, 0, 0], 0, plain.open)
-    assert restored is not None and restored.tokens == tokens
+    restored = files(plain, tmp_path).restore(text_prompt([*tokens, 0, 0]), 0, plain.open)
+    assert restored is not None and restored.identity == tokens
     after = restored.state().arrays
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 

@@ -18,6 +18,7 @@ from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
 from support.tiny_configs import NOT_HERE, VOCAB, has_windows, tiny_model
@@ -157,7 +158,9 @@ def company(model: nn.Module, texts: Texts) -> Iterator[str]:
         prompt = prompt_of(length)
         sampler, policy = GREEDY.sampler(length, VOCAB), FixedPolicy((3, 0, 6)[i % 3])
         drafters = (Guesses([*prompt, *truth]),)
-        sequence = RunningSequence(LMTarget(model), drafters, policy, sampler, prompt, COUNT - 5 * i)
+        sequence = RunningSequence(
+            LMTarget(model), drafters, policy, sampler, text_prompt(prompt), COUNT - 5 * i
+        )
         made[batch.add(sequence)] = []
         last = i == len(short) - 1
         steps = batch.run() if last else chain.from_iterable(batch.step() for _ in range(JOIN_STEPS))

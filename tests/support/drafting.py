@@ -24,6 +24,7 @@ from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter, Features, Round
 from support.checkpoints import read, stored
@@ -159,7 +160,7 @@ def generate_with(
     for first, second in zip(questions, OTHER * 2, strict=False):
         cached, prompt = CachedSequence(pair.open()), [2, *pair.tokenizer.encode(first)]
         for text in (first, second):
-            cached.rewind_to_prefix(prompt)
+            cached.rewind_to_prefix(text_prompt(prompt))
             found = list(decode(pair.prepare(cached.parts, prompt, sampling=sampling, max_tokens=24)))
             assert emitted(found) == plain_text(target, tuple(prompt), sampling), text
             cached.append(emitted(found))

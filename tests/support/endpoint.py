@@ -34,7 +34,7 @@ from mlx_spec.apps.server.models import ModelCard, find_model
 from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.session import Positions, Statistics
-from mlx_spec.tokenizer.stream import Span
+from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import Cost, Reason, TokenLogprob
 from support.waiting import LIMIT
 
@@ -78,8 +78,8 @@ TOKENS = tuple(
 ANSWER: tuple[Event, ...] = (
     READ,
     TextDelta(0, "thinking", "Hm."),
-    TextDelta(0, "answer", "Hel", TOKENS[:1], (Span("Hel", "lookup", 1),)),
-    TextDelta(0, "answer", "lo", TOKENS[1:], (Span("lo", None, 0),)),
+    TextDelta(0, "answer", "Hel", TOKENS[:1], (TokenText("Hel", "lookup", 1),)),
+    TextDelta(0, "answer", "lo", TOKENS[1:], (TokenText("lo", None, 0),)),
     ROUND,
     TextDelta(0, "answer", " you"),
     ROUND,

@@ -24,6 +24,7 @@ from mlx_spec.errors import SpecError
 from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
@@ -91,7 +92,7 @@ def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampli
 def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
     """Continue a prompt with a kept sequence, as those who keep one do."""
     rounds = decode(pair.prepare(held.parts, prompt, max_tokens=count))
-    held.rewind_to_prefix(prompt)
+    held.rewind_to_prefix(text_prompt(prompt))
     emitted: list[int] = []
     for round in rounds:
         held.append(round.tokens)

@@ -12,7 +12,7 @@ from support.vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte
 
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.detokenizer import Detokenizer
-from mlx_spec.tokenizer.stream import AnswerStream, Span, TextPart
+from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers
 from mlx_spec.types import Round, TokenLogprob
 
@@ -308,15 +308,15 @@ def test_spans_name_the_drafter_of_each_token() -> None:
     answer = AnswerStream(text, None)
     (part,) = answer.read(round_of(tokens, 3, "mtp"))
     assert part.spans == (
-        Span("the", "mtp", 1),
-        Span(" end", "mtp", 2),
-        Span(" of", "mtp", 3),
-        Span(" it", None, 0),
+        TokenText("the", "mtp", 1),
+        TokenText(" end", "mtp", 2),
+        TokenText(" of", "mtp", 3),
+        TokenText(" it", None, 0),
     )
     (part,) = answer.read(round_of(tokens[:2], 2, "lookup"))  # cut at an end of text
-    assert part.spans == (Span("the", "lookup", 1), Span(" end", "lookup", 2))
+    assert part.spans == (TokenText("the", "lookup", 1), TokenText(" end", "lookup", 2))
     (part,) = answer.read(round_of(tokens[:1], 0, "lookup"))  # nothing accepted
-    assert part.spans == (Span("the", None, 0),)
+    assert part.spans == (TokenText("the", None, 0),)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -327,4 +327,4 @@ def test_a_character_of_several_tokens_is_one_span(name: str) -> None:
     answer, logprobs = AnswerStream(text, None), logprobs_of(text, tokens)
     assert answer.read(round_of(tokens[:2], 2, "lookup"), logprobs[:2]) == []
     (part,) = answer.read(round_of(tokens[2:], len(tokens) - 2, "mtp"), logprobs[2:])
-    assert part.spans == (Span("🎉", "mtp", len(tokens) - 2),) and list(part.logprobs) == logprobs
+    assert part.spans == (TokenText("🎉", "mtp", len(tokens) - 2),) and list(part.logprobs) == logprobs

@@ -1,0 +1,112 @@
+"""A prompt: its tokens, and the spans of it that are not text.
+
+A span has as many positions of a prompt as it has rows. The tokens hold the model's placeholder there, so
+whoever reads tokens finds one that the vocabulary has. Whoever computes with tokens reads the prompt.
+Whoever compares tokens to reuse something reads its identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, overload
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+class LazyRows:
+    """The rows of a span, [count, D]: computed once, when they are first read.
+
+    `encode` computes them in steps. It yields after each what the step computed, and returns the rows.
+    """
+
+    def __init__(self, encode: Callable[[], Generator[mx.array, None, mx.array]]) -> None:
+        self._encode = encode
+        self._rows: mx.array | None = None
+
+    def steps(self) -> Iterator[mx.array]:
+        """Compute the rows. Yield what each step is to evaluate; nothing if they are there."""
+        if self._rows is None:
+            self._rows = yield from self._encode()
+
+    def __call__(self) -> mx.array:
+        """Return the rows, lazily."""
+        for _ in self.steps():
+            pass
+        assert self._rows is not None
+        return self._rows
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Positions of a prompt whose rows are not embeddings of tokens, such as those of a picture."""
+
+    start: int
+    count: int
+    digest: bytes  # of all that its rows depend on besides the weights
+    rows: LazyRows
+    grid: tuple[int, int] | None = None  # rows and columns, for models with positions in the plane
+
+    @property
+    def end(self) -> int:
+        """Return the position after its last row."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How a language model reads spans of its prompts."""
+
+    pad_token: int  # what its per-layer embeddings read in place of the placeholder
+    scale: float = 1.0  # by which it multiplies embeddings, and must not multiply rows
+    # The layers in which rows of a span see later ones of it: those with a sliding window, all, or none.
+    together: Literal["sliding", "all"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt(Sequence[int]):
+    """The tokens of a prompt, and its spans in their order."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return self.tokens[index]
+
+    @cached_property
+    def identity(self) -> tuple[int, ...]:
+        """Return what caches compare: the tokens, and for each row of a span a number below 0.
+
+        The number depends on the digest, and is another one in each row. So other pixels differ from their
+        first row on. A text is its own identity.
+        """
+        found = list(self.tokens)
+        for span in self.spans:
+            drawn = hashlib.shake_256(span.digest).digest(8 * span.count)
+            found[span.start : span.end] = (-1 - (n >> 1) for n in struct.unpack(f"<{span.count}Q", drawn))
+        return tuple(found) if self.spans else self.tokens
+
+    def whole(self, size: int) -> int:
+        """Return the largest number of positions, at most `size`, that ends in no span."""
+        return next((span.start for span in self.spans if span.start < size < span.end), size)
+
+
+def text_prompt(tokens: Iterable[int]) -> Prompt:
+    """Return a prompt of text alone."""
+    return Prompt(tuple(tokens))
