@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec.cli.command import Ahead, Json, KvBits, PairOptions, option, program, show, table
+from mlx_spec.cli.command import Json, LoadOptions, option, program, show, table
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import device_name, require_backend
-from mlx_spec.hub.catalog import DEMO
 
 if TYPE_CHECKING:
     from mlx_spec.decode.sequence import SequenceParts
@@ -37,15 +36,13 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Options(PairOptions):
+class Options(LoadOptions):
     """Measure how fast a pair decodes: plain, with 2 and 4 draft tokens, and as the pair itself decides.
 
-    All of them answer the same questions and take turns of a few tokens, so that other load on the machine
-    affects them alike.
+    With --num-draft-tokens: plain, and with that number. All of them answer the same questions and take turns
+    of a few tokens, so that other load on the machine affects them alike.
     """
 
-    kv_bits: KvBits = None
-    ahead: Ahead = False
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
     repeats: Annotated[
         int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
@@ -175,10 +172,15 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     )
 
 
-def measured(pair: Pair, tokens: int, repeats: int) -> tuple[list[Speed], int]:
-    """Return the speed of each arm, plain decoding first, and the number of answers of each."""
+def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -> tuple[list[Speed], int]:
+    """Return the speed of each arm, plain decoding first, and the number of answers of each.
+
+    `length` is the number of draft tokens that the pair was loaded with.
+    """
     lengths: dict[str, int | None] = {"plain": 0}
-    if pair.drafter_names:
+    if pair.drafter_names and length is not None:
+        lengths |= {f"K = {length}": None}
+    elif pair.drafter_names:
         lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.tokenizer)
@@ -200,8 +202,8 @@ def _run(options: Options) -> int:
     require_backend()
     from mlx_spec import load
 
-    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
-    found, answers = measured(pair, options.tokens, options.repeats)
+    pair = load(**vars(options.spec))
+    found, answers = measured(pair, options.tokens, options.repeats, options.num_draft_tokens)
     if not options.json:
         show(*_report(pair, found, answers))
         return 0

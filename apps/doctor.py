@@ -23,7 +23,7 @@ from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.cli.command import ERROR, Json, PairOptions, flag, program, show, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import DEMO, LOOKUP
+from mlx_spec.hub.catalog import LOOKUP
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import local_models
 from mlx_spec.hub.names import cache_folder
@@ -81,7 +81,7 @@ def _run(options: Options) -> int:
         problem = "without MLX nothing can be tested"
     else:
         try:
-            pair = load(options.target_or(DEMO), options.drafter)
+            pair = load(**vars(options.spec))
             parts, found = tested(pair, quick=options.quick)
             lines = certificate(parts, found, checks, datetime.now(UTC))
         except SpecError as error:

@@ -26,9 +26,9 @@ from typer import Argument
 from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.cli.command import MODEL, BadOptions, flag, option, program, show, tell
 from mlx_spec.errors import InvalidValue, NotFound
+from mlx_spec.hub.catalog import PairSpec
 
 from .menubar import server_process
-from .menubar.menu import Selection
 from .menubar.server_process import Address, candidates, get_json, health, last_words
 from .server.settings import Settings
 
@@ -246,7 +246,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = server_process.launch((), Selection(target, options.drafter), address.port, log)
+        process = server_process.launch((), PairSpec(target, options.drafter), address.port, log)
         try:
             tell(f"loading {target} ...")
             _wait_ready(address, process, log)

@@ -21,7 +21,7 @@ from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.hub.catalog import DEMO, SMOLLM2, RepositoryPair, made_for
+from mlx_spec.hub.catalog import DEMO, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import local_models, partners, plan_removal
@@ -264,7 +264,7 @@ def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) ->
 
 def _remove(options: Remove) -> int:
     name = options.name
-    meant = RepositoryPair(name, None) if typed_path(name).is_symlink() else resolve(name)
+    meant = PairSpec(name) if typed_path(name).is_symlink() else resolve(name)
     removal = plan_removal(meant.target)
     note(f"{removal.name}: {human_bytes(removal.size)} in {removal.folder}")
     if not options.yes:

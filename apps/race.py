@@ -14,10 +14,9 @@ from itertools import accumulate
 from math import comb
 from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec.cli.command import ERROR, Ahead, KvBits, PairOptions, option, program, show
+from mlx_spec.cli.command import ERROR, BadOptions, LoadOptions, option, program, show
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue
-from mlx_spec.hub.catalog import DEMO
 
 from .bench import BURST, QUESTIONS, Run, arm
 
@@ -30,15 +29,18 @@ NAMES = ("with drafts", "plain")
 
 
 @dataclass(frozen=True)
-class Options(PairOptions):
+class Options(LoadOptions):
     """Answer one question twice at once, with drafts and plain: how much faster, and is the text the same?"""
 
     prompt: Annotated[str, option("--prompt", "-p", value="TEXT", help="the question")] = QUESTIONS[0]
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 256
     temperature: Annotated[float, option(value="T", help="0 is greedy", min=0)] = 0.0
     seed: Annotated[int, option(value="N", help="of both answers, at a temperature above 0")] = 0
-    kv_bits: KvBits = None
-    ahead: Ahead = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_draft_tokens == 0:
+            raise BadOptions("--num-draft-tokens 0 drafts nothing to race with: give at least 1")
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def _run(options: Options) -> int:
     from mlx_spec.sampling.sampling import Sampling
 
     sampling = Sampling(temperature=options.temperature, seed=options.seed)
-    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits, ahead=options.ahead)
+    pair = load(**vars(options.spec))
     lines = show_race(pair, question(pair.tokenizer, options.prompt), options.tokens, sampling, lambda: False)
     show(*lines)
     return 0 if lines[-1].endswith("✓") else ERROR

@@ -20,7 +20,6 @@ from mlx_spec.checkpoint.files import one_line
 from mlx_spec.cli.command import ERROR, PairOptions, program, show
 from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import DEMO
 
 from .bench import measured, speed_table
 from .doctor import LINE, WIDTH, all_checks, certificate, tested
@@ -44,7 +43,7 @@ def _run(options: Options) -> int:
     is_fine, lines = all(check.state != "wrong" for check in checks), list[str]()
     try:
         require_backend()
-        pair = load(options.target_or(DEMO), options.drafter)
+        pair = load(**vars(options.spec))
         parts, found = tested(pair, quick=True)
         lines += certificate(parts, found, checks, datetime.now(UTC))
         is_fine &= found.passed

@@ -21,7 +21,7 @@ from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 from mlx_spec.cli.command import BadOptions, Json, PairOptions, option, program, show, table, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import InvalidValue, NotFound
-from mlx_spec.hub.catalog import DEMO
+from mlx_spec.hub.catalog import DEMO, PairSpec
 
 # Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
@@ -177,13 +177,12 @@ def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = P
 def _run(options: Options) -> int:
     from mlx_spec.load import folders
 
-    name = options.target_or(DEMO)
-    drafter_path = options.drafter  # a size stands for itself
-    target_path, own = (name, None) if SIZE.fullmatch(name) else folders(name)
+    name, drafter_path = options.spec.target, options.drafter  # a size stands for itself
+    target_path, own = (name, None) if SIZE.fullmatch(name) else folders(PairSpec(name))
     if drafter_path is None:
         drafter_path = own
     elif not SIZE.fullmatch(drafter_path):
-        drafter_path = folders(DEMO, drafter_path)[1]
+        drafter_path = folders(PairSpec(DEMO, drafter_path))[1]
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
     drafter = _sizes(drafter_path, options.context, WeightFormat(16)) if drafter_path else None
     wanted = {_key(name) for name in options.chip or NAMES}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.cli.command import BadOptions, Json, KvBits, PairOptions, expanded, option, program, table
 from mlx_spec.errors import InvalidValue, Mismatch
-from mlx_spec.hub.catalog import DEMO
+from mlx_spec.hub.catalog import PairSpec
 
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel
@@ -33,6 +33,10 @@ class Options(PairOptions):
     ] = None
     json: Json = False
 
+    @property
+    def spec(self) -> PairSpec:
+        return replace(super().spec, kv_bits=self.kv_bits)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.export is not None and self.import_ is not None:
@@ -43,7 +47,7 @@ def _run(options: Options) -> int:
     from mlx_spec import load
     from mlx_spec.policy import AdaptivePolicies, BadCosts, saved_costs
 
-    pair = load(options.target_or(DEMO), options.drafter, kv_bits=options.kv_bits)
+    pair = load(**vars(options.spec))
     policies = pair.policies
     if not isinstance(policies, AdaptivePolicies) or policies.key is None:
         raise InvalidValue(

@@ -28,6 +28,7 @@ from timing import Run, finish, in_turns, interval, parser, table
 from mlx_spec import load
 from mlx_spec.distributed.ranks import Ranks, join
 from mlx_spec.hub import find
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.load import draft_for
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -135,8 +136,8 @@ def main() -> None:
     if settings.pair is not None:
         ranks = join()
         assert ranks is not None
-        work = draft_for if ranks.rank else partial(lead, settings=settings)
-        sys.exit(ranks.run(partial(work, *settings.pair, ranks)))
+        drafts = partial(draft_for, PairSpec(*settings.pair), ranks)
+        sys.exit(ranks.run(drafts if ranks.rank else partial(lead, *settings.pair, ranks, settings)))
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
         target = write(Path(folder) / "target", settings.dtype, settings.every, settings.noise)

@@ -40,6 +40,7 @@ from support.virtual_clock import CURVES, PLAIN_SECONDS, Device, VirtualDrafter,
 from mlx_spec import load
 from mlx_spec.decode.round import prefill
 from mlx_spec.hub import find
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -143,7 +144,7 @@ class Watching:
 def record(settings: argparse.Namespace) -> list[Trace]:
     """Return the traces of all prompts, the kinds in turn."""
     pair = load(settings.target, settings.drafter)
-    prompts = read_prompts(settings, pair, find(folders(settings.target)[0]))
+    prompts = read_prompts(settings, pair, find(folders(PairSpec(settings.target))[0]))
     order = sorted(range(len(prompts)), key=lambda i: [p.kind for p in prompts[:i]].count(prompts[i].kind))
     traces = []
     for index in order:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typ
 from mlx_spec.checkpoint.weights import is_dequantized, sizes_of
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, made_for
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy
     from mlx_spec.tokenizer import Tokenizer
 
-KV_BITS = (4, 8)
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
 WITHOUT = 'drafter="none" decodes without one'
 
@@ -72,34 +71,34 @@ def load(
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
-    _check_values(num_draft_tokens, kv_bits)
-    names = _named(str(target), None if drafter is None else str(drafter))
-    folder, config, size = _find_target(names, ranks)
+    spec = PairSpec(str(target), None if drafter is None else str(drafter), num_draft_tokens, kv_bits, ahead)
+    _check_values(spec)
+    shown, paths = _located(spec)
+    folder, config, size = _find_target(paths, ranks)
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.tokenizer import read_tokenizer
 
     _raise_wired_limit()
     tokenizer = read_tokenizer(folder, config)
-    found = _open_drafter(names, folder, config, tokenizer)
+    found = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
     if ranks is not None and found is not None and found.needs.shared_kv:
-        why = f"the drafter {names.drafter} reads the target's K/V, of which every rank has a part"
+        why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
         if drafter is not None:
             raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
         print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
-        names = _named(str(target), LOOKUP)
-        found = _open_drafter(names, folder, config, tokenizer)
+        shown = replace(shown, drafter=LOOKUP)
+        found = _open_drafter(shown, LOOKUP, folder, config, tokenizer)
     sizes = (
         size // (1 if ranks is None else ranks.size),
         int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
     )
-    info = PairInfo(
-        names.target, names.drafter, _vocab_size(config, tokenizer), context_length(config), *sizes
-    )
+    own = None if shown.drafter == NONE else shown.drafter
+    info = PairInfo(shown.target, own, _vocab_size(config, tokenizer), context_length(config), *sizes)
     if draft_ranks is not None:
-        _compared(draft_ranks, names, found)
-    offered = _offered(found, num_draft_tokens, draft_ranks, ahead=ahead)
+        _compared(draft_ranks, shown, found)
+    offered = _offered(found, spec, draft_ranks)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
-    policies = _policies(folder, offered, quantization, num_draft_tokens, kv_bits)
+    policies = _policies(folder, offered, quantization, spec)
     pair = Pair(info, tokenizer, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
     try:
         pair.check()  # refuses targets without exact rollback now, not in an answer
@@ -129,59 +128,52 @@ def _measure(pair: Pair) -> None:
 
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
-    folder, config, _ = _find_target(_named(target, NONE), ranks)
+    folder, config, _ = _find_target(_located(PairSpec(target, NONE))[1], ranks)
     _raise_wired_limit()
     _load_target(folder, config, ranks)
     return ranks.follow()
 
 
-def draft_for(target: str, drafter: str | None, ranks: Ranks) -> int:
+def draft_for(spec: PairSpec, ranks: Ranks) -> int:
     """Load a drafter on rank 1 and draft ahead for rank 0, which has the target. Return its exit status."""
     from mlx_spec.ahead import draft_for_rank_0
     from mlx_spec.tokenizer import read_tokenizer
 
-    names = _named(target, drafter)
-    folder = find(names.target_path)
+    shown, paths = _located(spec)
+    folder = find(paths.target)
     config = read_config(folder)
     tokenizer = read_tokenizer(folder, config)
-    source = _compared(ranks, names, _open_drafter(names, folder, config, tokenizer))
+    source = _compared(ranks, shown, _open_drafter(shown, paths.drafter, folder, config, tokenizer))
     return draft_for_rank_0(ranks, source, _vocab_size(config, tokenizer))
 
 
-def _compared(ranks: Ranks, names: _Names, source: DrafterSource | None) -> DrafterSource:
+def _compared(ranks: Ranks, shown: PairSpec, source: DrafterSource | None) -> DrafterSource:
     """Return a drafter that both ranks have. Raises InvalidValue if it has no weights."""
     if source is None or source.folder is None:
         raise InvalidValue(
-            f"{names.target} has no drafter with weights that another rank could run: give a draft model"
+            f"{shown.target} has no drafter with weights that another rank could run: give a draft model"
         )
     ranks.compare(_identity(source.folder))
     return source
 
 
-def folders(target: str, drafter: str | None = None) -> tuple[str, str | None]:
+def folders(spec: PairSpec) -> tuple[str, str | None]:
     """Return the folders or repositories of target and drafter. Nothing is downloaded.
 
     The drafter is None if there is none, or if it has no checkpoint. Raises BadCheckpoint for a damaged
     pair.json.
     """
-    names = _named(target, drafter)
-    return names.target_path, names.drafter_path
+    _, paths = _located(spec)
+    return paths.target, None if paths.drafter in (LOOKUP, NONE) else paths.drafter
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of a pair as shown to the user, and its paths."""
+def _located(spec: PairSpec) -> tuple[PairSpec, PairSpec]:
+    """Return a pair with the names to show, and with paths: its own drafter is filled in, also by a manifest.
 
-    target: str
-    target_path: str
-    drafter: str | None
-    drafter_path: str | None  # None for a drafter without a checkpoint, or no drafter
-
-
-def _named(target: str, drafter: str | None) -> _Names:
-    """Fill in the bundled pair, a manifest, and the target's own drafter."""
-    meant = resolve(target)
-    published = made_for(meant.target) or (None if "/" in target else meant.drafter)
+    Without a checkpoint that drafts, the drafter of both is "lookup" or "none".
+    """
+    meant, drafter = resolve(spec.target), spec.drafter
+    published = made_for(meant.target) or (None if "/" in spec.target else meant.drafter)
     target = meant.target
     if drafter is not None and drafter.lower() in (LOOKUP, NONE):
         drafter = drafter.lower()
@@ -197,12 +189,9 @@ def _named(target: str, drafter: str | None) -> _Names:
         path, own = _from_manifest(target)
         own = own or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else published)
     chosen = own or LOOKUP if drafter is None else drafter
-    if chosen == NONE:
-        return _Names(target, path, None, None)
-    if chosen == LOOKUP:
-        return _Names(target, path, LOOKUP, None)
-    shown = target if target in (DEMO, SMOLLM2) and drafter is None else chosen
-    return _Names(target, path, shown, chosen)
+    is_bundled = target in (DEMO, SMOLLM2) and drafter is None
+    shown = replace(spec, target=target, drafter=target if is_bundled else chosen)
+    return shown, replace(spec, target=path, drafter=chosen)
 
 
 def _from_manifest(target: str) -> tuple[str, str | None]:
@@ -217,9 +206,9 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
     return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
 
 
-def _find_target(names: _Names, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
+def _find_target(paths: PairSpec, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
     """Return the folder, the config and the loaded bytes of a target. All ranks must have the same."""
-    checkpoint = read_checkpoint(find(names.target_path))
+    checkpoint = read_checkpoint(find(paths.target))
     checkpoint.check_weights()
     checkpoint.check_kind()
     folder, size = checkpoint.folder, int(sizes_of(checkpoint, 0).held)
@@ -243,30 +232,30 @@ def _identity(folder: Path) -> dict[str, str]:
     return found
 
 
-def _check_values(num_draft_tokens: int | None, kv_bits: int | None) -> None:
-    if kv_bits is not None and kv_bits not in KV_BITS:
-        raise InvalidValue(f"kv_bits is {kv_bits}, it must be 4 or 8, or left out for K/V as computed")
-    if num_draft_tokens is not None:
+def _check_values(spec: PairSpec) -> None:
+    if spec.kv_bits not in (None, 4, 8):
+        raise InvalidValue(f"kv_bits is {spec.kv_bits}, it must be 4 or 8, or left out for K/V as computed")
+    if spec.num_draft_tokens is not None:
         from mlx_spec.policy import FixedPolicy
 
-        FixedPolicy(num_draft_tokens)
+        FixedPolicy(spec.num_draft_tokens)
 
 
 def _open_drafter(
-    names: _Names, target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
+    shown: PairSpec, path: str | None, target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> DrafterSource | None:
-    """Return the drafter of these names; None if there is to be none."""
+    """Return the drafter at a path for a target with `config`; None if there is to be none."""
     import mlx.core as mx
 
     from mlx_spec.drafters.model_free import lookup_source
 
-    if names.drafter_path is None:
-        return lookup_source() if names.drafter == LOOKUP else None
+    if path in (None, NONE, LOOKUP):
+        return lookup_source() if path == LOOKUP else None
     try:
-        folder = find(names.drafter_path)
+        folder = find(path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    _refuse_unconverted(names, folder)
+    _refuse_unconverted(shown, folder)
     own = read_config(folder)
     source = _source(folder, own, target, config, tokenizer)
     if source.network is not None and is_dequantized(config):
@@ -274,7 +263,7 @@ def _open_drafter(
     return replace(source, folder=folder)
 
 
-def _refuse_unconverted(names: _Names, folder: Path) -> None:
+def _refuse_unconverted(shown: PairSpec, folder: Path) -> None:
     """Raise BadCheckpoint for a published drafter that has to be converted first."""
     from mlx_spec.drafters.checkpoint import KEY, read_tensors
 
@@ -282,8 +271,8 @@ def _refuse_unconverted(names: _Names, folder: Path) -> None:
     family = drafter_family(config, read_tensors(folder).keys())
     if family is not None and not family.is_ours and KEY not in config:
         raise BadCheckpoint(
-            f"{names.drafter} is a drafter of the kind {family.kind} as published: run `mlx-spec convert "
-            f"{names.target} --drafter {names.drafter} -o OUT` first, then give OUT as the target"
+            f"{shown.drafter} is a drafter of the kind {family.kind} as published: run `mlx-spec convert "
+            f"{shown.target} --drafter {shown.drafter} -o OUT` first, then give OUT as the target"
         )
 
 
@@ -309,17 +298,15 @@ def _source(
     return open_retokenized(folder, own, read_tokenizer(folder, own), tokenizer)
 
 
-def _offered(
-    found: DrafterSource | None, num_draft_tokens: int | None, draft_ranks: Ranks | None, *, ahead: bool
-) -> list[DrafterSource]:
+def _offered(found: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | None) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.ahead import drafting_ahead
     from mlx_spec.drafters.model_free import lookup_source
 
     if found is None:
         return []
-    offered = [drafting_ahead(found, draft_ranks) if ahead or draft_ranks else found]
-    if num_draft_tokens is None and found.folder is not None:
+    offered = [drafting_ahead(found, draft_ranks) if spec.ahead or draft_ranks else found]
+    if spec.num_draft_tokens is None and found.folder is not None:
         if found.trees is not None:
             offered.append(replace(found.trees, folder=found.folder))
         offered.append(lookup_source())
@@ -327,11 +314,7 @@ def _offered(
 
 
 def _policies(
-    target: Path,
-    offered: list[DrafterSource],
-    quantization: str,
-    num_draft_tokens: int | None,
-    kv_bits: int | None,
+    target: Path, offered: list[DrafterSource], quantization: str, spec: PairSpec
 ) -> AdaptivePolicies | FixedPolicy:
     """Return what makes the policy of a sequence: the draft length that pays, or the one the user wants."""
     from mlx_spec.device import device_name
@@ -339,14 +322,14 @@ def _policies(
     from mlx_spec.policy.batch import BatchPolicies
     from mlx_spec.types import Reason
 
-    if not offered or num_draft_tokens == 0:
+    if not offered or spec.num_draft_tokens == 0:
         return FixedPolicy(0, Reason.DISABLED)
-    if num_draft_tokens is not None:
+    if spec.num_draft_tokens is not None:
         first = offered[0]
-        return FixedPolicy(num_draft_tokens, names=[first.name], ahead=first.own_costs is not None)
+        return FixedPolicy(spec.num_draft_tokens, names=[first.name], ahead=first.own_costs is not None)
     folders = {source.name: source.folder for source in offered}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
-    key = Key(device_name(), fingerprint(target), prints, quantization, kv_bits, version("mlx"))
+    key = Key(device_name(), fingerprint(target), prints, quantization, spec.kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]
     own = {source.name: source.own_costs for source in offered if source.own_costs is not None}
     together = [source.name for source in offered if source.drafts_together]

@@ -37,10 +37,10 @@ MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights'
 
 @dataclass(frozen=True)
 class PairInfo:
-    """The facts about a pair that programs show."""
+    """The facts about a loaded pair that programs show: names as found, not as asked for, and sizes."""
 
-    target: str  # as requested: a path, a repository or "demo"
-    drafter: str | None  # the same; None if there is none
+    target: str  # a path, a repository or "demo"
+    drafter: str | None  # the same, its own if none was named; None if nothing drafts
     vocab_size: int
     context_length: int | None  # tokens of prompt and output together; None if the checkpoint names no limit
     target_bytes: int  # of the weights in memory

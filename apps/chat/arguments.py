@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from mlx_spec.cli.command import AHEAD, MODEL_PANEL, PairOptions, Version, expanded, flag, option
+from mlx_spec.cli.command import LoadOptions, Version, expanded, flag, option
 
 OUTPUT, SAMPLING = "Output", "Sampling (at temperature 0 the others have no effect)"
-_output, _model, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, MODEL_PANEL, SAMPLING))
+_output, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, SAMPLING))
 
 
 @dataclass(frozen=True)
-class Options(PairOptions):
+class Options(LoadOptions):
     """Chat with a model. With -p or piped text: answer once, then exit."""
 
     prompt: Annotated[
@@ -43,15 +43,6 @@ class Options(PairOptions):
     no_history: Annotated[
         bool, flag("--no-history", "neither keep what is typed nor conversations", OUTPUT)
     ] = False
-
-    num_draft_tokens: Annotated[
-        int | None,
-        _model(
-            value="K", help="draft tokens in each round; 0 turns speculation off", default="what pays", min=0
-        ),
-    ] = None
-    kv_bits: Annotated[Literal[4, 8] | None, _model(help="quantize the KV cache", default="do not")] = None
-    ahead: Annotated[bool, flag("--ahead", AHEAD, MODEL_PANEL)] = False
 
     temperature: Annotated[float | None, _sampling(value="T", help="0, the default, is greedy")] = None
     top_p: Annotated[float | None, _sampling(value="P", help="likeliest tokens that reach P together")] = None

@@ -12,7 +12,7 @@ from prompt_toolkit.completion import PathCompleter, WordCompleter
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import table
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
-from mlx_spec.hub.catalog import LOOKUP, NONE
+from mlx_spec.hub.catalog import LOOKUP, NONE, PairSpec
 
 from ..race import question, show_race
 from . import models, saved
@@ -261,7 +261,7 @@ class Commands:
         else:
             self._terminal.note("no highlighting")
 
-    def _switch(self, choice: models.PairChoice, note: str = "") -> None:
+    def _switch(self, choice: PairSpec, note: str = "") -> None:
         with self._chat.interrupts.acting(CtrlC.LOAD):
             try:
                 if note:

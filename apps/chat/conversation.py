@@ -9,12 +9,13 @@ from typing import Any
 from mlx_spec.errors import SpecError
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.matcher import compile_grammar
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.session import Piece
 from mlx_spec.types import Reason
 
-from .models import PairChoice, check_thinking, open_pair
+from .models import check_thinking, open_pair
 from .settings import AnswerSettings, from_values, values
 
 SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
@@ -36,7 +37,7 @@ class NoModelLeft(SpecError):
 class Conversation:
     """A session with everything that can be set about it."""
 
-    def __init__(self, pair: Pair, choice: PairChoice, settings: AnswerSettings, system: str | None) -> None:
+    def __init__(self, pair: Pair, choice: PairSpec, settings: AnswerSettings, system: str | None) -> None:
         """Take `choice` as that by which `pair` was loaded."""
         self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None
@@ -78,7 +79,7 @@ class Conversation:
         compiled = compile_grammar("json_schema", source, self.pair.tokenizer, size, seconds=SCHEMA_TIMEOUT_S)
         self.schema = AnswerSchema(name, source, compiled)
 
-    def switch(self, choice: PairChoice) -> None:
+    def switch(self, choice: PairSpec) -> None:
         """Load another model, or the same one with other drafts, and go on. Raises SpecError.
 
         The old model goes first, because there may be no memory for two; it is loaded again if the new one
@@ -109,7 +110,7 @@ class Conversation:
             "settings": values(self.settings),
         }
 
-    def _redraft(self, choice: PairChoice) -> bool:
+    def _redraft(self, choice: PairSpec) -> bool:
         """Change the draft length, and keep what was read. Return False if the choice needs other weights."""
         if replace(choice, num_draft_tokens=self.choice.num_draft_tokens) != self.choice:
             return False
@@ -126,7 +127,7 @@ class Conversation:
         self.session.change_policy(self.pair.open().policy)
         return True
 
-    def _exchange(self, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
+    def _exchange(self, choice: PairSpec, turns: Sequence[Mapping[str, Any]]) -> None:
         former = self.choice
         failure: SpecError | KeyboardInterrupt
         try:
@@ -149,7 +150,7 @@ class Conversation:
                 ) from error
         raise failure
 
-    def _resume(self, pair: Pair, choice: PairChoice, turns: Sequence[Mapping[str, Any]]) -> None:
+    def _resume(self, pair: Pair, choice: PairSpec, turns: Sequence[Mapping[str, Any]]) -> None:
         session = pair.session(self.system)  # refuses a target that does not chat
         session.resume(turns)
         self.pair, self.choice, self.session = pair, choice, session

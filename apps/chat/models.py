@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,17 @@ from mlx_spec.checkpoint.weights import total_need
 from mlx_spec.cli.command import table
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import ALIASES, DEMO, LOOKUP, NONE, SMOLLM2, aliases, find_alias, made_for
+from mlx_spec.hub.catalog import (
+    ALIASES,
+    DEMO,
+    LOOKUP,
+    NONE,
+    SMOLLM2,
+    PairSpec,
+    aliases,
+    find_alias,
+    made_for,
+)
 from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 from mlx_spec.hub.local import local_models, partners
@@ -33,18 +43,7 @@ from ..models import SMOLLM2_BYTES
 from .arguments import Options
 
 
-@dataclass(frozen=True)
-class PairChoice:
-    """The arguments of `load`."""
-
-    target: str
-    drafter: str | None = None
-    num_draft_tokens: int | None = None
-    kv_bits: int | None = None
-    ahead: bool = False
-
-
-def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairChoice:
+def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:
     """Return the choice of a command line, without a target that of a past conversation.
 
     Without either it is the pair used last, or else the demo.
@@ -55,11 +54,11 @@ def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairChoic
         if drafter is None and isinstance(past.get("drafter"), str):
             drafter = past["drafter"]
     if target is None:
-        used = used_last() or PairChoice(DEMO)
+        used = used_last() or PairSpec(DEMO)
         target, drafter = used.target, used.drafter if drafter is None else drafter
     else:
         target, drafter = _meant(target, drafter)
-    return PairChoice(target, drafter, options.num_draft_tokens, options.kv_bits, options.ahead)
+    return replace(options.spec, target=target, drafter=drafter)
 
 
 def _meant(name: str, drafter: str | None) -> tuple[str, str | None]:
@@ -69,7 +68,7 @@ def _meant(name: str, drafter: str | None) -> tuple[str, str | None]:
     return found.target, found.drafter if drafter is None and is_published else drafter
 
 
-def open_pair(choice: PairChoice, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
+def open_pair(choice: PairSpec, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
     """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
     pair = load(**vars(choice), ranks=ranks)
     if think:
@@ -89,7 +88,7 @@ def check_thinking(pair: Pair) -> None:
 # --- drafts
 
 
-def with_drafts(choice: PairChoice, word: str, own: str | None) -> PairChoice:
+def with_drafts(choice: PairSpec, word: str, own: str | None) -> PairSpec:
     """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue.
 
     `own` is the model that drafts if one does.
@@ -116,13 +115,13 @@ def names() -> list[str]:
     return [*here, *(name for name in (SMOLLM2, *aliases()) if name not in here)]
 
 
-def find_model(name: str, kv_bits: int | None) -> tuple[PairChoice, list[str]]:
+def find_model(name: str, kv_bits: int | None) -> tuple[PairSpec, list[str]]:
     """Return the choice that a typed name means, and its repositories that are not here. Raises NotFound."""
     found = resolve(name)
     drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
     missing = [each for each in parts if not (each == DEMO or typed_path(each).exists() or _is_local(each))]
-    return PairChoice(found.target, drafter, kv_bits=kv_bits), missing
+    return PairSpec(found.target, drafter, kv_bits=kv_bits), missing
 
 
 def listing(present: str) -> list[str]:
@@ -162,22 +161,22 @@ def download(name: str) -> bool:
 # --- the pair used last
 
 
-def used_last() -> PairChoice | None:
+def used_last() -> PairSpec | None:
     """Return the pair that this program used last, or the cached one that was; None without any."""
     target, drafter = read_pair(_last_used_file()) or (None, None)
     if target is not None and all(_is_local(name) for name in (target, drafter or made_for(target)) if name):
-        return PairChoice(target, drafter)
+        return PairSpec(target, drafter)
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
         found = model.found
         if isinstance(found, ConvertedPair) and found.drafter is not None:
-            return PairChoice(model.name)
+            return PairSpec(model.name)
         if isinstance(found, CheckpointInfo) and not model.is_drafter and (here := partners(model, models)):
-            return PairChoice(model.name, None if made_for(model.name) in here else here[0])
+            return PairSpec(model.name, None if made_for(model.name) in here else here[0])
     return None
 
 
-def _remember(choice: PairChoice) -> None:
+def _remember(choice: PairSpec) -> None:
     """Write down what was loaded, but neither the demo nor a pair without a drafter's weights."""
     if choice.target == DEMO or choice.drafter in (LOOKUP, NONE):
         return

@@ -18,11 +18,11 @@ from mlx_spec.checkpoint.files import locked
 from mlx_spec.cli import command
 from mlx_spec.cli.command import ERROR, BadOptions, flag, guarded, tell
 from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.catalog import DEMO, PairSpec
 
 from ..server.settings import parse as parse_server
 from . import macos
 from .app import QUIT, App, Folder, MenuPlan
-from .menu import Selection
 from .server_process import Address, ServerOptions
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,13 +54,14 @@ def options(
     """
     if install_login_item and remove_login_item:
         raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
-    selection, rest = Selection(target, drafter), tuple(context.args)
-    passed = (*rest, *selection.arguments, *(() if port is None else ("--port", port)))
+    rest = tuple(context.args)
+    named = {"--target": target, "--drafter": drafter, "--port": port}
+    passed = (*rest, *(word for name, value in named.items() if value is not None for word in (name, value)))
     settings = parse_server(passed)
     is_named = any(word.split("=")[0] == "--model" for word in rest)
     return MenuPlan(
         ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
-        selection,
+        None if target is None and drafter is None else PairSpec(DEMO if target is None else target, drafter),
         fixed=is_named and target is None,
         passed=passed,
         installs=install_login_item,

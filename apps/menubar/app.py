@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_spec.checkpoint.files import read_pair, write_atomically
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import LOOKUP, NONE
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
 from . import macos
-from .menu import Action, Click, Menu, Phase, Selection, State, environment_example, menu
+from .menu import Action, Click, Menu, Phase, State, environment_example, menu
 from .server_process import ServerOptions, ServerProcess
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class MenuPlan:
     """The parsed command line."""
 
     server: ServerOptions
-    selection: Selection  # empty if the pair selected last is to be served
+    selection: PairSpec | None  # None if the pair selected last is to be served
     fixed: bool  # the models are named by --model
     passed: tuple[str, ...]  # options of the server, for the next login
     installs: bool = False
@@ -66,8 +66,8 @@ class App:
         self._inbox: queue.Queue[Click | dict[str, int]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection
-        if not plan.fixed and selection == Selection():
-            selection = Selection(*(read_pair(folder.selection) or ()))
+        if not plan.fixed and selection is None and (last := read_pair(folder.selection)) is not None:
+            selection = PairSpec(last[0] or DEMO, last[1])
         self._state = State(selection=selection, fixed=plan.fixed)
         self._shown: Menu | None = None
         self.failed = False
@@ -156,12 +156,12 @@ class App:
 
     def _select(self, click: Click) -> None:
         """Serve another pair: a server that runs is started again, one that does not is left alone."""
-        now = self._state.selection
+        now = self._state.selection or PairSpec(DEMO)
         if click.action is Action.TARGET:
             keeps = now.drafter in (NONE, LOOKUP)  # other drafters were made for one target
-            selection = Selection(click.value, now.drafter if keeps else None)
+            selection = PairSpec(click.value, now.drafter if keeps else None)
         else:
-            selection = Selection(now.target, click.value or None)
+            selection = PairSpec(now.target, click.value or None)
         if selection == now or not self._state.own:
             return
         self._update(selection=selection)

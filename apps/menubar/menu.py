@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mlx_spec.checkpoint.files import human_bytes
-from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
@@ -73,20 +73,6 @@ ALIVE = frozenset({Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT})
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The pair to serve. None means what `mlx-spec serve` does without the option."""
-
-    target: str | None = None
-    drafter: str | None = None
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Return the options of `mlx-spec serve`."""
-        given = (("--target", self.target), ("--drafter", self.drafter))
-        return tuple(word for name, value in given if value is not None for word in (name, value))
-
-
-@dataclass(frozen=True)
 class Figures:
     """Figures of the last answer; None for what is not known."""
 
@@ -104,7 +90,7 @@ class State:
     url: str | None = None  # of the server, without /v1
     own: bool = True  # False if another program started it: it is watched and not ended
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
-    selection: Selection = Selection()
+    selection: PairSpec | None = None  # None: what `mlx-spec serve` does by itself
     fixed: bool = False  # the command line names the models, so there is nothing to select
     models: Mapping[str, int] = field(default_factory=dict)  # those on this disk, and their bytes
     figures: Figures = Figures()
@@ -178,8 +164,8 @@ def _server(state: State) -> tuple[Item, ...]:
 
 def _selections(state: State) -> tuple[Menu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
-    served = state.selection.target or (None if state.fixed else DEMO)
-    drafter = state.selection.drafter
+    selected = state.selection or (None if state.fixed else PairSpec(DEMO))
+    served, drafter = (selected.target, selected.drafter) if selected else (None, None)
     targets = tuple(
         _item(label, Action.TARGET, name, allowed=allowed, checked=name == served)
         for name, label in _targets(state)
@@ -195,7 +181,7 @@ def _selections(state: State) -> tuple[Menu, ...]:
 def _targets(state: State) -> list[tuple[str, str]]:
     """Return names and labels of the demo, the models on the disk and the selected one."""
     labels = {DEMO: DEMO} | {name: f"{name} ({human_bytes(size)})" for name, size in state.models.items()}
-    if state.selection.target is not None:
+    if state.selection is not None:
         labels.setdefault(state.selection.target, state.selection.target)
     return [(name, _shortened(label)) for name, label in labels.items()]
 

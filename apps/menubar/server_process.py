@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_spec.hub.catalog import PairSpec
+
 from ..server.settings import CANNOT_LISTEN
-from .menu import Figures, Phase, Selection, State
+from .menu import Figures, Phase, State
 
 MAX_RESPONSE_BYTES = 4 * 2**20
 LAST_PORT = 65535
@@ -118,14 +120,14 @@ class ServerProcess:
 
     def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
-        self._selection = Selection()
+        self._selection: PairSpec | None = None
         self._process: subprocess.Popen[bytes] | None = None  # None while another's is watched
         self._address: Address | None = None
         self._ready_at: float | None = None  # time of the first "ok"
         self._crashes = 0
         self._retry_at: float | None = None
 
-    def start(self, selection: Selection) -> None:
+    def start(self, selection: PairSpec | None) -> None:
         """Watch a server of ours that is at the wanted port already, or start one."""
         if self._process is not None and self._process.poll() is None:
             return
@@ -217,13 +219,18 @@ PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
 NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
 
 
-def launch(options: Sequence[str], selection: Selection, port: int, log: Path) -> subprocess.Popen[bytes]:
+def launch(
+    options: Sequence[str], selection: PairSpec | None, port: int, log: Path
+) -> subprocess.Popen[bytes]:
     """Start `mlx-spec serve` with a new log. A Ctrl-C meant for its parent does not reach it."""
+    pair = [] if selection is None else ["--target", selection.target]
+    if selection is not None and selection.drafter is not None:
+        pair += ["--drafter", selection.drafter]
     if log.exists():  # the log of the last start is kept
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "mlx_spec", "serve", *options, *selection.arguments, "--port", str(port)],
+            [sys.executable, "-m", "mlx_spec", "serve", *options, *pair, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

@@ -48,8 +48,8 @@ def _serve(settings: Settings) -> int:
     model = replace(settings.models[0], pinned=True)
     if settings.draft_rank is None:
         model = replace(model, ranks=ranks.size)
-        load, help = partial(load_served, ranks=ranks), partial(follow, model.target, ranks)
+        load, help = partial(load_served, ranks=ranks), partial(follow, model.spec.target, ranks)
     else:
         load = partial(load_served, draft_ranks=ranks)
-        help = partial(draft_for, model.target, model.drafter, ranks)
+        help = partial(draft_for, model.spec, ranks)
     return ranks.run(help if ranks.rank else lambda: run(replace(settings, models=(model,)), load))

@@ -97,15 +97,7 @@ class LoadedModel:
 
 def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ranks | None = None) -> Pair:
     """Load a pair as it was configured, over ranks or with a drafter on another one. Raises SpecError."""
-    return load(
-        served.target,
-        served.drafter,
-        num_draft_tokens=served.num_draft_tokens,
-        kv_bits=served.kv_bits,
-        ranks=ranks,
-        draft_ranks=draft_ranks,
-        ahead=served.ahead,
-    )
+    return load(**vars(served.spec), ranks=ranks, draft_ranks=draft_ranks)
 
 
 def find_model(name: str | None, models: Mapping[str | None, str]) -> str:
@@ -296,7 +288,7 @@ class Models:
         if self._folder is None:
             return None
         try:
-            key = model_key(checkpoint_folders(served), pair.drafter_names, served.kv_bits)
+            key = model_key(checkpoint_folders(served), pair.drafter_names, served.spec.kv_bits)
             return PrefixFiles(self._folder, key, pair)
         except (SpecError, OSError) as error:
             LOG.warning("%s: --cache-folder is not used: %s", served.name, one_line(error))
@@ -361,7 +353,7 @@ def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Pa
     Raises NotFound for what no load can find and, if they are to be `complete`, for what is to be downloaded.
     """
     found = []
-    for name in folders(served.target, served.drafter):
+    for name in folders(served.spec):
         folder = None if name is None else on_disk(name)
         if folder is not None:
             found.append(folder)

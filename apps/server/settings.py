@@ -7,7 +7,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,17 +16,16 @@ from urllib.parse import urlsplit
 from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.cli import command
 from mlx_spec.cli.command import (
-    AHEAD,
     MODEL_PANEL,
     BadOptions,
-    PairOptions,
+    LoadOptions,
     Version,
     above_zero,
     expanded,
     flag,
     option,
 )
-from mlx_spec.hub.catalog import DEMO
+from mlx_spec.hub.catalog import DEMO, PairSpec
 
 GB = 10**9
 ANY_ORIGIN = "*"
@@ -43,16 +42,12 @@ CANNOT_LISTEN = "cannot listen on"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model to serve: a target and its drafter, as `mlx_spec.load` takes them."""
+    """A pair to load when a request asks for its name, and how the server keeps it."""
 
     name: str
-    target: str
-    drafter: str | None = None
-    num_draft_tokens: int | None = None
-    kv_bits: int | None = None
+    spec: PairSpec
     pinned: bool = False  # never unloaded
     ranks: int = 1  # machines that have a part of the target each
-    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +153,7 @@ folder_option = partial(limit_option, value="FOLDER", callback=expanded)
 
 
 @dataclass(frozen=True)
-class Options(PairOptions):
+class Options(LoadOptions):
     """Answer requests of OpenAI's, Anthropic's and Ollama's clients on this machine."""
 
     version: Version = False
@@ -169,17 +164,6 @@ class Options(PairOptions):
     ] = None
     alias: Annotated[Names, model_option(value=ALIAS, help="another name of a model")] = None
     pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
-    num_draft_tokens: Annotated[
-        int | None,
-        model_option(
-            value="K", help="draft tokens in each round; 0 turns speculation off", default="what pays", min=0
-        ),
-    ] = None
-    kv_bits: Annotated[Literal[4, 8] | None, model_option(help="quantize the KV cache", default="do not")] = (
-        None
-    )
-
-    ahead: Annotated[bool, flag("--ahead", AHEAD, MODEL_PANEL)] = False
     draft_rank: Annotated[
         Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
     ] = None
@@ -287,11 +271,10 @@ class Options(PairOptions):
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
         found: list[ServedModel] = []
         if self.chosen is not None or DEMO not in [name for name, _ in named]:
-            target = self.target_or(DEMO)
-            found.append(self._model(typed_path(target).name or target, target, self.drafter))
+            found.append(self._model(typed_path(self.spec.target).name or self.spec.target, self.spec))
         for name, text in named:
             target, _, drafter = text.partition(",")
-            found.append(self._model(name, target, drafter or None))
+            found.append(self._model(name, replace(self.spec, target=target, drafter=drafter or None)))
         names = [model.name for model in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -300,9 +283,8 @@ class Options(PairOptions):
             _check_known("--pin", name, names)
         return tuple(found)
 
-    def _model(self, name: str, target: str, drafter: str | None) -> ServedModel:
-        pinned, k = name in (self.pin or []), self.num_draft_tokens
-        return ServedModel(name, target, drafter, k, self.kv_bits, pinned=pinned, ahead=self.ahead)
+    def _model(self, name: str, spec: PairSpec) -> ServedModel:
+        return ServedModel(name, spec, pinned=name in (self.pin or []))
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:

@@ -45,7 +45,7 @@ from mlx_spec.drafters.gemma4 import (
 )
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import NONE
+from mlx_spec.hub.catalog import NONE, PairSpec
 from mlx_spec.load import folders, load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
@@ -190,7 +190,7 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
 
 def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, and its config.json. Refuses what cannot be trained."""
-    target = read_config(find(folders(options.target, NONE)[0]))
+    target = read_config(find(folders(PairSpec(options.target, NONE))[0]))
     probe = recording(pair).open().target
     probe.prefill([0, 0])
     if FULL not in probe.shared_kv():

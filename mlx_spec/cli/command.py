@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
@@ -21,6 +21,7 @@ from typer.main import get_command
 from mlx_spec import __version__
 from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.errors import SpecError
+from mlx_spec.hub.catalog import DEMO, PairSpec
 from mlx_spec.hub.names import resolve
 
 ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
@@ -67,14 +68,14 @@ Version = Annotated[
     bool, flag("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
 ]
 Json = Annotated[bool, flag("--json", "print one JSON object")]
-KvBits = Annotated[Literal[4, 8] | None, option(help="quantize the KV cache", default="do not")]
-AHEAD = "also draft on the CPU while the target verifies, as long as that is measured to pay"
-Ahead = Annotated[bool, flag("--ahead", AHEAD)]
+KvBits = Annotated[
+    Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODEL_PANEL)
+]
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """The target and the drafter that a program loads.
+    """The target and the drafter of a program, by name.
 
     Options that inherit from it import every annotation from here: this file evaluates them at once.
     """
@@ -113,9 +114,44 @@ class PairOptions:
         if self.chosen is not None:
             resolve(self.chosen)
 
-    def target_or(self, default: str) -> str:
-        """Return the target, or a default if none is given; an empty name is a name."""
-        return default if self.chosen is None else self.chosen
+    @property
+    def spec(self) -> PairSpec:
+        """Return the pair to load, with the demo as target if none is given; an empty name is a name."""
+        return PairSpec(DEMO if self.chosen is None else self.chosen, self.drafter)
+
+
+@dataclass(frozen=True)
+class LoadOptions(PairOptions):
+    """All that a program can say about the pair that it loads."""
+
+    num_draft_tokens: Annotated[
+        int | None,
+        option(
+            value="K",
+            help="draft tokens in each round; 0 turns speculation off",
+            default="what pays",
+            panel=MODEL_PANEL,
+            min=0,
+        ),
+    ] = None
+    kv_bits: KvBits = None
+    ahead: Annotated[
+        bool,
+        flag(
+            "--ahead",
+            "also draft on the CPU while the target verifies, as long as that is measured to pay",
+            MODEL_PANEL,
+        ),
+    ] = False
+
+    @property
+    def spec(self) -> PairSpec:
+        return replace(
+            super().spec,
+            num_draft_tokens=self.num_draft_tokens,
+            kv_bits=self.kv_bits,
+            ahead=self.ahead,
+        )
 
 
 def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | None, **settings: Any) -> T:

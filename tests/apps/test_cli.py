@@ -131,6 +131,7 @@ WRONG = {
     "chat": "--kv-bits 3; --temperature warm; demo --target=demo; -p x --json --top-p 7; "
     "-p x --num-draft-tokens 17",
     "menubar": "--port x; --install-login-item --remove-login-item; --host 0.0.0.0",
+    "race": "--num-draft-tokens 0; --num-draft-tokens x",
     "roofline": "--acceptance=1.2; --acceptance=nan; --chip=M; --context=-1; --drafter; one more; "
     "demo --target=demo",
     "serve": "one more; demo --target=demo; demo --model demo=x; "

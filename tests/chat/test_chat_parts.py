@@ -33,15 +33,16 @@ from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
 from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
-from mlx_spec.apps.chat.models import PairChoice, open_pair, with_drafts
+from mlx_spec.apps.chat.models import open_pair, with_drafts
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import DIM, GAINED, Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Cost, Reason
 
-CHOICE = PairChoice(str(GOLDEN / "target"), str(GOLDEN / "assistant"))
+CHOICE = PairSpec(str(GOLDEN / "target"), str(GOLDEN / "assistant"))
 TURNS = [
     {"role": "user", "content": "What does zip do?"},
     {"role": "assistant", "content": "It yields tuples.", "reasoning_content": "Hm."},
@@ -211,7 +212,7 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
     """The new one is refused at once, so the first Ctrl-C comes while the former one is loaded again."""
     opened = []
 
-    def interrupted_once(choice: PairChoice, **settings: bool) -> Pair:
+    def interrupted_once(choice: PairSpec, **settings: bool) -> Pair:
         opened.append(choice)
         if len(opened) == 2:
             raise KeyboardInterrupt
@@ -219,7 +220,7 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
 
     talk = Conversation(open_pair(CHOICE), CHOICE, AnswerSettings(), None)
     monkeypatch.setattr(conversation, "open_pair", interrupted_once)
-    nothing = PairChoice(str(tmp_path))
+    nothing = PairSpec(str(tmp_path))
     with pytest.raises(NotFound, match=r"config\.json"):
         talk.switch(nothing)
     assert opened == [nothing, CHOICE, CHOICE] and talk.choice == CHOICE

@@ -213,7 +213,7 @@ def test_remove_asks(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: str, 
 
 def test_aliases() -> None:
     found = catalog.aliases()
-    assert found["gemma-4-e2b"] == catalog.RepositoryPair(E2B, ASSISTANT)
+    assert found["gemma-4-e2b"] == catalog.PairSpec(E2B, ASSISTANT)
     assert resolve("Gemma-4-31B-it:8bit").target == "mlx-community/gemma-4-31b-it-8bit"
     assert resolve("gemma-4-12b-bf16").target == "google/gemma-4-12B-it"
     for ready in found.values():

@@ -24,7 +24,7 @@ from support.waiting import LIMIT, wait_until
 from mlx_spec.apps.menubar import app as menu_app
 from mlx_spec.apps.menubar import macos, parse, server_process
 from mlx_spec.apps.menubar.app import QUIT, App, Folder
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, Selection, State
+from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State
 from mlx_spec.apps.menubar.server_process import (
     Address,
     ServerOptions,
@@ -35,6 +35,7 @@ from mlx_spec.apps.menubar.server_process import (
     last_words,
 )
 from mlx_spec.apps.server.settings import CANNOT_LISTEN
+from mlx_spec.hub.catalog import PairSpec
 
 HOST = "127.0.0.1"
 # Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
@@ -152,7 +153,7 @@ def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, port, strange
     monkeypatch.setattr(server_process, "candidates", lambda wanted: [next(addresses)])
     monkeypatch.setattr(server_process, "is_free", lambda address: True)
     one = watched(0)
-    one.server.start(Selection())
+    one.server.start(None)
     one.reach(Phase.RUNNING)
     assert one.retries == [0.1] and Phase.FAILED not in {state.phase for state in one.states}
     assert any(CANNOT_LISTEN in (state.problem or "") for state in one.states)
@@ -160,7 +161,7 @@ def test_a_port_that_is_taken_for_a_moment_is_tried_again(watched, port, strange
 
 def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
     one = watched(port)
-    one.server.start(Selection(drafter="none"))
+    one.server.start(PairSpec("demo", "none"))
     one.reach(Phase.RUNNING)
     assert one.state.url == f"http://{HOST}:{port}" and one.state.names == ("demo",)
     ask(port)
@@ -184,7 +185,7 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
 @pytest.mark.usefixtures("stand_in")
 def test_a_port_of_another_program_is_left_to_it(watched, stranger):
     one = watched(stranger)
-    one.server.start(Selection())
+    one.server.start(None)
     assert one.state.url != f"http://{HOST}:{stranger}" and one.state.own
     one.reach(Phase.RUNNING)
 
@@ -192,7 +193,7 @@ def test_a_port_of_another_program_is_left_to_it(watched, stranger):
 @pytest.mark.usefixtures("stand_in")
 def test_a_disk_that_refuses_a_restart_is_tried_again(watched, port, tmp_path):
     one = watched(port)
-    one.server.start(Selection(drafter="none"))
+    one.server.start(PairSpec("demo", "none"))
     one.reach(Phase.RUNNING)
     os.kill(one.pid, signal.SIGKILL)
     one.until(lambda: bool(one.retries))
@@ -210,12 +211,12 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
         try:
             wait_until(lambda: health(Address(HOST, port)))
             one = watched(port)
-            one.server.start(Selection(drafter="none"))
+            one.server.start(PairSpec("demo", "none"))
             one.reach(Phase.RUNNING)
             assert not one.state.own
             one.server.stop()
             assert process.poll() is None and one.state.phase is Phase.STOPPED
-            one.server.start(Selection())
+            one.server.start(None)
             one.reach(Phase.RUNNING)
         finally:
             process.terminate()
@@ -225,7 +226,7 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
 @pytest.mark.usefixtures("stand_in")
 def test_a_refusal_is_shown_and_not_tried_again(watched, port):
     one = watched(port)
-    one.server.start(Selection(target="/nowhere"))
+    one.server.start(PairSpec(target="/nowhere"))
     one.reach(Phase.FAILED)
     assert "there is no folder /nowhere" in one.state.problem
     one.server.tick()
@@ -239,7 +240,7 @@ def test_an_address_of_another_machine_is_not_called_taken(port):
 def test_no_free_port_is_shown(watched, port, monkeypatch):
     monkeypatch.setattr(server_process, "is_free", lambda address: False)
     one = watched(port)
-    one.server.start(Selection())
+    one.server.start(None)
     assert one.state.phase is Phase.FAILED
     assert str(port) in one.state.problem and "--port" in one.state.problem
 
@@ -320,7 +321,7 @@ def test_clicks(folder, tmp_path):
 
         app.post(Click(Action.DRAFTER, "none"))  # another selection is another server
         wait_until(lambda: "--drafter none" in command_line(app))
-        assert json.loads(folder.selection.read_text()) == {"target": None, "drafter": "none"}
+        assert json.loads(folder.selection.read_text()) == {"target": "demo", "drafter": "none"}
         app.post(Click(Action.STOP))
         wait_until(lambda: view.says("Stopped"))
         app.post(Click(Action.TARGET, "demo"))  # while it is stopped, it stays so

@@ -18,6 +18,7 @@ from support.waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 
 CLIENTS = 8
 PARALLEL = 6  # fewer than clients: some wait
@@ -33,7 +34,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     folder = tmp_path_factory.mktemp("float32")
     target = in_float32(demo.TARGET, folder / "target")
     drafter = in_float32(demo.DRAFTER, folder / "drafter")
-    model = ServedModel("demo", target, drafter, num_draft_tokens=3)
+    model = ServedModel("demo", PairSpec(target, drafter, num_draft_tokens=3))
     with serving(Settings((model,), limits=Limits(waiting=99, running=PARALLEL))) as client:
         yield client
 

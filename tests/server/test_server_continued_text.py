@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import mlx_spec
 from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer.fill_in import FillIn
 
@@ -84,7 +85,7 @@ def model(request: Any, tmp_path_factory: Any) -> Iterator[Model]:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     pair = mlx_spec.load(str(folder), "none")
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    with working(Settings((ServedModel("words", str(folder), "none"),))) as engine:
+    with working(Settings((ServedModel("words", PairSpec(str(folder), "none")),))) as engine:
         yield Model(Endpoint(stubbed(engine).client, tokenizer), pair, theirs)
 
 

@@ -54,6 +54,7 @@ from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.weights import memory_need
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
@@ -75,7 +76,7 @@ def engine() -> Iterator[EngineThread]:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[EngineThread]:
     """The same without speculation."""
-    with working(Settings(models=(ServedModel("demo", "demo", drafter="none"),))) as engine:
+    with working(Settings(models=(ServedModel("demo", PairSpec("demo", drafter="none")),))) as engine:
         yield engine
 
 
@@ -573,7 +574,7 @@ def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> N
     def queued() -> float:
         return closed(answer(engine, chat(QUESTION, max_tokens=4))).timings.queued_seconds
 
-    with working(Settings((ServedModel("demo", "demo"),)), of_a_busy_machine) as engine:
+    with working(Settings((ServedModel("demo", PairSpec("demo")),)), of_a_busy_machine) as engine:
         assert max(queued() for _ in range(12)) < 0.3
         wait_until(lambda: engine.status().measuring is not None)
         assert queued() < 0.3

@@ -20,6 +20,7 @@ from mlx_spec.apps.server.errors import Failure, internal_error
 from mlx_spec.apps.server.preparation import _raw_tokens
 from mlx_spec.apps.server.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
@@ -94,7 +95,7 @@ def served(request: Any, tmp_path_factory: Any) -> Iterator[Endpoint]:
     for token in content["added_tokens"]:
         token["special"] = token["special"] and (request.param or token["content"] not in QWEN)
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with working(Settings((ServedModel("coder", str(folder), "none"),))) as engine:
+    with working(Settings((ServedModel("coder", PairSpec(str(folder), "none")),))) as engine:
         yield Endpoint(stubbed(engine).client, FastTokenizer.from_file(str(folder / "tokenizer.json")))
 
 

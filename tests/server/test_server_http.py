@@ -38,6 +38,7 @@ from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
+from mlx_spec.hub.catalog import PairSpec
 
 LEAVING = 10  # seconds; it takes one where nothing else runs
 
@@ -390,7 +391,7 @@ def test_a_connection_outlives_the_pause_between_two_requests(stub):
 
 
 def test_default_settings():
-    assert parse([]) == Settings((ServedModel("demo", "demo"),))
+    assert parse([]) == Settings((ServedModel("demo", PairSpec("demo")),))
 
 
 def test_settings_of_options():
@@ -399,18 +400,21 @@ def test_settings_of_options():
     words += " --cors-origin http://localhost:3000 --idle 60 --max-waiting 5 --parallel 2 --conversations 1"
     found = parse(words.split())
     assert found.models == (
-        ServedModel("b", "a/b", "lookup", 3, 8),
-        ServedModel("c", "d", "e", 3, 8, pinned=True),
-        ServedModel("f", "g", None, 3, 8),
+        ServedModel("b", PairSpec("a/b", "lookup", 3, 8)),
+        ServedModel("c", PairSpec("d", "e", 3, 8), pinned=True),
+        ServedModel("f", PairSpec("g", None, 3, 8)),
     )
     assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
     assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
     assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
-    assert parse(["--model", "c=d"]).models == (ServedModel("demo", "demo"), ServedModel("c", "d"))
-    assert parse(["--model", "demo=d"]).models == (ServedModel("demo", "d"),)
+    assert parse(["--model", "c=d"]).models == (
+        ServedModel("demo", PairSpec("demo")),
+        ServedModel("c", PairSpec("d")),
+    )
+    assert parse(["--model", "demo=d"]).models == (ServedModel("demo", PairSpec("d")),)
     assert parse(["--allow-extra-parameters"]).allow_extra_parameters
     assert parse(["--draft-rank", "1"]).draft_rank == 1
-    assert parse(["--target", "t", "--ahead"]).models == (ServedModel("t", "t", ahead=True),)
+    assert parse(["--target", "t", "--ahead"]).models == (ServedModel("t", PairSpec("t", ahead=True)),)
     found = parse(["--cache-folder", "~/c", "--cache-folder-gb", "0.5"])
     assert (found.cache_folder, found.cache_folder_bytes) == (Path.home() / "c", GB // 2)
 

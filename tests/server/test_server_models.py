@@ -24,8 +24,11 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Models, load_served, need_of, next_in_queue
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
+from mlx_spec.hub.catalog import PairSpec
 
-ONE, TWO, THREE = (ServedModel(name, "demo", num_draft_tokens=2) for name in ("one", "two", "three"))
+ONE, TWO, THREE = (
+    ServedModel(name, PairSpec("demo", num_draft_tokens=2)) for name in ("one", "two", "three")
+)
 NEED = need_of(ONE)
 
 
@@ -79,7 +82,7 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     list(pair.generate([5] * 9, max_tokens=4))
     assert NEED.weights == pytest.approx(mx.get_active_memory() - before, rel=0.02)
     assert NEED.context == pair.info.context_length == 4096
-    assert need_of(replace(ONE, drafter="none")).weights < NEED.weights
+    assert need_of(ServedModel("one", PairSpec("demo", "none"))).weights < NEED.weights
     assert memory_for_models() > 10**8
 
 
@@ -182,7 +185,7 @@ def test_two_models_of_which_one_fits_do_not_take_turns(monkeypatch: pytest.Monk
 
 def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    others = ServedModel("far", "nobody/nothing"), ServedModel("bad", str(tmp_path))
+    others = ServedModel("far", PairSpec("nobody/nothing")), ServedModel("bad", PairSpec(str(tmp_path)))
     with working(settings(ONE, TWO, *others)) as engine:
         one, two, *unknown = engine.models()
         assert not two.loaded and two == replace(one, name="two", loaded=False)
@@ -221,7 +224,7 @@ def test_a_model_that_cannot_be_loaded(target: str, crashes: bool, caplog: pytes
             raise RuntimeError("a secret of the house")
         return load_served(one)
 
-    with working(settings(ONE, ServedModel("two", target), room=1.2), loader) as engine:
+    with working(settings(ONE, ServedModel("two", PairSpec(target)), room=1.2), loader) as engine:
         with caplog.at_level(logging.ERROR):
             found = failure(answer(engine, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "model_not_loaded")

@@ -17,6 +17,7 @@ from support.waiting import wait_until
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.tokenizer.stream import TokenText
 
 BROWSER = chromium.found()
@@ -47,7 +48,7 @@ ENDLESS = f"""window.fetched ??= window.fetch; window.fetch = (path, options) =>
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx2.Client]:
     """A client of a server that drafts in every round, whatever it costs."""
-    models = [ServedModel(name, path, num_draft_tokens=4) for name, path in MODELS.items()]
+    models = [ServedModel(name, PairSpec(path, num_draft_tokens=4)) for name, path in MODELS.items()]
     with serving(Settings(tuple(models))) as client:
         yield client
 

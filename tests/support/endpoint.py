@@ -33,6 +33,7 @@ from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.models import ModelCard, find_model
 from mlx_spec.apps.server.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.session import Positions, Statistics
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import Cost, Reason, TokenLogprob
@@ -40,7 +41,7 @@ from support.waiting import LIMIT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-DEMO = (ServedModel("demo", "demo"),)
+DEMO = (ServedModel("demo", PairSpec("demo")),)
 HOST = "http://localhost"
 HELLO = [{"role": "user", "content": "What does zip do?"}]
 BODIES: dict[str, dict[str, Any]] = {  # the least that each route needs

@@ -12,6 +12,7 @@ import sys
 
 from mlx_spec import Sampling, load
 from mlx_spec.distributed import ranks as module
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.load import draft_for, follow
 from mlx_spec.pair import Pair
 
@@ -36,7 +37,7 @@ def main(target: str, drafter: str, *ahead: str) -> None:
 
     def run() -> int:
         if ranks.rank and ahead:
-            return draft_for(target, drafter, ranks)
+            return draft_for(PairSpec(target, drafter), ranks)
         if ranks.rank:
             return follow(target, ranks)
         over = {"draft_ranks": ranks} if ahead else {"ranks": ranks}

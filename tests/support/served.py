@@ -16,11 +16,12 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Loader, load_served
 from mlx_spec.apps.server.request import Chat, GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.sampling import Sampling
 from support.waiting import wait_until
 
 TIMEOUT_S = 60  # for an event
-DEMO = Settings(models=(ServedModel("demo", "demo", num_draft_tokens=4),))
+DEMO = Settings(models=(ServedModel("demo", PairSpec("demo", num_draft_tokens=4)),))
 QUESTION = "What does os.path.join do?"
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
 
