@@ -22,6 +22,7 @@ from mlx_spec import __version__, hub, load
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.cli.command import ERROR, Json, PairOptions, flag, program, show, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
+from mlx_spec.device.blas import blas_hint, gflops, use_blas
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import LOOKUP
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
@@ -41,7 +42,7 @@ BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each holds all of MLX
 MIN_FREE_BYTES = 5e9  # a small target and its drafter take about as much
 WIDTH, LABEL = 76, 13  # columns of the certificate and of its labels
 LINE = "-" * WIDTH
-SHOWN = ("machine", "system", "backend", "packages")  # checks that the certificate repeats
+SHOWN = ("machine", "system", "backend", "BLAS", "packages")  # checks that the certificate repeats
 MAX_FINDINGS = 3  # differences shown in full
 
 
@@ -148,6 +149,7 @@ def all_checks() -> Iterator[Check]:
     yield Check("machine", "ok", _machine())
     yield Check("system", "ok", f"{name}, {platform.machine()}, Python {platform.python_version()}")
     yield _backend()
+    yield from _blas()
     packages = [f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]
     yield Check("packages", "ok", ", ".join(packages))
     yield _disk()
@@ -191,6 +193,17 @@ def _backend() -> Check:
     gpu = "the GPU, by Metal" if mx.metal.is_available() else "the GPU, by CUDA"
     device = "the CPU" if mx.default_device().type == mx.cpu else gpu
     return Check("backend", "ok", f"MLX {version('mlx')} on {device}")
+
+
+def _blas() -> Iterator[Check]:
+    """Name the BLAS, where MLX's CPU backend calls one, and what it reaches on one large product."""
+    try:
+        require_backend()
+    except NoBackend:
+        return
+    if (blas := use_blas()) is not None:
+        text, hint = f"{blas.name}, {gflops():.0f} GFLOP/s in float32", blas_hint()
+        yield Check("BLAS", "note" if hint else "ok", f"{text}; {hint}" if hint else text)
 
 
 def _disk() -> Check:

@@ -29,6 +29,7 @@ from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.weights import is_dequantized, sizes_of
+from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, PairSpec, made_for
@@ -71,6 +72,7 @@ def load(
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
+    use_blas()
     spec = PairSpec(str(target), None if drafter is None else str(drafter), num_draft_tokens, kv_bits, ahead)
     _check_values(spec)
     shown, paths = _located(spec)

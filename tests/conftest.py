@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_spec.device.blas import use_blas
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    use_blas(threads=1)  # a process of the tests for each core
     if device := os.environ.get("TEST_DEVICE"):  # cpu or gpu; without it MLX chooses
         mx.set_default_device(mx.Device({"cpu": mx.cpu, "gpu": mx.gpu}[device]))
 

@@ -59,6 +59,7 @@ SYNCS = {
     "mlx_spec/sampling/logprobs.py": "the one copy that reads the log-probabilities of a round",
     "mlx_spec/load.py": "weights are read before the first question",
     "mlx_spec/policy/calibrate.py": "measures seconds",
+    "mlx_spec/device/blas.py": "measures seconds",
     "apps/bench.py": "measures seconds",
     "apps/server/prefix_cache.py": "takes the caches of a sequence that is between two answers",
     "apps/roofline.py": "measures seconds",

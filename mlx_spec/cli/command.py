@@ -20,6 +20,7 @@ from typer.main import get_command
 
 from mlx_spec import __version__
 from mlx_spec.checkpoint.files import typed_path
+from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO, PairSpec
 from mlx_spec.hub.names import resolve
@@ -99,6 +100,9 @@ class PairOptions:
             panel=MODEL_PANEL,
         ),
     ] = None
+    mlx_blas: Annotated[
+        bool, flag("--mlx-blas", "on Linux, multiply with the slow BLAS that MLX brings", MODEL_PANEL)
+    ] = False
 
     def __post_init__(self) -> None:
         if self.model is not None and self.target is not None:
@@ -162,7 +166,10 @@ def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | No
     """
     app = typer.Typer(add_completion=False)
     app.command(program, epilog=STATUSES, **settings)(options)
-    return cast(T, run_app(app, f"mlx-spec {program}", arguments))
+    found = cast(T, run_app(app, f"mlx-spec {program}", arguments))
+    if isinstance(found, PairOptions) and found.mlx_blas:
+        use_blas(optimized=False)
+    return found
 
 
 def program(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 
+from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
 
 MEMORY_SHARE = 0.75  # of a machine without Metal, for weights and caches; the rest is for other programs
@@ -15,7 +16,7 @@ class NoBackend(SpecError, ImportError):
 
 
 def require_backend() -> None:
-    """Import MLX. Raises NoBackend, which names what to install."""
+    """Import MLX and give it the best BLAS. Raises NoBackend, which names what to install."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -26,6 +27,7 @@ def require_backend() -> None:
                 "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
             )
         raise NoBackend(f"no MLX backend ({' '.join(str(error).split())}): {way}") from error
+    use_blas()
 
 
 def device_name() -> str:
