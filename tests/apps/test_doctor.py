@@ -53,7 +53,7 @@ def report(pair: Pair) -> dict[str, Any]:
     """Return the report of `mlx-spec doctor --quick --json` on the demo pair."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
-        patch.setattr("mlx_spec.apps.doctor.load", lambda *_: pair)
+        patch.setattr("mlx_spec.apps.doctor.load", lambda **_: pair)
         patch.setattr("mlx_spec.apps.selftest.QUICK", PATIENT)
         assert main(["--quick", "--json"]) == 0
     found: dict[str, Any] = json.loads(out.getvalue())
@@ -104,7 +104,7 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, pair, capsys
         broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
     parted = [each.divergence for each in broken.wrong if each.divergence is not None]
     assert parted[0].found != parted[0].expected and parted[0].gap.roundings > broken.allowed
-    monkeypatch.setattr("mlx_spec.apps.doctor.load", lambda *_: pair)
+    monkeypatch.setattr("mlx_spec.apps.doctor.load", lambda **_: pair)
     monkeypatch.setattr("mlx_spec.apps.selftest.self_test", lambda *_: broken)
     assert main([]) == 1
     out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ from mlx_spec.apps.report import hiding, main
 
 
 def test_the_block_names_machine_versions_text_and_speeds(pair, monkeypatch, capsys):
-    monkeypatch.setattr(report, "load", lambda *_: pair)
+    monkeypatch.setattr(report, "load", lambda **_: pair)
     monkeypatch.setattr(selftest, "QUICK", replace(selftest.QUICK, questions=1, tokens=16, seconds=3.0))
     questions = bench.QUESTIONS
     monkeypatch.setattr(bench, "QUESTIONS", questions[:1])
