@@ -4,7 +4,7 @@ The drafter is SmolLM2, dense and in float32. The target is SmolLM2 with more la
 multiply like others, but add only a little noise to the residual stream: so a pass costs several passes of
 the drafter, which is right most of the time. In float32 both wait for the one memory that they share. A
 target in bfloat16 (`--dtype`) is converted by the CPU, which computes while the drafter reads. There are two
-ranks, each with one thread of OpenBLAS if `--blas` names it. All arms run on rank 0; in the last one rank 1
+ranks, each with one thread of the BLAS that `use_blas` finds. All arms run on rank 0; in the last one rank 1
 drafts ahead.
 
 plain; K, drafting before each pass; K, ahead: the same with the next draft prepared on rank 1 meanwhile.
@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from timing import Run, finish, in_turns, interval, parser, table
 
 from mlx_spec import load
+from mlx_spec.device.blas import use_blas
 from mlx_spec.distributed.ranks import Ranks, join
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import PairSpec
@@ -35,9 +36,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.rank_processes import launched
 
-# One thread for each process, and no new pages for every pass: malloc gives large blocks back at once.
+# No new pages for every pass: malloc gives large blocks back at once.
 ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
 }
@@ -119,7 +119,6 @@ def compared(found: dict[str, list[list[Run]]], seed: int) -> dict[str, object]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--blas", type=Path, help="a shared library with cblas_sgemm; without it: MLX's own")
     types, note = ("float32", "bfloat16", "float16"), "of the target; the drafter is float32"
     options.add_argument("--dtype", choices=types, default="float32", help=note)
     options.add_argument("--every", type=int, default=6, help="layers of the target for each of the drafter")
@@ -134,6 +133,7 @@ def main() -> None:
     if settings.quick:
         settings.every, settings.prompts, settings.repeats, settings.tokens = 2, 1, 1, 8
     if settings.pair is not None:
+        use_blas(threads=1)
         ranks = join()
         assert ranks is not None
         drafts = partial(draft_for, PairSpec(*settings.pair), ranks)
@@ -143,8 +143,7 @@ def main() -> None:
         target = write(Path(folder) / "target", settings.dtype, settings.every, settings.noise)
         drafter = write(Path(folder) / "drafter")
         command = [*sys.argv, "--pair", target, drafter]
-        preload = {} if settings.blas is None else {"LD_PRELOAD": str(settings.blas)}
-        with launched(Path(folder), command, command, environment=preload | ENVIRONMENT) as ranks:
+        with launched(Path(folder), command, command, environment=ENVIRONMENT) as ranks:
             said, errors = ranks[0].communicate()
         if ranks[0].returncode:
             sys.exit(errors)

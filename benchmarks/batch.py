@@ -12,8 +12,8 @@ ends. The arms of a block decode the same prompts. They take turns of a few roun
 the machine meets all of them, and wait for the device at the end of a turn. Ratios are those of one block.
 The texts of all arms are compared with those of plain turns.
 
-With `--acceptance`, drafts are scripted (see blas.py): right with that probability, drawn once for each
-position, and free. `--float32` decodes with dequantized weights, `--blas FILE` with an optimized BLAS.
+With `--acceptance`, drafts are scripted: right with that probability, drawn once for each position, and free.
+`--float32` decodes with dequantized weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from arms import PROMPTS, Folders
-from blas import Script, Scripted, blas_options, use_blas
+from arms import PROMPTS, Folders, Prompt
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.utils import dequantize_model
 from timing import finish, interval, parser, table
@@ -44,7 +44,7 @@ from mlx_spec.policy.batch import BatchPolicies
 from mlx_spec.policy.calibrate import measured
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Drafter
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler
 
 COUNTS = (1, 2, 4, 8)
 BASE, TURNS, ADAPTIVE = "mlx-lm", "turns plain", "batch adaptive"
@@ -54,9 +54,32 @@ Emitted = tuple[int, list[int]]  # index of a sequence, and its tokens
 Arm = Callable[[Sequence[list[int]], int], Iterator[list[Emitted]]]  # steps; the first when all run
 
 
+@dataclass(frozen=True)
+class Script(Prompt):
+    """A prompt, its true continuation, and the positions at which the draft is accepted."""
+
+    truth: tuple[int, ...] = ()
+    right: tuple[bool, ...] = ()
+
+
+class Scripted:
+    """Drafts the truth at the script's accepted positions, another token at the others."""
+
+    needs = FeatureSpec()
+
+    def __init__(self, script: Script, vocab: int) -> None:
+        lines = zip(script.truth, script.right, strict=True)
+        self._tokens = [*script.tokens, *(token if right else (token + 1) % vocab for token, right in lines)]
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        pass
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        return Draft(mx.array(self._tokens[len(history) : len(history) + limit], dtype=mx.int32))
+
+
 def main() -> None:
     settings = arguments()
-    use_blas(settings)
     started = time.time()
     folders = Folders.find(settings.target, settings.drafter)
     folders = folders.cast(settings.dtype) if settings.dtype else folders
@@ -84,7 +107,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--blocks", type=int, default=5)
     options.add_argument("--turn", type=int, default=8, help="rounds of one arm before the next one's")
     options.add_argument("--prompts", type=Path, help="a text file, one prompt a line")
-    blas_options(options)
     settings = options.parse_args()
     if settings.quick:
         settings.counts, settings.lengths, settings.tokens, settings.blocks = [2], [2], 8, 1

@@ -5,7 +5,7 @@ same is done with `--parallel 1`, where they wait for each other, and with mlx_l
 Then all but one client stream, first without and then beside a prompt of `--long` tokens: the time between
 the tokens of the others is what it costs them. Pauses are those that clients see, in milliseconds. Where they
 are long without a prompt, the machine is too slow or too busy for the bound of 100 ms. `--float32` serves
-dequantized weights, `--blas FILE` with an optimized BLAS.
+dequantized weights. All servers multiply with the same BLAS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from arms import Folders
-from blas import blas_options, use_blas
 from serving import READY_TIMEOUT_S, Serving, serving
 from timing import finish, parser, table
 
@@ -44,9 +43,7 @@ def main() -> None:
     options.add_argument("--long", type=int, default=3000, help="tokens of the long prompt")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--float32", action="store_true", help="dequantize the target's weights")
-    blas_options(options)
     settings = options.parse_args()
-    use_blas(settings)
     if settings.quick:
         settings.clients, settings.tokens, settings.long, settings.repeats = [1, 3], 12, 200, 1
     started, most = time.time(), max(settings.clients)
@@ -85,7 +82,8 @@ def mlx_lm_server(folder: Path) -> Iterator[Serving]:
     """Run mlx_lm.server on a checkpoint for as long as the context lasts."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)]
+    code = "from mlx_spec.device.blas import use_blas; use_blas(); from mlx_lm.server import main; main()"
+    command = [sys.executable, "-c", code, "--model", str(folder), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     server, end = Serving(process, "127.0.0.1", port, []), time.monotonic() + READY_TIMEOUT_S
     try:

@@ -5,8 +5,6 @@ with lookup and the adaptive draft length; mlx-lm loads the checkpoint that was 
 dequantizes it. End-of-text tokens are banned, so that every text has `--tokens` tokens. Tokens are compared
 on texts of code, numbers, several languages, emoji and runs of spaces and lines: mlx_spec's `Tokenizer`
 against transformers' AutoTokenizer on the same checkpoint.
-
-`--blas FILE` puts an optimized BLAS in front, see blas.py.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 from arms import PROMPTS, Prompt, conversation, read_prompts
-from blas import blas_options, use_blas
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import dequantize_model
@@ -43,7 +40,6 @@ GAPS = ("", " ", "  ", "\n", "\t", "     ", "\r\n", "\n\n\n", " \n ")
 
 def main() -> None:
     settings = arguments()
-    use_blas(settings)
     started = time.time()
     pair = load(settings.target, "lookup")
     folder = find(settings.target)
@@ -74,7 +70,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--prompts", type=Path, help="a folder of prompts, see arms.py")
     options.add_argument("--tokens", type=int, default=100, help="of a text")
     options.add_argument("--per-kind", type=int, default=5, help="prompts of a kind and folder")
-    blas_options(options)
     settings = options.parse_args()
     if settings.quick:
         settings.tokens, settings.per_kind = 3, 1

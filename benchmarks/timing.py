@@ -26,6 +26,8 @@ from typing import Any
 import mlx.core as mx
 from arms import Decoder, Prompt
 
+from mlx_spec.device.blas import use_blas
+
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "mlx-spec")
 
 
@@ -88,6 +90,7 @@ def finish(question: str, results: Any, settings: argparse.Namespace, started: f
 
 def surroundings() -> dict[str, Any]:
     """Return device, system, versions and load."""
+    blas = use_blas()
     info = mx.device_info() if mx.default_device().type == mx.gpu else {}
     return {
         "device": str(info.get("device_name") or _processor()),
@@ -97,7 +100,7 @@ def surroundings() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
-        "blas": Path(os.environ["LD_PRELOAD"]).name if os.environ.get("LD_PRELOAD") else None,
+        "blas": None if blas is None else blas.name,
         "load_average": os.getloadavg(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
