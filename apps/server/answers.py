@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -156,6 +157,54 @@ def parts(events: Iterable[Event]) -> list[AnswerPart]:
             case ChoiceEnded(index=i):
                 found.setdefault(i, AnswerPart(i)).end = event
     return [found[i] for i in sorted(found)]
+
+
+# --- as blocks
+
+
+class BlockWriter(ABC):
+    """Writes an answer as blocks in their order, of which at most the last one is open.
+
+    A protocol makes the blocks and writes the events: each method yields its own.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self._open: Literal["answer", "thinking"] | None = None  # what the last block holds while it grows
+
+    @abstractmethod
+    def new_block(self, begins: TextDelta | ToolCall) -> dict[str, Any]:
+        """Return the block that this begins, without its text or arguments."""
+
+    @abstractmethod
+    def started(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a new block."""
+
+    @abstractmethod
+    def grown(self, block: dict[str, Any], more: TextDelta | ToolCall) -> Iterator[dict[str, Any]]:
+        """Add text or the arguments of a call to the last block."""
+
+    @abstractmethod
+    def ended(self, block: dict[str, Any], *, is_cut: bool) -> Iterator[dict[str, Any]]:
+        """Yield the events of a complete block; `is_cut` if the answer ended within it."""
+
+    def write(self, event: TextDelta | ToolCall) -> Iterator[dict[str, Any]]:
+        """Write text into the open block if it is of that kind, else into a new one; a call into its own."""
+        kind = event.kind if isinstance(event, TextDelta) else None
+        if kind is None or kind != self._open:
+            yield from self.close()
+            self.blocks.append(self.new_block(event))
+            yield from self.started(self.blocks[-1])
+        yield from self.grown(self.blocks[-1], event)
+        self._open = kind
+        if kind is None:
+            yield from self.ended(self.blocks[-1], is_cut=False)
+
+    def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
+        """End the open block if there is one."""
+        if self._open is not None:
+            self._open = None
+            yield from self.ended(self.blocks[-1], is_cut=is_cut)
 
 
 # --- as JSON

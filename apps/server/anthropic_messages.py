@@ -195,17 +195,16 @@ def _add_block(conversation: parsing.ConversationBuilder, role: str, block: Cont
 # --- answers
 
 
-class MessageWriter:
+class MessageWriter(answers.BlockWriter):
     """Writes an answer as a message that grows block by block."""
 
     def __init__(self, body: MessagesBody, request: GenerationRequest) -> None:
+        super().__init__()
         self._max_tokens = body.max_tokens
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
-        self._content: list[Json] = []
-        self._is_open = False  # the last block still grows
         head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": request.model}
         end = {"stop_reason": None, "stop_sequence": None}
-        self._message: Json = {**head, "content": self._content, **end, "usage": {}}
+        self._message: Json = {**head, "content": self.blocks, **end, "usage": {}}
         self._message |= answers.notes_json(request.notes)
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
@@ -227,11 +226,11 @@ class MessageWriter:
             case None:
                 yield {"type": "ping"}
             case answers.TextDelta(text=text) if text:
-                yield from self._add_text(event)
+                yield from self.write(event)
             case answers.ToolCall():
-                yield from self._add_call(event)
+                yield from self.write(event)
             case answers.ChoiceEnded():
-                yield from self._close_block()
+                yield from self.close()
                 reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
                 self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
             case answers.Finished():
@@ -239,38 +238,33 @@ class MessageWriter:
             case answers.Failed(failure=failure):
                 yield anthropic_body(failure)
 
-    def _add_text(self, delta: answers.TextDelta) -> Iterator[Json]:
-        is_answer = delta.kind == "answer"
-        kind = "text" if is_answer else "thinking"  # of the block, and of the field with its text
-        if not self._is_open or self._content[-1]["type"] != kind:
-            yield from self._open_block({"type": kind, kind: "", **({} if is_answer else {"signature": ""})})
-        if is_answer or self._show_thinking:
-            self._content[-1][kind] += delta.text
-            yield self._delta({"type": f"{kind}_delta", kind: delta.text})
+    def new_block(self, begins: answers.TextDelta | answers.ToolCall) -> Json:
+        if isinstance(begins, answers.ToolCall):
+            return {"type": "tool_use", "id": begins.id, "name": begins.name, "input": {}}
+        if begins.kind == "thinking":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
 
-    def _add_call(self, call: answers.ToolCall) -> Iterator[Json]:
-        yield from self._open_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        if call.arguments:
-            self._content[-1]["input"] = json.loads(call.arguments)
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+    def started(self, block: Json) -> Iterator[Json]:
+        yield self._event("start", content_block=dict(block))
 
-    def _open_block(self, block: Json) -> Iterator[Json]:
-        yield from self._close_block()
-        self._content.append(block)
-        self._is_open = True
-        start = {"type": "content_block_start", "index": len(self._content) - 1}
-        yield {**start, "content_block": dict(block)}
+    def grown(self, block: Json, more: answers.TextDelta | answers.ToolCall) -> Iterator[Json]:
+        kind = block["type"]  # of the block, and of the field with its text
+        if isinstance(more, answers.ToolCall):
+            if more.arguments:
+                block["input"] = json.loads(more.arguments)
+                yield self._event("delta", delta={"type": "input_json_delta", "partial_json": more.arguments})
+        elif kind == "text" or self._show_thinking:
+            block[kind] += more.text
+            yield self._event("delta", delta={"type": f"{kind}_delta", kind: more.text})
 
-    def _close_block(self) -> Iterator[Json]:
-        if not self._is_open:
-            return
-        self._is_open = False
-        if self._content[-1]["type"] == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": ""})
-        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+    def ended(self, block: Json, *, is_cut: bool) -> Iterator[Json]:
+        if block["type"] == "thinking":
+            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
+        yield self._event("stop")
 
-    def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+    def _event(self, name: str, **more: Any) -> Json:
+        return {"type": f"content_block_{name}", "index": len(self.blocks) - 1, **more}
 
     def _finish(self, event: answers.Finished) -> Iterator[Json]:
         is_cut = self._message["stop_reason"] == "max_tokens"

@@ -241,19 +241,19 @@ def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
 # --- answers
 
 
-class ResponseWriter:
+class ResponseWriter(answers.BlockWriter):
     """Writes an answer as a response that grows item by item."""
 
     def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
+        super().__init__()
         self._store = None if body.store is False else store
         self._input = store.conversation(body.previous_response_id, body.input)
         named = _functions(body.tools or ())
         self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
-        self._response = _new_response(body, request)
+        self._response = _new_response(body, request) | {"output": self.blocks}
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
-        self._item: Json = {}  # the item of text that grows; empty if none does
-        self._part: Json = {}  # its only part
+        self._part: Json = {}  # the only part of the item of text that grows
         self._started = False
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
@@ -274,17 +274,12 @@ class ResponseWriter:
             for name in names:
                 yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
         match event:
-            case answers.TextDelta(kind="thinking", text=text) if text:
-                yield from self._ensure_item("reasoning")
-                yield self._grow(text=text)
-            case answers.TextDelta(kind="answer") if event.text or event.logprobs:
-                yield from self._ensure_item("message")
-                logprobs = [answers.logprob_json(token) for token in event.logprobs]
-                yield self._grow(text=event.text, logprobs=logprobs)
+            case answers.TextDelta() if event.text or (event.kind == "answer" and event.logprobs):
+                yield from self.write(event)
             case answers.ToolCall():
-                yield from self._add_call(event)
+                yield from self.write(event)
             case answers.ChoiceEnded(reason=reason):
-                yield from self._close_item("incomplete" if reason == "length" else "completed")
+                yield from self.close(is_cut=reason == "length")
                 if reason == "length":
                     self._response["incomplete_details"] = {"reason": "max_output_tokens"}
             case answers.Finished():
@@ -292,61 +287,56 @@ class ResponseWriter:
             case answers.Failed(failure=failure):
                 yield from self._fail(failure)
 
-    def _ensure_item(self, type: Literal["reasoning", "message"]) -> Iterator[Json]:
-        """Open an item unless one of its type is open."""
-        if self._item.get("type") == type:
-            return
-        yield from self._close_item("completed")
-        if type == "reasoning":
-            self._item = {"id": f"rs_{uuid4().hex}", "type": type, "summary": [], "content": []}
+    def new_block(self, begins: answers.TextDelta | answers.ToolCall) -> Json:
+        if isinstance(begins, answers.ToolCall):
+            space, called = self._spaces.get(begins.name, (None, begins.name))
+            item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": begins.id, "name": called}
+            return item | {"arguments": ""} | ({} if space is None else {"namespace": space})
+        if begins.kind == "thinking":
             self._part = {"type": "reasoning_text", "text": ""}
-        else:
-            self._item = {"id": f"msg_{uuid4().hex}", "type": type, "role": "assistant", "content": []}
-            self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._event("output_item.added", item={**self._item, "status": "in_progress"})
-        yield self._part_event("content_part.added", part=dict(self._part))
+            return {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
+        self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "content": []}
 
-    def _grow(self, **more: Any) -> Json:
-        """Add text, and its logprobs if the part has them."""
-        for key, value in more.items():
-            self._part[key] += value
-        return self._part_event(f"{self._part['type']}.delta", delta=more.pop("text"), **more)
+    def started(self, block: Json) -> Iterator[Json]:
+        yield self._event("output_item.added", item={**block, "status": "in_progress"})
+        if block["type"] != "function_call":
+            yield self._part_event("content_part.added", part=dict(self._part))
 
-    def _close_item(self, status: str) -> Iterator[Json]:
-        item, part = self._item, self._part
-        if not item:
+    def grown(self, block: Json, more: answers.TextDelta | answers.ToolCall) -> Iterator[Json]:
+        if isinstance(more, answers.ToolCall):
+            block["arguments"] = more.arguments
+            if more.arguments:
+                id = block["id"]
+                yield self._event("function_call_arguments.delta", item_id=id, delta=more.arguments)
             return
-        whole = {key: part[key] for key in ("text", "logprobs") if key in part}
-        yield self._part_event(f"{part['type']}.done", **whole)
-        yield self._part_event("content_part.done", part=part)
-        item["content"] = [part]
-        if item["type"] == "reasoning" and self._encode_thinking:
-            item["encrypted_content"] = THINKING_PREFIX + part["text"]
-        self._item = {}
-        yield self._end_item(item, status)
+        self._part["text"] += more.text
+        logprobs = {}
+        if "logprobs" in self._part:
+            logprobs = {"logprobs": [answers.logprob_json(token) for token in more.logprobs]}
+            self._part["logprobs"] += logprobs["logprobs"]
+        yield self._part_event(f"{self._part['type']}.delta", delta=more.text, **logprobs)
 
-    def _add_call(self, call: answers.ToolCall) -> Iterator[Json]:
-        yield from self._close_item("completed")
-        space, called = self._spaces.get(call.name, (None, call.name))
-        id, name = f"fc_{uuid4().hex}", "function_call_arguments"
-        item: Json = {"id": id, "type": "function_call", "call_id": call.id, "name": called, "arguments": ""}
-        item |= {} if space is None else {"namespace": space}
-        yield self._event("output_item.added", item={**item, "status": "in_progress"})
-        if call.arguments:
-            yield self._event(f"{name}.delta", item_id=id, delta=call.arguments)
-        yield self._event(f"{name}.done", item_id=id, name=called, arguments=call.arguments)
-        yield self._end_item({**item, "arguments": call.arguments}, "completed")
-
-    def _end_item(self, item: Json, status: str) -> Json:
-        event = self._event("output_item.done", item={**item, "status": status})
-        self._response["output"].append(event["item"])
-        return event
+    def ended(self, block: Json, *, is_cut: bool) -> Iterator[Json]:
+        if block["type"] == "function_call":
+            call = {"item_id": block["id"], "name": block["name"], "arguments": block["arguments"]}
+            yield self._event("function_call_arguments.done", **call)
+        else:
+            part = self._part
+            whole = {key: part[key] for key in ("text", "logprobs") if key in part}
+            yield self._part_event(f"{part['type']}.done", **whole)
+            yield self._part_event("content_part.done", part=part)
+            block["content"] = [part]
+            if block["type"] == "reasoning" and self._encode_thinking:
+                block["encrypted_content"] = THINKING_PREFIX + part["text"]
+        block["status"] = "incomplete" if is_cut else "completed"
+        yield self._event("output_item.done", item=block)
 
     def _part_event(self, name: str, /, **more: Any) -> Json:
-        return self._event(name, item_id=self._item["id"], content_index=0, **more)
+        return self._event(name, item_id=self.blocks[-1]["id"], content_index=0, **more)
 
     def _event(self, name: str, /, **more: Any) -> Json:
-        return {"type": f"response.{name}", "output_index": len(self._response["output"]), **more}
+        return {"type": f"response.{name}", "output_index": len(self.blocks) - 1, **more}
 
     def _finish(self, event: answers.Finished) -> Json:
         status = "completed" if self._response["incomplete_details"] is None else "incomplete"
@@ -361,7 +351,7 @@ class ResponseWriter:
         code = "invalid_prompt" if failure.status < 500 else "server_error"  # the nearest of the protocol's
         error = {"code": "rate_limit_exceeded" if failure.status == 429 else code, "message": failure.message}
         yield {"type": "error", **error, "param": failure.param}
-        yield from self._close_item("incomplete")
+        yield from self.close(is_cut=True)
         self._response |= {"status": "failed", "error": error}
         yield {"type": "response.failed", "response": self._response}
 
