@@ -171,7 +171,7 @@ def arms_of(
         prompt, script = next(iter(scripted.items()))
         target = pair.open().target
         target.prefill(list(prompt[:-1]))
-        policies.use(measured(target, (Scripted(script, vocab),), list(prompt)))
+        policies.use(measured(target, (Scripted(script, vocab),), list(prompt), vocab))
     else:
         for _ in pair.calibrate():
             pass

@@ -121,7 +121,7 @@ def _measure(pair: Pair) -> None:
     is_terminal = sys.stderr.isatty()
     if is_first and not is_terminal:
         print(text, file=sys.stderr, flush=True)
-    for share in pair.calibrate():
+    for share, _ in pair.calibrate():
         if is_first and is_terminal:
             print(f"\r{text}: {share:.0%}", end="", file=sys.stderr, flush=True)
     if is_first and is_terminal:

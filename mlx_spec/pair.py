@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
+from mlx_spec.policy.calibrate import Slice, Stopwatch
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
@@ -72,7 +74,8 @@ class Pair:
         self._needs = _needs(drafters)
         self._kv_bits = kv_bits
         self._ranks = ranks
-        self._check: Generator[float, None, None] | None = None  # of costs, not yet done
+        self._check: Generator[Slice, None, None] | None = None  # of costs, not yet done
+        self._following: Slice | None = None  # the pass that it does next
 
     def generate(
         self,
@@ -128,28 +131,28 @@ class Pair:
         """Refuse a target that cannot take back rows exactly. Raises NotRewindable."""
         check_rows(self._model, lambda: self.open().target)
 
-    def calibrate(self, context: int | None = None, *, again: bool = False) -> Generator[float, None, None]:
+    def calibrate(
+        self, context: int | None = None, *, again: bool = False, most_s: float = math.inf
+    ) -> Generator[Slice, None, None]:
         """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.
 
-        Yields the share of the time limit that is spent, after each pass: the caller may do other work then,
-        or stop, which changes nothing. Known costs of rounds are kept, in plain tokens of now, unless they
-        are clearly dearer than the new ones: those were measured on a busy machine and could keep drafting
-        off. `again` replaces them. The limit is a second, or half of one where costs are known; a big model
-        takes longer. `context` tokens are read first; left out, those of a first question, as far as the time
-        allows.
+        Yields before each pass what it takes at most: the caller may do other work then, or stop, which
+        changes nothing. Passes that may take more than `most_s` are left out where possible. Known costs of
+        rounds are kept, in plain tokens of now, unless they are clearly dearer than the new ones: those were
+        measured on a busy machine and could keep drafting off. `again` replaces them. The limit is a second,
+        or half of one where costs are known; a big model takes longer. `context` tokens are read first; left
+        out, those of a first question, as far as the time allows.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
             return
-        is_new = again or policies.costs is None
         text = scratch_text(self.tokenizer, context or 256, self.info.context_length)
+        if again or policies.costs is None:
+            watch = Stopwatch(1.0, most_s=most_s)
+        else:
+            watch = Stopwatch(0.5, policies.costs.at(1).plain, most_s)
         found = yield from measure_costs(
-            self.open(),
-            text,
-            self.info.vocab_size,
-            policies.copying,
-            1.0 if is_new else 0.5,
-            whole=context is not None,
+            self.open(), text, self.info.vocab_size, policies.copying, watch, whole=context is not None
         )
         # Answers may have taught something meanwhile.
         known = None if again or policies.costs is None else policies.costs.table()
@@ -158,18 +161,23 @@ class Pair:
         else:
             policies.use(known.at_speed_of(found), policies.measured)
 
-    def check_costs(self, is_wanted: Callable[[], bool]) -> None:
+    def check_costs(self, is_wanted: Callable[[], bool], most_s: float) -> None:
         """Measure costs again if a drafter was too dear to try, until `is_wanted()` returns True.
 
-        That is asked after each pass, and another call goes on. Call it while no request waits.
+        That is asked before each pass, and so is whether it takes `most_s` seconds at most. Another call goes
+        on. Call it while no request waits.
         """
         if self._check is None and isinstance(self.policies, AdaptivePolicies):
             if not self.policies.claim_check():
                 return
-            self._check = self.calibrate()
-        for _ in self._check or ():
-            if is_wanted():
+            self._check = self.calibrate(most_s=0.2)  # seconds: more is a wait that a user notices
+        if self._check is None:
+            return
+        while (following := self._following or next(self._check, None)) is not None:
+            if is_wanted() or following.seconds > most_s:
+                self._following = following
                 return
+            self._following = None
         self._check = None
 
     def prepare(

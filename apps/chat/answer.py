@@ -109,7 +109,7 @@ class ChatState:
         if self.is_interactive:
             self.terminal.note("")
             with hidden_typing():
-                self.conversation.pair.check_costs(lambda: self.interrupts.pressed or key_waits())
+                self.conversation.pair.check_costs(lambda: self.interrupts.pressed or key_waits(), most_s=1.0)
         return outcome
 
     def report(self, outcome: Outcome, *, full: bool) -> None:

@@ -196,12 +196,15 @@ class EngineThread:
         self._models.expire(wanted | self._busy())
 
     def _check_costs(self) -> None:
-        """Measure doubtful costs again, once no request has come for a while, until one comes."""
+        """Measure doubtful costs again, once no request has come for a while, until one comes.
+
+        It may come while a pass runs. A long one begins only after a silence 20 times as long.
+        """
         now = time.monotonic()
         if self._running or self._is_wanted():
             self._last_busy = now
-        elif now - self._last_busy >= IDLE_INTERVAL_S:
-            self._models.check_costs(self._is_wanted)
+        elif (silence_s := now - self._last_busy) >= IDLE_INTERVAL_S:
+            self._models.check_costs(self._is_wanted, max(0.2, silence_s / 20))
 
     def _is_wanted(self) -> bool:
         """Return True if a request waits or the server closes."""

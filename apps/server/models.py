@@ -198,15 +198,15 @@ class Models:
             if limit is not None and now - self._loaded[name].last_used >= limit:
                 self.unload(name)
 
-    def check_costs(self, is_wanted: Callable[[], bool]) -> None:
+    def check_costs(self, is_wanted: Callable[[], bool], most_s: float) -> None:
         """Measure the costs of loaded pairs again where they are in doubt, until `is_wanted()`.
 
-        That is asked after each pass, and another call goes on.
+        That is asked before each pass. None begins that may take more than `most_s`; another call goes on.
         """
         for loaded in self._loaded.values():
             self.measuring = loaded.name
             try:
-                loaded.pair.check_costs(is_wanted)
+                loaded.pair.check_costs(is_wanted, most_s)
             except Exception:  # such as too little memory: the known costs stay
                 LOG.exception("the costs of %s could not be measured again", loaded.name)
             finally:

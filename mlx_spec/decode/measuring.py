@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator
 from mlx_spec.decode.round import generate, prefill
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.policy.calibrate import Share, Stopwatch, measure
+from mlx_spec.policy.calibrate import Slice, Stopwatch, measure
 from mlx_spec.policy.costs import Table
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
@@ -27,43 +27,46 @@ def measure_costs(
     text: Prompt,
     vocab_size: int,
     copying: Collection[int],
-    limit_s: float,
+    watch: Stopwatch,
     *,
     whole: bool,
-) -> Generator[Share, None, Table]:
+) -> Generator[Slice, None, Table]:
     """Return the costs after `text`, or after as much of it as the time allows unless it is to be `whole`.
 
-    `parts` are of a new sequence. Yields after each pass of the model: the caller may do other work then, and
-    need not go on.
+    `parts` are of a new sequence. Yields before each pass: the caller may do other work then, and need not go
+    on.
     """
-    watch = Stopwatch(limit_s)
     yield from _read(parts, text, watch, whole=whole)
     begun = text_prompt(text[: parts.target.size + 1])
     history = list(begun)
     sampler = Sampling().sampler(len(begun), vocab_size)
     # Some drafters wait for the hidden state of a generated token.
     rounds = generate(parts.target, parts.drafters, FixedPolicy(0), sampler, begun, max_tokens=2)
-    for round in rounds:
-        history += round.tokens
-        yield watch.share
+    for _ in range(2):
+        yield watch.before("plain")
         watch.go_on()
-    return (yield from measure(parts.target, parts.drafters, history, copying, watch))
+        history += next(rounds).tokens
+    rounds.close()
+    return (yield from measure(parts.target, parts.drafters, history, vocab_size, copying, watch))
 
 
 def _read(
     parts: SequenceParts, text: Prompt, watch: Stopwatch, *, whole: bool
-) -> Generator[Share, None, None]:
+) -> Generator[Slice, None, None]:
     """Read a text in chunks that double while they are quick. Stop after a quarter of the time."""
-    chunk, before = 8, 0.0
+    chunk = 1
 
     def step() -> int:
         return chunk
 
-    for _ in prefill(parts.target, parts.drafters, text, step):
-        share = watch.share
-        if share >= 1 / 4 and not whole:
-            return
-        chunk *= 2 if share - before < 1 / 16 else 1
-        yield share
+    chunks = prefill(parts.target, parts.drafters, text, step)
+    while whole or watch.share < 1 / 4:
+        yield watch.before(chunk)
         watch.go_on()
-        before = watch.share
+        start = watch.spent_s
+        if next(chunks, None) is None:
+            return
+        watch.stop()
+        seconds = watch.spent_s - start
+        watch.learn(chunk, seconds)
+        chunk *= 2 if seconds < min(watch.limit_s / 16, watch.most_s / 2) else 1

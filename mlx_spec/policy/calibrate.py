@@ -3,14 +3,17 @@
 A sample ends when its result has reached the host, as a round does. The first sample of a size pays for
 compilation and is dropped. Samples of all sizes are interleaved and the lower quartile is kept, because other
 programs only add time. The sizes that matter most come first: a big model fills the time limit with those,
-and the others are interpolated. The caller may do other work after each pass.
+and the others are interpolated. Before each pass the caller learns what it takes at most, and may do other
+work: a request waits for one pass, not for a measurement.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -19,29 +22,46 @@ from mlx_spec.policy.costs import Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 
-# Rows of a pass, the first three required: kernels change in steps. 33 are of several sequences.
+# Rows of a pass, three of them required: kernels change in steps. 33 are of several sequences.
 ROWS = (1, 2, 5, 3, 9, 4, 17, 33, 6, 7, 11, 8, 13)
 DRAFTED = (1, 4, 2, 8)  # draft tokens, the first two required
 RUN = 4  # plain tokens of one sample, each queued while the one before it runs
 SAMPLES = 8  # of every size at most; a quartile of more does not change
 DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
 
-Share = float  # of the time limit that is spent, at most 1
+Name = str | int | tuple[int, int]  # of a sample: its rows, or the drafter and its draft tokens
 Job = Callable[[], Iterator[None]]  # a sample, which yields between its passes
 
 
-class Stopwatch:
-    """Counts the seconds of a job that gives way: those in which its caller did other work are left out."""
+class Slice(NamedTuple):
+    """The state of a measurement before its next pass."""
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s, self.spent_s = limit_s, 0.0
+    share: float  # of the time limit that is spent, at most 1
+    seconds: float  # that the pass takes at most
+
+
+class Stopwatch:
+    """Counts the seconds of a job that gives way: those in which its caller did other work are left out.
+
+    `token_s` is what a plain token is known to take, 0 if nothing is. A pass that may take more than `most_s`
+    is left out where the result can do without.
+    """
+
+    def __init__(self, limit_s: float, token_s: float = 0.0, most_s: float = math.inf) -> None:
+        self.limit_s, self.token_s, self.most_s, self.spent_s = limit_s, token_s, most_s, 0.0
+        self._passes: dict[int, float] = {}  # seconds by rows
+        self._drafts: dict[int, dict[int, float]] = {}  # by drafter, seconds by draft tokens
         self._last = time.perf_counter()
 
     @property
-    def share(self) -> Share:
+    def share(self) -> float:
         """Return the share of the time limit that is spent."""
         self.stop()
         return min(self.spent_s / self.limit_s, 1.0)
+
+    def before(self, name: Name) -> Slice:
+        """Stop before a pass, or a draft."""
+        return Slice(self.share, self.bound(name))
 
     def stop(self) -> None:
         """Count the time until now, before the caller goes on."""
@@ -54,24 +74,39 @@ class Stopwatch:
         paused, self._last = now - self._last, now
         return paused < pause_s
 
+    def learn(self, name: Name, seconds: float) -> None:
+        """Learn what a pass took, or a draft."""
+        if isinstance(name, tuple):
+            self._drafts.setdefault(name[0], {})[name[1]] = seconds
+        elif isinstance(name, int):
+            self._passes[name] = seconds
+
+    def bound(self, name: Name) -> float:
+        """Return what a pass or a draft takes at most: twice the rows take twice as long at most."""
+        if isinstance(name, str):  # while a plain token runs, the next one is queued
+            return 2 * self.bound(1) if name == "plain" else 0.0
+        if isinstance(name, int):
+            size, known, unknown = name, self._passes, self.token_s
+        else:
+            size, known, unknown = name[1], self._drafts.get(name[0], {}), self.bound(1)
+        return min((s * max(size / each, 1) for each, s in known.items()), default=size * unknown)
+
 
 def measure(
     target: LMTarget,
     drafters: Sequence[Drafter],
     history: Sequence[int],
+    vocab_size: int,
     copying: Collection[int],
     watch: Stopwatch,
-) -> Generator[Share, None, Table]:
-    """Return the costs after `history`, all of which but the last token is committed. Yield after each pass.
+) -> Generator[Slice, None, Table]:
+    """Return the costs after `history`, all of which but the last token is committed. Yield before each pass.
 
     A big model takes longer than the limit for two samples of the required sizes. The sequence is left as it
-    was. Drafters in `copying` take no time. A drafter that has no draft here gets
-    assumed costs; one that reads the target has a draft only after a token or two were decoded. The extra
-    cost of verifying a tree counts as drafting.
+    was. Drafters in `copying` take no time. One that has no draft here gets assumed costs; one that reads the
+    target has a draft only after a token or two were decoded. The pass of a tree counts as drafting.
     """
     pending = mx.array(list(history[-1:]), dtype=mx.int32)
-    vocab_size = target.verify(pending).shape[-1]
-    target.commit(0)
     sampler = Sampling().sampler(len(history), vocab_size)
 
     def plain() -> Iterator[None]:
@@ -115,36 +150,50 @@ def measure(
         return iter(())
 
     trees: set[int] = set()
-    required: dict[Hashable, Job] = {"plain": plain, "host": wait}
+    required: dict[Name, Job] = {"plain": plain, "host": wait}
     required |= {rows: partial(verify, rows) for rows in ROWS[:3]}
-    optional: dict[Hashable, Job] = {rows: partial(verify, rows) for rows in ROWS[3:]}
+    optional: dict[Name, Job] = {rows: partial(verify, rows) for rows in ROWS[3:]}
     for i in range(len(drafters)):
         for k in DRAFTED:
-            if i not in copying and drafted(i, k) == k:
+            if i in copying or (k != DRAFTED[0] and watch.bound((i, k)) > watch.most_s):
+                continue
+            yield from _give_way(watch, (i, k))
+            start, is_whole = watch.spent_s, drafted(i, k) == k
+            watch.stop()
+            watch.learn((i, k), watch.spent_s - start)
+            if is_whole:
                 (required if k in DRAFTED[:2] else optional)[i, k] = partial(draft, i, k)
-            yield from _give_way(watch)
     seconds = yield from _lower_quartiles(required, optional, watch)
 
-    one, host = seconds["plain"] / RUN, seconds["host"]
+    one = seconds["plain"] / RUN
     passes = {rows: seconds[rows] for rows in ROWS if rows in seconds}
-    drafts = []
-    for i in range(len(drafters)):
-        taken = {k: seconds[i, k] for k in DRAFTED if (i, k) in seconds and k + 1 in passes}
-        found = {k: max(s - (passes[k + 1] if i in trees else host), 0.0) for k, s in taken.items()}
-        assumed = {k: one * DRAFT_COST * k for k in (1, MAX_DRAFT_TOKENS)}
-        drafts.append({} if i in copying else found or assumed)
-    return Table(one, passes, drafts, host, len(history))
+    assumed = {k: one * DRAFT_COST * k for k in (1, MAX_DRAFT_TOKENS)}
+    drafts = [
+        {} if i in copying else _drafts(seconds, i, i in trees) or assumed for i in range(len(drafters))
+    ]
+    return Table(one, passes, drafts, seconds["host"], len(history))
+
+
+def _drafts(seconds: Mapping[Name, float], drafter: int, is_tree: bool) -> dict[int, float]:
+    """Return the seconds of drafts by their tokens, without the wait for the device or the pass of a tree."""
+    found = {}
+    for k in DRAFTED:
+        if (drafter, k) in seconds and (not is_tree or k + 1 in seconds):
+            other = seconds[k + 1] if is_tree else seconds["host"]
+            found[k] = max(seconds[drafter, k] - other, 0.0)
+    return found
 
 
 def measured(
     target: LMTarget,
     drafters: Sequence[Drafter],
     history: Sequence[int],
+    vocab_size: int,
     copying: Collection[int] = (),
     limit_s: float = 1.0,
 ) -> Table:
     """Return the costs after `history`, as `measure` does, at once."""
-    measuring = measure(target, drafters, history, copying, Stopwatch(limit_s))
+    measuring = measure(target, drafters, history, vocab_size, copying, Stopwatch(limit_s))
     while True:
         try:
             next(measuring)
@@ -154,44 +203,50 @@ def measured(
 
 
 def _lower_quartiles(
-    required: Mapping[Hashable, Job], optional: Mapping[Hashable, Job], watch: Stopwatch
-) -> Generator[Share, None, dict[Hashable, float]]:
-    """Return lower quartiles of interleaved samples. Optional jobs may begin in half of the time."""
-    samples: dict[Hashable, list[float]] = {}
+    required: Mapping[Name, Job], optional: Mapping[Name, Job], watch: Stopwatch
+) -> Generator[Slice, None, dict[Name, float]]:
+    """Return lower quartiles of interleaved samples. Optional jobs may begin in half of the time.
+
+    What may take too long is left out, except for the sizes without which nothing is known.
+    """
+    samples: dict[Name, list[float]] = {}
+    least = {"plain", "host", *ROWS[:2], *(name for name in required if _size(name) == DRAFTED[0])}
     for name, job in {**required, **optional}.items():
-        if name in required or (watch.share < 1 / 2 and _expected(name, samples) < watch.limit_s / 2):
-            yield from _sample(job, watch)
-            seconds, is_whole = yield from _sample(job, watch)
+        bound, sizes = watch.bound(name), sum(isinstance(each, int) for each in samples)
+        is_required = name in required or (isinstance(name, int) and sizes < 3)
+        is_short = is_required or (watch.share < 1 / 2 and bound < watch.limit_s / 2)
+        if name in least or (is_short and bound <= watch.most_s):
+            yield from _sample(name, job, watch)
+            seconds, is_whole = yield from _sample(name, job, watch)
             if not is_whole:
-                seconds, _ = yield from _sample(job, watch)
+                seconds, _ = yield from _sample(name, job, watch)
             samples[name] = [seconds]
     for _ in range(SAMPLES - 1):
         for name, values in samples.items():
             if watch.share < 1:
-                seconds, is_whole = yield from _sample(required.get(name) or optional[name], watch)
+                seconds, is_whole = yield from _sample(name, required.get(name) or optional[name], watch)
                 values += [seconds] if is_whole else []
     return {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
 
 
-def _expected(name: Hashable, samples: Mapping[Hashable, list[float]]) -> float:
-    """Return the seconds of a pass at most, by the rows of the largest that was measured; 0 for others."""
-    known = [rows for rows in samples if isinstance(rows, int)]
-    return samples[max(known)][0] / max(known) * name if isinstance(name, int) and known else 0.0
+def _size(name: Name) -> object:
+    """Return the tokens of a draft; None for passes."""
+    return name[1] if isinstance(name, tuple) else None
 
 
-def _sample(job: Job, watch: Stopwatch) -> Generator[Share, None, tuple[float, bool]]:
+def _sample(name: Name, job: Job, watch: Stopwatch) -> Generator[Slice, None, tuple[float, bool]]:
     """Return the seconds of a job, and False if the caller did other work between its passes."""
-    watch.stop()
+    yield from _give_way(watch, name)
     start, is_whole = watch.spent_s, True
     for _ in job():
-        is_whole &= yield from _give_way(watch)
+        is_whole &= yield from _give_way(watch, name)
     watch.stop()
     seconds = watch.spent_s - start
-    yield from _give_way(watch)
+    watch.learn(1 if name == "plain" else name, seconds / (RUN if name == "plain" else 1))
     return seconds, is_whole
 
 
-def _give_way(watch: Stopwatch) -> Generator[Share, None, bool]:
+def _give_way(watch: Stopwatch, name: Name) -> Generator[Slice, None, bool]:
     """Yield. Return False if the caller did other work."""
-    yield watch.share
+    yield watch.before(name)
     return watch.go_on()
