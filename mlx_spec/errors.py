@@ -29,3 +29,7 @@ class InvalidValue(SpecError):
 
 class PromptTooLong(SpecError):
     """A prompt that does not fit the context of the target."""
+
+
+class NoVision(SpecError):
+    """A model that reads no pictures; its text is the reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,20 +108,23 @@ class Tokenizer:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] = lambda rendered: rendered,
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the model's answer.
 
         `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
-        The template decides about the thinking of earlier turns. Raises InvalidValue if there is no chat
-        template or it refuses the messages, LostText if it leaves out a text of them.
+        `expand` changes the rendered text before it is tokenized. The template decides about the thinking of
+        earlier turns. Raises InvalidValue if there is no chat template or it refuses the messages, LostText
+        if it leaves out a text of them.
         """
         if self._template is None:
             raise InvalidValue(
                 "this target has no chat template: give it a prompt as tokens, without a session"
             )
-        return self.encode(
-            render_history(self._template, messages, thinking=thinking, tools=tools, variables=variables)
+        rendered = render_history(
+            self._template, messages, thinking=thinking, tools=tools, variables=variables
         )
+        return self.encode(expand(rendered))
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         try:

@@ -1,0 +1,189 @@
+"""The pictures of one model: how many rows they have, their places in a prompt, and the tower.
+
+`read_vision` reads JSON and headers alone, so that pictures are counted for models that are not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_optional
+from mlx_spec.drafters.checkpoint import read_tensors
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
+from mlx_spec.prompt import LazyRows, Prompt, Span
+from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.vision import gemma3, gemma4
+from mlx_spec.vision.family import Family, Rows
+from mlx_spec.vision.pictures import MAX_PICTURES, missing_package
+from mlx_spec.vision.pixels import Grid, Pixels, check_processor
+
+FAMILIES = {"gemma3": gemma3.FAMILY, "gemma4": gemma4.WITH_TOWER, "gemma4_unified": gemma4.WITHOUT_TOWER}
+TOKEN_KEYS = ("image_token", "boi_token", "eoi_token")  # of a row, before and after a picture
+# Tensors that are computed, or of parts that rows do not pass.
+UNUSED = re.compile(r"rotary_emb|inv_freq|position_ids$|vision_model\.head\.")
+RANGE = re.compile(r"\.(input|output)_(min|max)$")
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture that is ready for the tower."""
+
+    pixels: Pixels
+    grid: Grid
+    digest: bytes  # of all that its rows depend on besides the weights
+
+    @property
+    def count(self) -> int:
+        """Return the number of its rows, which are tokens of a prompt."""
+        return self.grid[0] * self.grid[1]
+
+
+class Vision:
+    """The pictures of one model. Only rows need MLX and its weights."""
+
+    def __init__(self, checkpoint: StoredModel, family: Family, tokenizer: Tokenizer) -> None:
+        config, folder = checkpoint.config, checkpoint.folder
+        processor = read_optional(folder / "preprocessor_config.json")
+        processor |= read_optional(folder / "processor_config.json").get("image_processor") or {}
+        check_processor(processor)
+        self._checkpoint, self._family = checkpoint, family
+        self._prepare = family.preparation(config, processor)
+        self.sight = family.sight(text_config(config))
+        keys = ((f"{key}_id", f"{key}_index") for key in TOKEN_KEYS)
+        stated = (integer(config, *names) for names in keys)
+        self._tokens = [usual if i is None else i for i, usual in zip(stated, family.tokens, strict=True)]
+        written = [tokenizer.token_bytes(token).decode() for token in self._tokens]
+        if not all(written):
+            raise InvalidValue(f"its tokenizer lacks the tokens of pictures, {self._tokens}")
+        self.words = family.words(*written)
+        self._tower: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tower in its files."""
+        return sum(
+            info.nbytes for name, info in self._checkpoint.headers.tensors.items() if self._is_own(name)
+        )
+
+    def prepare(self, pixels: Pixels) -> Picture:
+        """Return a picture [H, W, 3] resized for the tower. Works on any thread."""
+        resized, grid = self._prepare(pixels)
+        head = json.dumps([resized.shape, grid]).encode()
+        return Picture(resized, grid, hashlib.sha256(head + resized.tobytes()).digest())
+
+    def expand(self, rendered: str, pictures: Sequence[Picture]) -> str:
+        """Return a rendered prompt with the words of each row where the template has a placeholder.
+
+        Newlines beside it may be one token with those of the text, so this comes before tokenizing. A prompt
+        without pictures stays as it is. Raises InvalidValue for too many pictures, and beside pictures for a
+        text with a placeholder.
+        """
+        if not pictures:
+            return rendered
+        if len(pictures) > MAX_PICTURES:
+            raise InvalidValue(f"the prompt has {len(pictures)} pictures: {MAX_PICTURES} are allowed")
+        words = self.words
+        first, *rest = rendered.split(words.placeholder)
+        if len(rest) < len(pictures):
+            raise InvalidValue(f"the chat template shows {len(rest)} of {len(pictures)} pictures: send fewer")
+        found = words.placeholder if len(rest) > len(pictures) else words.row
+        if len(rest) > len(pictures) or (found != words.placeholder and found in rendered):
+            raise InvalidValue(
+                f"a text beside pictures holds {found}, which stands for a picture: take it out"
+            )
+        shown = (f"{words.before}{words.row * picture.count}{words.after}" for picture in pictures)
+        return first + "".join(picture + text for picture, text in zip(shown, rest, strict=True))
+
+    def prompt(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """Return the prompt of a text that was expanded with these pictures and tokenized."""
+        places = [i for i, token in enumerate(tokens) if token == self._tokens[0]]
+        if len(places) != sum(picture.count for picture in pictures):
+            raise InvalidValue(f"{self.words.row} is not one token of this model's tokenizer")
+        rows: dict[bytes, LazyRows] = {}  # a picture that comes twice is encoded once
+        spans, taken = list[Span](), 0
+        for picture in pictures:
+            lazy = rows.setdefault(picture.digest, LazyRows(partial(self.encode, picture)))
+            spans.append(Span(places[taken], picture.count, picture.digest, lazy, picture.grid))
+            taken += picture.count
+        return Prompt(tuple(tokens), tuple(spans))
+
+    def encode(self, picture: Picture) -> Rows:
+        """Compute the rows of a picture, [count, D]. Yield after each step what it computed."""
+        self.load()
+        rows: mx.array = yield from self._tower.encode(picture.pixels, picture.grid)
+        return rows
+
+    def load(self) -> None:
+        """Read the tower, whose weights are not read before the first picture. Raises NoVision."""
+        if self._tower is None:
+            try:
+                self._tower = self._read_tower()
+            except (BadCheckpoint, *LOADING_ERRORS) as error:
+                raise NoVision(
+                    f"{self._checkpoint.folder} holds another vision tower than its config.json says "
+                    f"({one_line(error)}): get the model again"
+                ) from error
+
+    def _is_own(self, name: str) -> bool:
+        return name.removeprefix("model.").startswith(self._family.prefixes) and not UNUSED.search(name)
+
+    def _read_tower(self) -> nn.Module:
+        config = self._checkpoint.config
+        tower = self._family.tower(config["vision_config"], text_config(config)["hidden_size"])
+        found = {
+            name.removeprefix("model."): array
+            for name, array in read_tensors(self._checkpoint.folder).items()
+            if self._is_own(name)
+        }
+        weights = dict(self._family.renamed(*item) for item in found.items())
+        expected = dict(tree_flatten(tower.parameters()))
+        weights = {name: a for name, a in weights.items() if name in expected or not RANGE.search(name)}
+
+        def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            return dict(infer_quant_config(path, module, weights)) if f"{path}.scales" in weights else False
+
+        nn.quantize(tower, class_predicate=settings)
+        tower.load_weights(list(weights.items()))
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.Linear) and mx.issubdtype(module.weight.dtype, mx.integer):
+                raise ValueError(f"{name} is quantized in a way that mlx-lm does not know")
+        return tower
+
+
+def read_vision(folder: Path, tokenizer: Tokenizer) -> Vision:
+    """Return what a checkpoint has for pictures. Raises NoVision with the reason if it has nothing."""
+    checkpoint = read_checkpoint(folder)
+    config = checkpoint.config
+    kind, family = config.get("model_type"), FAMILIES.get(str(config.get("model_type")))
+    if "gguf" in config:
+        raise NoVision("a GGUF file holds no vision tower; the file beside it (mmproj) is not read")
+    if not config.get("vision_config"):
+        raise NoVision("it is a text model: its config.json names no vision tower")
+    if family is None:
+        raise NoVision(f"pictures are read for {', '.join(FAMILIES)}, and it is of model_type {kind}")
+    own = [
+        name for name in checkpoint.headers.tensors if name.removeprefix("model.").startswith(family.prefixes)
+    ]
+    if not own:
+        raise NoVision(
+            "its config.json names a vision tower, but the checkpoint holds none: it was converted for text"
+        )
+    if (problem := missing_package()) is not None:
+        raise NoVision(problem)
+    try:
+        return Vision(checkpoint, family, tokenizer)
+    except (InvalidValue, *LOADING_ERRORS) as error:
+        raise NoVision(one_line(error)) from error

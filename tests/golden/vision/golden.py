@@ -1,0 +1,232 @@
+"""Write what transformers computes for the tiny checkpoints with a vision tower (float32, CPU).
+
+python tests/golden/vision/golden.py [--variants e2b,gemma3]
+
+The names and shapes are explained in ../README.md. Greedy tokens come from a full pass over the whole text
+for each token, without a cache, so that no cache and no prefill of transformers is in play.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make import HERE, SEEDS, WORDS, published, tower_of
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+CLASSES = {
+    "gemma3": transformers.Gemma3ForConditionalGeneration,
+    "gemma4": transformers.Gemma4ForConditionalGeneration,
+    "gemma4_unified": transformers.Gemma4UnifiedForConditionalGeneration,
+}
+NEW = 24  # greedy tokens of an answer
+PICTURES = {
+    "a": (100, 100, 1),
+    "b": (150, 60, 2),
+    "c": (40, 150, 3),
+    "d": (100, 100, 4),
+}  # width, height, seed
+COMPARED = "bc"  # whose pixels and rows are kept
+
+
+def shown(name: str) -> dict[str, str]:
+    return {"type": "image", "image": name}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+# Each case is the user's turns; between them stand the model's own greedy answers.
+CASES = {
+    "one": [[shown("a"), said("What is the capital of Italy?")]],
+    "other": [[shown("d"), said("What is the capital of Italy?")]],
+    "two": [
+        [said("The cat sat on"), shown("b"), said("and the dog sat on"), shown("c"), said("one two three")]
+    ],
+    "later": [
+        [said("What is the capital of Spain?")],
+        [shown("a"), said("Monday Tuesday Wednesday")],
+        [said("one two three")],
+    ],
+    "again": [[shown("a"), said("one two three")], [shown("a"), said("A B C D")]],
+}
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """A smooth coloured picture."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [
+        np.sin(x * rng.uniform(0.02, 0.3) + y * rng.uniform(0.02, 0.3) + rng.uniform(0, 6)) for _ in range(3)
+    ]
+    return Image.fromarray(((np.stack(waves, -1) * 0.5 + 0.5) * 255).astype(np.uint8))
+
+
+def load(folder: Path) -> tuple[str, nn.Module]:
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    options = dict(dtype=torch.float32, attn_implementation="eager")
+    model = CLASSES[kind].from_pretrained(folder, **options).eval()
+    tower = {name: t.float() for name, t in load_file(folder / "model-vision.safetensors").items()}
+    for name, t in tower_of(model).items():
+        t.copy_(tower.pop(published(name)))
+    assert not tower, tower.keys()
+    return kind, model
+
+
+def processor(kind: str, folder: Path) -> Any:
+    """transformers' processor of pictures without torch. That of 12B differs in the size of its patches."""
+    settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    if kind == "gemma3":
+        return Gemma3ImageProcessorPil(**settings, size={"height": 56, "width": 56})
+    if kind == "gemma4_unified":
+        settings |= {
+            "patch_size": settings["patch_size"] * settings["pooling_kernel_size"],
+            "pooling_kernel_size": 1,
+        }
+    return Gemma4ImageProcessorPil(**settings)
+
+
+def expand(kind: str, text: str, counts: list[int]) -> str:
+    """Write placeholders as transformers' processors do."""
+    boi, eoi, image = WORDS["boi"], WORDS["eoi"], WORDS["image"]
+    if kind == "gemma3":
+        parts = text.split(boi)
+        sequences = [f"\n\n{boi}{image * count}{eoi}\n\n" for count in counts]  # Gemma3Processor.__init__
+        own = [SimpleNamespace(full_image_sequence=each) for each in sequences]
+        found = [Gemma3Processor.replace_image_token(each, {"num_crops": [0]}, 0) for each in own]
+    else:
+        parts = text.split(image)
+        own = SimpleNamespace(boi_token=boi, eoi_token=eoi, image_token=image)
+        found = [
+            Gemma4Processor.replace_image_token(own, {"num_soft_tokens_per_image": [count]}, 0)
+            for count in counts
+        ]
+    return parts[0] + "".join(f + p for f, p in zip(found, parts[1:], strict=True))
+
+
+class Reader:
+    """A model with the rows of its pictures."""
+
+    def __init__(self, name: str) -> None:
+        folder = HERE / name
+        self.kind, self.model = load(folder)
+        self.tok = AutoTokenizer.from_pretrained(folder)
+        self.image = self.tok.convert_tokens_to_ids(WORDS["image"])
+        process = processor(self.kind, folder)
+        self.pixels: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}
+        for each in PICTURES:
+            batch = process([Image.open(HERE / f"{each}.png")], return_tensors="np")
+            values = torch.as_tensor(batch["pixel_values"])
+            if self.kind == "gemma3":
+                out = self.model.model.get_image_features(values, return_dict=True)
+                self.pixels[each] = values[0].permute(1, 2, 0)
+            else:
+                places = torch.as_tensor(batch["image_position_ids"])
+                out = self.model.model.get_image_features(values, places, return_dict=True)
+                self.pixels[each] = values[0][(places[0] >= 0).all(-1)]
+            rows = out.pooler_output
+            rows = rows if torch.is_tensor(rows) else rows[0]
+            self.rows[each] = rows.reshape(-1, rows.shape[-1])
+            if self.kind == "gemma4_unified":  # padding stays at the end
+                self.rows[each] = self.rows[each][: self.pixels[each].shape[0]]
+
+    def forward(self, ids: list[int], names: list[str]) -> Tensor:
+        """Logits [S, V] of a whole text, with the rows of its pictures in their places."""
+        tokens = torch.tensor([ids])
+        types = (tokens == self.image).long()
+        rows = [self.rows[name] for name in names]
+        extra: dict[str, Any] = {"token_type_ids" if self.kind == "gemma3" else "mm_token_type_ids": types}
+        if names:
+            pooled = torch.stack(rows) if self.kind == "gemma3" else rows
+            extra["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=pooled)}
+        if self.kind == "gemma4_unified":
+            # Its forward() has the masks of Gemma 3. The documented ones, those of `gemma4`, are made here.
+            extra["attention_mask"] = self.model.create_masks_for_generate(
+                config=self.model.config,
+                inputs_embeds=torch.zeros(1, len(ids), self.model.config.get_text_config().hidden_size),
+                attention_mask=None,
+                cache=None,
+                position_ids=torch.arange(len(ids))[None],
+                mm_token_type_ids=types,
+            )
+        return self.model(input_ids=tokens, use_cache=False, **extra).logits[0].float()
+
+    def answer(self, messages: list[dict], names: list[str]) -> tuple[dict[str, Any], Tensor]:
+        text = self.tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = expand(self.kind, text, [len(self.rows[name]) for name in names])
+        ids = self.tok.encode(text, add_special_tokens=False)
+        stops, out, margins = {1, self.tok.convert_tokens_to_ids("<turn|>")}, list[int](), list[float]()
+        first = self.forward(ids, names)[-1]
+        while len(out) < NEW and not (out and out[-1] in stops):
+            row = self.forward(ids + out, names)[-1] if out else first
+            best = row.topk(2).values
+            margins.append((best[0] - best[1]).item())
+            out.append(int(row.argmax()))
+        said = self.tok.decode([token for token in out if token not in stops], skip_special_tokens=True)
+        return {
+            "ids": ids,
+            "pictures": names,
+            "greedy": out,
+            "min_margin": min(margins),
+            "answer": said,
+        }, first
+
+
+def run(name: str) -> None:
+    reader = Reader(name)
+    tensors = {f"rows.{key}": reader.rows[key] for key in COMPARED}
+    for key in COMPARED:
+        pixels = reader.pixels[key]
+        whole = (pixels * 0.5 + 0.5 if reader.kind == "gemma3" else pixels) * 255
+        assert (whole - whole.round()).abs().max() < 1e-3, "pixels are whole numbers of 1/255"
+        tensors[f"pixels.{key}"] = whole.round().to(torch.uint8)
+    facts: dict[str, Any] = {}
+    for case, turns in CASES.items():
+        messages, facts[case] = list[dict](), []
+        for number, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            parts = [part for m in messages if m["role"] == "user" for part in m["content"]]
+            found, logits = reader.answer(
+                messages, [part["image"] for part in parts if part["type"] == "image"]
+            )
+            facts[case].append(found)
+            tensors[f"logits.{case}.{number}"] = logits
+            print(f"{name:7s} {case:6s} {len(found['ids']):4d} margin {found['min_margin']:.4f}", flush=True)
+            messages.append({"role": "assistant", "content": found["answer"].strip()})
+    worst = min(turn["min_margin"] for turns in facts.values() for turn in turns)
+    assert worst > 1e-3, f"a margin of {worst} leaves no room for float32 noise: try another seed"
+    save_file({key: t.contiguous().clone() for key, t in tensors.items()}, HERE / name / "golden.safetensors")
+    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    lines = [f' "{case}": {json.dumps(turns, ensure_ascii=False)}' for case, turns in facts.items()]
+    lines.insert(0, f' "versions": {json.dumps(versions)}')
+    (HERE / name / "golden.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--variants", default=",".join(SEEDS))
+    torch.set_num_threads(1)
+    for name, size in PICTURES.items():
+        picture(*size).save(HERE / f"{name}.png")
+    for name in parser.parse_args().variants.split(","):
+        run(name)
+
+
+if __name__ == "__main__":
+    main()
