@@ -182,7 +182,10 @@ class Journal:
 
 
 def _locked(file: Path, flags: int) -> TextIO:
-    """Return a file to append to. Raises OSError, also if another process has its lock."""
+    """Return a file to append to. Raises OSError, also if another process has its lock.
+
+    filelock is for files that hold nothing: it empties the one that it locks.
+    """
     handle = os.open(file, flags | os.O_APPEND, OWNER_ONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """Guards in front of the routes: paths, host names, origins of web pages, the API key, sizes of bodies.
 
 Starlette's TrustedHostMiddleware and CORSMiddleware are not enough: the first knows no IPv6 addresses and
-answers in plain text, the second lets requests of foreign pages pass and only hides the response.
+answers in plain text, the second lets requests of foreign pages pass and only hides the response. Its
+`max_body_size` answers in plain text, too, whatever the handlers of the application say.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ A run that is killed leaves a hidden folder that the next run for the same place
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -208,28 +207,17 @@ def locked(out: Path, *, wait: bool = False) -> Iterator[None]:
 
     If another run has it, `wait` for its end, or raise InvalidValue.
     """
+    from filelock import FileLock, Timeout  # it imports asyncio
+
     file = out.parent / f".{out.name}.lock"
-    handle = _open_locked(file, out, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _open_locked(file: Path, out: Path, how: int) -> int:
-    while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, how)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error
-        # A run that just ended may have removed the file between the two calls.
-        with contextlib.suppress(FileNotFoundError):
-            if os.fstat(handle).st_ino == file.stat().st_ino:
-                return handle
-        os.close(handle)
+        with FileLock(file, timeout=-1 if wait else 0):
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)  # who waits for it then takes a new one
+    except Timeout as error:
+        raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error
 
 
 def _sync(folder: Path) -> None:
