@@ -151,8 +151,8 @@ class Choice:
 
     drafter: int
     limit: int
+    source: str = field(compare=False)  # the name of the drafter, which its rounds will say
     ahead: bool = False  # draft for likely outcomes while the target verifies this draft
-    source: str = field(default="drafter", compare=False)  # its name, which its rounds will say
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class AdaptivePolicy:
 
     def choice(self, drafter: int, limit: int, ahead: bool = False) -> Choice:
         """Return the choice of a drafter, with its name."""
-        return Choice(drafter, limit, ahead, self._names[drafter])
+        return Choice(drafter, limit, self._names[drafter], ahead)
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
         """Return the draft length of a drafter with the best speed, that speed, and `Choice.ahead`."""
@@ -373,7 +373,7 @@ class FixedPolicy:
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
-        choices = [Choice(index, self._length, self._ahead, name) for index, name in names if self._length]
+        choices = [Choice(index, self._length, name, self._ahead) for index, name in names if self._length]
         own = len(self._names)
         choices = [*choices[own:], *choices[:own]]
         self._decision = Decision(tuple(choices), self._reason)

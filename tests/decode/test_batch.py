@@ -68,7 +68,7 @@ class RandomLengths:
     def decide(self, history: Sequence[int]) -> Decision:
         self.lengths = self.lengths or self.draw.choice([[0] * 4, self.draw.choices(range(8), k=4)])
         length = self.lengths.pop()
-        return Decision((Choice(0, length),) if length else (), Reason.FIXED)
+        return Decision((Choice(0, length, "drafter"),) if length else (), Reason.FIXED)
 
     def observe(self, round: Round) -> None: ...
 

@@ -86,7 +86,7 @@ class Probing:
     def decide(
         self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
     ) -> list[Decision]:
-        return [Decision((Choice(0, 2),), Reason.PROBE)] * len(policies)
+        return [Decision((Choice(0, 2, "drafter"),), Reason.PROBE)] * len(policies)
 
     def observe(self, rounds: Sequence[Round | None]) -> None: ...
 

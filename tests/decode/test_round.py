@@ -126,7 +126,7 @@ def test_the_next_drafter_is_tried_where_one_has_nothing(kind: str) -> None:
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) % 3 == 0 else 0, sampler)
 
-    policy = Listed(Decision((Choice(0, 2, source="seldom"), Choice(1, 4)), Reason.PAYS))
+    policy = Listed(Decision((Choice(0, 2, "seldom"), Choice(1, 4, "drafter")), Reason.PAYS))
     drafters = [Seldom(prompt + truth), Scripted(prompt + truth, 2)]
     done = rounds(LMTarget(MODELS[kind]), drafters, policy, prompt, COUNT)
     assert emitted(done) == truth
@@ -142,7 +142,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) > 30 else 0, sampler)
 
-    policy = Listed(Decision((Choice(0, 4),), Reason.PAYS))
+    policy = Listed(Decision((Choice(0, 4, "drafter"),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
     queued, done = [], []
     for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
@@ -161,7 +161,10 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
 def test_a_round_says_what_it_was(kind: str) -> None:
     """A draft that is wanted lets the queued token land; the last round queues nothing."""
     prompt, truth = tiny.prompt(17), said(kind, 17)
-    draft, plain_ = Decision((Choice(0, 3),), Reason.PAYS), Decision((), Reason.COST, plain_seconds=0.5)
+    draft, plain_ = (
+        Decision((Choice(0, 3, "drafter"),), Reason.PAYS),
+        Decision((), Reason.COST, plain_seconds=0.5),
+    )
     policy = Listed(plain_, plain_, draft, draft)
     done = rounds(LMTarget(MODELS[kind]), Scripted(prompt + truth, 2), policy, prompt, COUNT)
     assert emitted(done) == truth

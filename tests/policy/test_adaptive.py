@@ -157,7 +157,7 @@ def test_trees_bring_their_own_estimate():
     policies.costs.at(1).longest = 16
     policies.account.lead = BUFFER
     policy.observe(Round([0, 0, 0], 3, 2, "draft", "mtp", nodes=6, ranks=(0, 1), seconds=0.04))
-    assert policy.decide(range(9)).choices == (Choice(0, 6),)
+    assert policy.decide(range(9)).choices == (Choice(0, 6, "drafter"),)
 
 
 # Requests
@@ -178,11 +178,11 @@ def test_a_queued_token_uses_up_what_a_request_drafter_has():
     device, policies = pair("flat", ())
     policy = policies.policy(device.clock)
     policy.begin([request_drafter(lambda history: 1, prior=0.99)])
-    assert policy.decide(range(5)).choices == (Choice(0, 1),)
+    assert policy.decide(range(5)).choices == (Choice(0, 1, "drafter"),)
     policy.observe(Round([0], 0, 0, "plain", seconds=PLAIN_SECONDS))
     assert policy.decide(range(6)).choices == ()
     policy.observe(Round([0], 0, 0, "drained", seconds=PLAIN_SECONDS))
-    assert policy.decide(range(7)).choices == (Choice(0, 1),)
+    assert policy.decide(range(7)).choices == (Choice(0, 1, "drafter"),)
 
 
 def test_a_clock_that_stands_still():
