@@ -25,7 +25,7 @@ from mlx_spec.checkpoint.config import (
     read_published,
     vocab_size,
 )
-from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family
+from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.weights import is_dequantized, sizes_of
@@ -269,8 +269,9 @@ def _refuse_unconverted(shown: PairSpec, folder: Path) -> None:
     """Raise BadCheckpoint for a published drafter that has to be converted first."""
     from mlx_spec.drafters.checkpoint import KEY, read_tensors
 
-    config = read_published(folder)
-    family = drafter_family(config, read_tensors(folder).keys())
+    config, names_of_tensors = read_published(folder), read_tensors(folder).keys()
+    refuse_unsupported(config, names_of_tensors)
+    family = drafter_family(config, names_of_tensors)
     if family is not None and not family.is_ours and KEY not in config:
         raise BadCheckpoint(
             f"{shown.drafter} is a drafter of the kind {family.kind} as published: run `mlx-spec convert "

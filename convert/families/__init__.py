@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mlx_spec.checkpoint.drafter_families import FAMILIES, DrafterFamily, drafter_family
+from mlx_spec.checkpoint.drafter_families import FAMILIES, DrafterFamily, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.files import shortened
 from mlx_spec.errors import BadCheckpoint
 
@@ -15,6 +15,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str]) -> DrafterFamil
 
     Raises BadCheckpoint, which names what was found and what is known.
     """
+    refuse_unsupported(config, names)
     family = drafter_family(config, names)
     family = family or next((each for each in FAMILIES if each.is_inside(config, names)), None)
     if family is not None:

@@ -29,6 +29,15 @@ MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 SPELLINGS = (("model.", ""), ("midlayer.", "layers.0."))
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
+KEYS = {
+    *SWITCHES,
+    *MASK_KEYS,
+    *common.LAYER_KEYS,
+    LAYER_IDS,
+    "norm_output",
+    "draft_vocab_size",
+    "target_hidden_size",
+}
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
@@ -52,12 +61,17 @@ def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converte
 def _convert(
     name: str, title: str, tensors: Tensors, config: Config, target: Config, **fields: Any
 ) -> Converted:
-    layer = common.layer_config(config)
+    layer, nested = common.layer_config(config), config.get("eagle_config") or {}
+    for part in (config, layer, nested):
+        common.refuse_switches(title, part, {*KEYS, "eagle_config", "transformer_layer_config"})
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        raise BadCheckpoint(
+            f"{title} has layer_types with a sliding window: only full attention is supported"
+        )
     capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
+    config = {**nested, **{key: value for key, value in config.items() if value is not None}}
     sizes = common.check_captured(title, config, capture, target)
     source = common.read(title, tensors, config, SPELLINGS)
-    if not config.get("norm_before_fc"):
-        source.drop("input_norm.weight", "norm_before_fc is off in its config.json")
     vocab = common.size(layer, "vocab_size", title)
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     chain = "post_norm" if config.get("norm_output") else "pre_norm"
@@ -71,7 +85,8 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     """Return the layer outputs that fc reads, of a target of `depth` layers, and a note.
 
     vLLM and speculators number a layer's input, SGLang (`eagle_config`) its output; both default to the
-    inputs of layers 2, L // 2 and L - 3, which tells an explicit list apart.
+    inputs of layers 2, L // 2 and L - 3, which tells an explicit list apart. NVIDIA also numbers inputs in
+    `eagle_config`, as an id of L shows: the input of a layer after the last.
     """
     default = (2, depth // 2, depth - 3)
     outputs = tuple(index - 1 for index in default)
@@ -80,6 +95,6 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     ids = tuple(config.get(LAYER_IDS) or inner or ())
     if not ids:
         return outputs, f"no {LAYER_IDS}: inputs of layers {list(default)}, the reference's"
-    if ids != default and (ids == outputs or not config.get(LAYER_IDS)):
+    if ids != default and depth not in ids and (ids == outputs or not config.get(LAYER_IDS)):
         return ids, f"{LAYER_IDS} {list(ids)} read as layer outputs"
     return tuple(index - 1 for index in ids), f"{LAYER_IDS} {list(ids)} read as layer inputs"

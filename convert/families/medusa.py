@@ -25,6 +25,10 @@ INSIDE = tuple(prefix for prefix, _ in PREFIXES)
 REFERENCE = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(?:(\d+)\.linear\.(?:weight|bias)|\d+\.weight)")
 VLLM = re.compile(r"(?:medusa_heads\.)?(?:blocks|lm_heads)\.(\d+)\.(?:layers\.(\d+)\.(?:weight|bias)|weight)")
 COUNT_KEYS = ("medusa_num_heads", "num_heads")
+KEYS = {
+    *COUNT_KEYS,
+    *"medusa_num_layers num_hidden_layers hidden_size vocab_size base_model_name_or_path".split(),
+}
 
 
 def recognizes(config: Config, names: Collection[str]) -> bool:
@@ -51,6 +55,8 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
             own += [(f"{head}.{layer}.linear.", f"{ours}layers.{layer}.") for layer in range(depth)]
             own += [(f"{head}.{depth}.", f"{ours}lm_head."), (f"{head}.", ours)]
     in_target = any(name.startswith(INSIDE) for name in tensors)
+    if not in_target:
+        common.refuse_switches(TITLE, config, KEYS)
     source = common.read(TITLE, tensors, config, PREFIXES, own, in_target=in_target)
     biased = any(name.endswith(".bias") for name in source.tensors)
     network = MedusaNetwork(len(heads), depth, **sizes, biased=biased)

@@ -265,6 +265,8 @@ def recognizes(config: Config, names: Collection[str]) -> bool:
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a head. Raises BadCheckpoint and Mismatch."""
+    heads = {key: value for key, value in text_config(config).items() if "mtp" in key or "nextn" in key}
+    common.refuse_switches("the MTP head", heads, (QWEN_KEY, NEXTN_KEY))
     if _recognizes_qwen(config, tensors.keys()):
         return _convert_qwen(tensors, config, target)
     name = _nextn_of(config, tensors.keys())

@@ -33,6 +33,10 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
             f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: "
             f"{common.OTHER_DRAFTER}"
         )
+    model_class, args_class = _get_classes(dict(config))
+    common.refuse_switches(
+        TITLE, config, {MASK, *common.LAYER_KEYS, *vars(args_class)["__dataclass_fields__"]}
+    )
     source, layer = common.read(TITLE, tensors, config), common.own_config(config)
     layer.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     if layer["tie_word_embeddings"]:
@@ -40,7 +44,6 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     conventions = Conventions(hidden="none", rope="own")
     written = common.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
     try:
-        model_class, args_class = _get_classes(layer)
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:
         raise BadCheckpoint(

@@ -13,6 +13,7 @@ from mlx_spec.checkpoint.config import integer
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.weights import target_shape
+from mlx_spec.errors import BadCheckpoint
 
 CONVERTERS = "mlx_spec.convert.families"
 Recognizer = Callable[[str, Config, Collection[str]], bool]
@@ -57,9 +58,24 @@ class DrafterFamily:
 
 def drafter_family(config: Config, tensors: Collection[str]) -> DrafterFamily | None:
     """Return the family of a drafter by config and names of tensors, None for a target."""
-    said = [config.get(key) for key in ("model_type", "speculators_model_type", "architectures")]
-    words = re.sub(r"[^a-z0-9 ]", "", " ".join(map(str, said)).lower())
+    words = _words(config)
     return next((family for family in FAMILIES if family.recognizes(words, config, tensors)), None)
+
+
+def refuse_unsupported(config: Config, tensors: Collection[str]) -> None:
+    """Raise BadCheckpoint for a drafter of a kind that is known and cannot be run."""
+    words = _words(config)
+    for kind, recognizes, reason in UNSUPPORTED:
+        if recognizes(words, config, tensors):
+            raise BadCheckpoint(
+                f"drafters of the kind {kind} are not supported: {reason}. Use another drafter for this "
+                "target, or lookup"
+            )
+
+
+def _words(config: Config) -> str:
+    said = [config.get(key) for key in ("model_type", "speculators_model_type", "architectures")]
+    return re.sub(r"[^a-z0-9 ]", "", " ".join(map(str, said)).lower())
 
 
 def marks(words: str, keys: Collection[str] = (), tensor: str = r"\A\Z") -> Recognizer:
@@ -110,6 +126,10 @@ def _same_size(config: Config, tensors: Tensors, layers: str = "") -> TargetShap
     return TargetShape(own.hidden_size, _axis(tensors, "t2d", 0) or own.vocab_size, integer(config, layers))
 
 
+def _block(config: Config, tensors: Tensors) -> TargetShape:
+    return _same_size(config, tensors, "num_target_layers")
+
+
 def _fused(config: Config, tensors: Tensors) -> TargetShape:
     width = (_axis(tensors, "fc.weight", 1) or 0) // 3  # [D, 3 D of the target]
     same = _same_size(config, tensors)
@@ -155,12 +175,43 @@ FAMILIES: tuple[DrafterFamily, ...] = (
         },
     ),
     DrafterFamily(
+        "Gemma 4 DSpark",
+        ("gemma4_dspark",),
+        "dspark:open_gemma4_dspark",
+        "dflash:convert_gemma4_dspark",
+        marks("gemma4dspark"),
+        _block,
+        made_for={"deepseek-ai/dspark_gemma4_12b_block7": "google/gemma-4-12B-it"},
+    ),
+    DrafterFamily(
+        "DSpark",
+        ("dspark",),
+        "dspark:open_dspark",
+        "dflash:convert_dspark",
+        marks("dspark", ("markov_rank", "dspark_markov_rank"), r"\bmarkov_head\."),
+        _block,
+        made_for={
+            **{f"deepseek-ai/dspark_qwen3_{n}b_block7": f"Qwen/Qwen3-{n}B" for n in (4, 8, 14)},
+            "RedHatAI/Qwen3.8-27B-speculator.dspark": "Qwen/Qwen3.8-27B",
+            "makora-ai/gemma4-26b-a4b-dspark": "google/gemma-4-26B-A4B-it",
+        },
+    ),
+    DrafterFamily(
+        "DFlash2",
+        ("dflash2",),
+        "dflash2:open_dflash2",
+        "dflash:convert_dflash2",
+        marks("dflash2", ("conv_kernel_size",), r"\bcandidate_selector\."),
+        _block,
+        made_for={f"{owner}/Qwen3.8-27B-DFlash2": "Qwen/Qwen3.8-27B" for owner in ("z-lab", "incoai")},
+    ),
+    DrafterFamily(
         "DFlash",
         ("dflash",),
         "dflash:open_dflash",
         "dflash:convert",
         marks("dflash", ("dflash_config",)),
-        lambda config, tensors: _same_size(config, tensors, "num_target_layers"),
+        _block,
         made_for={
             **{f"z-lab/Qwen3-{size}-DFlash-b16": f"Qwen/Qwen3-{size}" for size in ("4B", "8B")},
             **{
@@ -217,6 +268,23 @@ FAMILIES: tuple[DrafterFamily, ...] = (
         _is_mtp,
         _same_size,
         inside="mtp:recognizes",
+    ),
+)
+FEW = "few checkpoints have its heads, which are not implemented here"
+# Kinds that are known and refused: how one is recognized, and why it cannot be run.
+UNSUPPORTED: tuple[tuple[str, Recognizer, str], ...] = (
+    ("LiLiCorr", marks("lilicorr"), "its transformer over the lattice of tokens is not implemented here"),
+    ("Domino", marks("domino", tensor=r"\bprefix_gru\b"), FEW),
+    ("DFly", marks("dfly"), FEW),
+    ("XPress", marks("xpress"), FEW),
+    ("D2SD", marks("d2sd"), FEW),
+    ("FastMTP", marks("fastmtp"), FEW),
+    ("EAGLE-4", marks("eagle4"), "its licence is not open"),
+    ("EAGLE", marks(r"eagle(?!3|draft)"), "it is older than EAGLE-3, which is read"),
+    (
+        "Qwen4 MTP",
+        marks(r"qwen4\w*mtp", tensor=r"\bmtp\.fc_(embedding|hidden)\b"),
+        "its target has several residual streams, and no model of mlx-lm has them",
     ),
 )
 OPENED_AS = {model_type: family for family in FAMILIES for model_type in family.model_types}

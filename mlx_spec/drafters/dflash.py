@@ -3,15 +3,18 @@
 The block is the pending token and masks. It is always as long as in training, however many tokens are
 wanted. A slot predicts its own token, so the first slot, whose token is known, predicts nothing; checkpoints
 that also draft from it record a shift of 1. Slots do not see each other's tokens: each is drawn from its
-marginal distribution.
+marginal distribution, unless a network overrides `follow`, as DFlash2 and DSpark do.
 
 A context row is the target's captured layers, projected once and turned into K and V by every layer. Only
-the block has queries; its rows see the whole context and each other.
+the block has queries. A row of it sees the context and the block, as `View` says.
+
+Source: z-lab `dflash` 0.1.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ import mlx.nn as nn
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.drafters.checkpoint import CONFIG, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
-from mlx_spec.drafters.drawing import DrafterSource, draw_rows
+from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
 from mlx_spec.drafters.layers import (
     LAYER_CONFIG,
     DrafterAttention,
@@ -34,25 +37,47 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-SUPPORTED = {  # switches of a config, and the only supported value
-    "is_causal": False,
-    "causal": False,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-}
 SOFTCAP = "final_logit_softcapping"
 
 
-def _windows(layer: Mapping[str, Any]) -> list[int | None]:
-    """Return the window of each layer; None if it sees the whole context. Raises BadCheckpoint."""
+@dataclass(frozen=True)
+class View:
+    """The keys that a row of the block sees in one layer."""
+
+    window: int | None  # keys on each side, the row's own included; None: all
+    causal: bool  # nothing of the block behind it
+
+    def mask(self, before: int, rows: int) -> tuple[int, mx.array | None]:
+        """Return the first key that a row of the block sees, and which of the keys from there on each sees.
+
+        `before`: the keys of the context. None if every row sees all.
+        """
+        low = 0 if self.window is None else max(before - self.window + 1, 0)
+        if not self.causal and (self.window is None or before + rows <= self.window):
+            return low, None
+        apart = mx.arange(before, before + rows)[:, None] - mx.arange(low, before + rows)
+        seen = apart >= 0 if self.causal else mx.ones(apart.shape, dtype=mx.bool_)
+        return low, seen if self.window is None else seen & (mx.abs(apart) < self.window)
+
+
+def views(config: LayerConfig) -> list[View]:
+    """Return the view of each layer. Raises BadCheckpoint."""
+    layer: dict[str, Any] = config.written["layer_config"]
     count = required(layer, "num_hidden_layers", int, LAYER_CONFIG)
-    kinds = layer.get("layer_types") or [FULL] * count
+    kinds, causal = (
+        layer.get("layer_types") or [FULL] * count,
+        required(config.written, "causal", list, CONFIG),
+    )
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise BadCheckpoint(
             f"{LAYER_CONFIG} has layer_types {kinds} for {count} layers, known are {SLIDING!r} and {FULL!r}"
         )
+    if len(causal) != count:
+        raise BadCheckpoint(f"{CONFIG} has causal {causal} for {count} layers: convert it again")
+    bounded = layer.get("use_sliding_window") is not False
     return [
-        required(layer, "sliding_window", int, LAYER_CONFIG) if kind == SLIDING else None for kind in kinds
+        View(required(layer, "sliding_window", int, LAYER_CONFIG) if kind == SLIDING and bounded else None, c)
+        for kind, c in zip(kinds, causal, strict=True)
     ]
 
 
@@ -62,12 +87,16 @@ class DFlashNetwork(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        windows = _windows(config.written["layer_config"])
         self.fc = nn.Linear(len(config.conventions.capture) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
-        self.layers = [DrafterLayer(config, _Attention(config, i, w)) for i, w in enumerate(windows)]
+        self.layers = [self.make_layer(config, index, view) for index, view in enumerate(views(config))]
         self.norm = nn.RMSNorm(width, eps=eps)
         add_tables(self, config.tensors, width, config.vocab_size, config.draft_vocab_size)
+        self._softcap = config.written.get(SOFTCAP) if "lm_head" in self else None
+
+    def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
+        """Return layer `index`."""
+        return DrafterLayer(config, BlockAttention(config, index, view))
 
     def remember(self, rows: mx.array, caches: Sequence[Rows]) -> None:
         """Append K and V of context rows [T, F] to the caches."""
@@ -83,18 +112,32 @@ class DFlashNetwork(nn.Module):
         normed: mx.array = self.norm(x)[0]
         return normed
 
+    def capped(self, logits: mx.array) -> mx.array:
+        """Return logits with the softcap of the drafter's own head; the target's head brings its own."""
+        return logits if self._softcap is None else mx.tanh(logits / self._softcap) * self._softcap
 
-class _Attention(DrafterAttention):
-    def __init__(self, config: LayerConfig, index: int, window: int | None) -> None:
+    def follow(
+        self, hidden: mx.array, logits: mx.array, before: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return the logits [1, V] of a slot after the token `before` [1], and the state for the next slot.
+
+        `hidden` [1, D] and `logits` are the slot's own; the first slot has no state.
+        """
+        return logits, state
+
+
+class BlockAttention(DrafterAttention):
+    """Attention of the rows of a block over the context and the block."""
+
+    def __init__(self, config: LayerConfig, index: int, view: View) -> None:
         super().__init__(config, config.hidden_size, f"layers.{index}.self_attn", normed=True)
-        self._window = window
+        self._view = view
 
     def __call__(self, x: mx.array, cache: Rows) -> mx.array:
-        """Attend from [1, B, D]: each row sees the context in the first row's window, and the whole block."""
         before, position = cache.size, cache.offset
         keys, values = self.append(x, cache, position)
-        low = 0 if self._window is None else max(before - self._window + 1, 0)
-        return self.attend(self.queries(x, position), keys[..., low:, :], values[..., low:, :])
+        low, mask = self._view.mask(before, x.shape[1])
+        return self.attend(self.queries(x, position), keys[..., low:, :], values[..., low:, :], mask)
 
 
 class DFlash(ConditionedDrafter):
@@ -116,27 +159,39 @@ class DFlash(ConditionedDrafter):
         """Return tokens up to the end of the block."""
         self._write(self._num_waiting)
         self._cut()
+        network = self._network
         embedded = self._parts.embed(mx.array([history[-1], *self._masks], dtype=mx.int32))
-        drafted = self._network(embedded, self._caches)[1 - self._shift :][:limit]
-        return draw_rows(self._parts.unembed(drafted), history, sampler)
+        hidden = network(embedded, self._caches)[1 - self._shift :][:limit]
+        logits = network.capped(self._parts.unembed(hidden))
+        builder, before = DraftBuilder(history, sampler), mx.array([history[-1]], dtype=mx.int32)
+        state: mx.array | None = None
+        for j in range(hidden.shape[0]):
+            row, state = network.follow(hidden[j : j + 1], logits[j : j + 1], before, state)
+            before = builder.draw(row)
+        return builder.draft()
+
+
+def block_source(
+    kind: Callable[[LayerConfig], nn.Module],
+    path: Path,
+    config: Mapping[str, Any],
+    target_config: Mapping[str, Any],
+) -> DrafterSource:
+    """Load a converted network that drafts blocks; its `model_type` is the name of its source.
+
+    Raises BadCheckpoint, and Mismatch if it is made for another target.
+    """
+    network, sizes = load_layers(kind, path, config, target_config)
+    cap = text_config(target_config).get(SOFTCAP)
+    if "lm_head" not in network and config.get(SOFTCAP) not in (None, cap):
+        raise BadCheckpoint(
+            f"{CONFIG} has {SOFTCAP} {config[SOFTCAP]!r}, the target {cap!r}: only the target's is supported"
+        )
+    masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", int, CONFIG) - 1)
+    needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
+    return network_source(config["model_type"], network, needs, sizes.vocab_size, DFlash, masks, shift)
 
 
 def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(DFlashNetwork, path, config, target_config)
-    _check_switches(config, target_config)
-    masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", int, CONFIG) - 1)
-    needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
-    return network_source("dflash", network, needs, sizes.vocab_size, DFlash, masks, shift)
-
-
-def _check_switches(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
-    for key, known in SUPPORTED.items():
-        if config.get(key, known) != known:
-            raise BadCheckpoint(f"{CONFIG} has {key} = {config[key]!r}, only {known!r} is supported")
-    target = text_config(target_config)
-    if config.get(SOFTCAP) not in (None, target.get(SOFTCAP)):
-        raise BadCheckpoint(
-            f"{CONFIG} has {SOFTCAP} {config[SOFTCAP]!r}, the target {target.get(SOFTCAP)!r}: only "
-            "the target's is supported"
-        )
+    return block_source(DFlashNetwork, path, config, target_config)

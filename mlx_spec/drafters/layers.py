@@ -1,4 +1,4 @@
-"""The parts that EAGLE-3, P-EAGLE and DFlash share: sizes in config.json, attention, tables of their own."""
+"""Parts that EAGLE-3, P-EAGLE and the DFlash family share: sizes in config.json, attention, own tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3 import MLP
+from mlx_lm.models.gemma3_text import MLP as GeluMLP
+from mlx_lm.models.qwen3 import MLP as SiluMLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint.config import text_config
@@ -28,7 +29,7 @@ from mlx_spec.drafters.conditioned import Rows
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 LAYER_CONFIG = f"layer_config in {CONFIG}"
-ACTIVATION = "silu"
+MLPS: dict[str, Callable[[int, int], nn.Module]] = {"silu": SiluMLP, "gelu_pytorch_tanh": GeluMLP}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LayerConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+    hidden_act: str
     rope: nn.Module
     tensors: frozenset[str]
     conventions: Conventions
@@ -55,11 +57,10 @@ class LayerConfig:
         Raises BadCheckpoint for a missing key and an unsupported value.
         """
         layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-        activation = layer.get("hidden_act", ACTIVATION)
-        if activation != ACTIVATION:
-            raise BadCheckpoint(
-                f"the drafter's hidden_act is {activation!r}, only {ACTIVATION!r} is supported"
-            )
+        activation = layer.get("hidden_act", "silu")
+        if activation not in MLPS:
+            known = " and ".join(map(repr, MLPS))
+            raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, {known} are supported")
         integers = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
         sizes: dict[str, Any] = {key: required(layer, key, int, LAYER_CONFIG) for key in integers}
         head_dim = layer.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
@@ -70,6 +71,7 @@ class LayerConfig:
             num_key_value_heads=layer.get("num_key_value_heads") or sizes["num_attention_heads"],
             head_dim=head_dim,
             rms_norm_eps=required(layer, "rms_norm_eps", float, LAYER_CONFIG),
+            hidden_act=activation,
             rope=_rope(config, conventions, head_dim, target_config),
             tensors=frozenset(tensors),
             conventions=conventions,
@@ -90,7 +92,8 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
         max_positions = found.get("max_position_embeddings")
     scaling = found.get("rope_parameters") or found.get("rope_scaling")  # the new form, or the old one
     both = {**found, **(scaling or {})}
-    dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0))
+    is_cut = both.get("rope_type") != "proportional"  # which turns a part of the pairs of a whole head
+    dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0)) if is_cut else head_dim
     base = float(both.get("rope_theta") or 10000.0)
     try:
         settings = dict(scaling) if scaling else None
@@ -145,7 +148,7 @@ class DrafterLayer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = attention
-        self.mlp = MLP(width, config.intermediate_size)
+        self.mlp = MLPS[config.hidden_act](width, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 
@@ -155,7 +158,8 @@ class DrafterLayer(nn.Module):
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
         """Return the output [1, T, D] for the result of attention."""
         x = residual + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        result: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return result
 
 
 class DrafterAttention(nn.Module):

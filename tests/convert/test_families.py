@@ -10,7 +10,7 @@ import pytest
 from support import synthetic
 from support.synthetic import Checkpoint
 
-from mlx_spec.checkpoint.drafter_families import FAMILIES
+from mlx_spec.checkpoint.drafter_families import FAMILIES, refuse_unsupported
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.families.common import Converted
 from mlx_spec.convert.parts import convert_drafter, family_or_model
@@ -48,6 +48,12 @@ MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
         ),
     ),
     "dflash": ("dflash", synthetic.dflash),
+    "dflash2": ("dflash2", synthetic.dflash2),
+    **{
+        f"dspark, {kind}": ("dspark", lambda kind=kind: synthetic.dspark(kind=kind))
+        for kind in ("vanilla", "gated", "rnn")
+    },
+    "gemma4_dspark": ("gemma4_dspark", synthetic.gemma4_dspark),
     "medusa": ("medusa", synthetic.medusa),
     "medusa, inside": ("medusa", lambda: inside(synthetic.medusa())),
     "medusa, vLLM": ("medusa", synthetic.vllm_medusa),
@@ -95,7 +101,8 @@ def test_every_tensor_is_accounted_for(name):
     assert result.config["model_type"] == family
     assert result.used | result.dropped.keys() == made.tensors.keys()
     assert not result.used & result.dropped.keys() and all(result.dropped.values())
-    needed = sorted(result.used - {"d2t", "t2d", "embed_tokens.weight"})
+    tables = {"embed_tokens.weight", *(("lm_head.weight",) if "draft_ids" not in result.tensors else ())}
+    needed = sorted(result.used - {"d2t", "t2d"} - (set() if name.startswith("pard") else tables))
     for gone in needed[:: max(1, len(needed) // 6)]:
         left = {key: tensor for key, tensor in made.tensors.items() if key != gone}
         text = refusal(replace(made, tensors=left))
@@ -229,11 +236,24 @@ def test_draft_ids_are_the_targets():
         ({"eagle_config": {LAYER_IDS: [3, 7, 11]}}, [3, 7, 11]),
         ({"eagle_config": {LAYER_IDS: [2, 6, 9]}}, [1, 5, 8]),
         ({"eagle_config": {LAYER_IDS: [0, 6, 9]}}, [0, 6, 9]),
+        ({"eagle_config": {LAYER_IDS: [8, 10, 12]}}, [7, 9, 11]),  # 12 is the output of the last layer
     ],
 )
 def test_captured_layers_are_outputs(change, capture):
     result = converted(with_config(synthetic.eagle3(), **change))
     assert list(result.config["mlx_spec"]["capture"]) == capture
+
+
+@pytest.mark.parametrize("key", ["norm_before_fc", "norm_before_residual", "norm_output"])
+def test_switches_of_eagle3_may_be_nested(key):
+    more = {"input_norm__weight": mx.ones(3 * synthetic.D)} if key == "norm_before_fc" else {}
+    made = synthetic.eagle3().changed(**more)
+    saids = {key: True}, {"eagle_config": {key: True}}
+    top, inside = (converted(with_config(made, **said)).config for said in saids)
+    without = converted(synthetic.eagle3()).config
+    for config in (top, inside, without):
+        del config["layer_config"]
+    assert top == inside != without
 
 
 def test_normed_features_of_eagle_3_1_and_a_smaller_drafter_than_its_target():
@@ -268,7 +288,7 @@ def test_layer_ids_of_dflash_and_a_block_whose_first_slot_drafts():
     nested = {"speculators_model_type": "dflash", "transformer_layer_config": rest, "block_size": 5}
     nested |= {"mask_token_id": 255, "aux_hidden_state_layer_ids": [2, 4, 6, 8, 10]}
     assert converted(replace(made, config=nested)).config["mlx_spec"] == found
-    assert "no target_layer_ids" in refusal(with_config(made, dflash_config={}))
+    assert "no target_layer_ids" in refusal(with_config(made, dflash_config={"mask_token_id": 255}))
     result = converted(with_config(made, sample_from_anchor=True, final_logit_softcapping=30.0))
     assert result.config["mlx_spec"]["shift"] == 1 and result.config["final_logit_softcapping"] == 30.0
 
@@ -283,7 +303,76 @@ def test_heads_of_medusa_are_counted():
     assert refusal(replace(whole, tensors=gap)).startswith("the Medusa drafter has the heads [0, 2, 3], ")
 
 
+# --- switches that a checkpoint sets and that are not known
+
+# Keys of published configs, with the value that turns them on.
+SWITCHES = {
+    "use_swa": True,
+    "swa_window_size": 512,
+    "attention_sink_bias": True,
+    "rope_is_neox_style": False,
+    "input_embedding_scale": 2.0,
+    "output_multiplier": 0.5,
+    "mlp_bias": True,
+    "use_mtp_layernorm": True,
+    "parallel_draft_step": 4,
+    "hc_mult": 4,
+    "lattice_layers": 2,
+}
+NESTS = {
+    "eagle3": ("eagle_config",),
+    "eagle3, speculators": ("transformer_layer_config",),
+    "peagle": ("eagle_config",),
+    "dflash": ("dflash_config",),
+    "dflash2": ("dflash_config",),
+    "dspark, rnn": ("dflash_config", "dspark_config"),
+    "gemma4_dspark": (),
+    "medusa": (),
+    "pard, qwen3": (),
+}
+UNSUPPORTED = {
+    "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"]}, ()),
+    "Domino": ({"dflash_config": {}}, ("prefix_gru.weight_ih_l0",)),
+    "DFly": ({"architectures": ["DFlyDraftModel"]}, ()),
+    "XPress": ({"speculators_model_type": "xpress"}, ()),
+    "EAGLE-4": ({"architectures": ["LlamaForCausalLMEagle4"]}, ()),
+    "EAGLE": ({"architectures": ["EagleLlamaForCausalLM"]}, ()),
+    "Qwen4 MTP": ({"model_type": "qwen4"}, ("mtp.fc_embedding.weight", "mtp.fc_hidden.weight")),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_an_unknown_switch_is_refused_by_name(name):
+    made = MADE[name][1]()
+    for key, value in SWITCHES.items():
+        for nest in (None, *NESTS[name]):
+            inner = made.config.get(nest) if nest else None
+            changed = {key: value} if nest is None else {nest: {**(inner or {}), key: value}}
+            text = refusal(with_config(made, **changed))
+            assert f"has {key} = {value}" in text and "which this version does not know" in text
+    off = dict.fromkeys(SWITCHES, 0) | {"rope_is_neox_style": True, "input_embedding_scale": 1.0}
+    off |= {"output_multiplier": 1, "parallel_draft_step": 1, "hc_mult": None}
+    assert converted(with_config(made, **off)).tensors.keys() == converted(made).tensors.keys()
+
+
+def test_an_unknown_switch_of_a_native_head_is_refused_by_name():
+    made = with_config(synthetic.native("glm4_moe"), mtp_share_norm=True)
+    assert "the MTP head has mtp_share_norm = True" in refusal(made)
+
+
 # --- recognition
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_kinds_that_are_known_and_refused(kind):
+    with pytest.raises(BadCheckpoint, match=f"^drafters of the kind {kind} are not supported: [^\n]*lookup$"):
+        family_of(*UNSUPPORTED[kind])
+
+
+def test_no_supported_kind_is_refused():
+    for _, make in MADE.values():
+        made = make()
+        refuse_unsupported(made.config, made.tensors)
 
 
 def test_an_unknown_family_is_named():
@@ -359,9 +448,17 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         lambda: with_config(synthetic.eagle3(), **{LAYER_IDS: [2, 18, 33]}),
         "the EAGLE-3 drafter reads layer 17 of its target, this one has 12 layers",
     ),
-    "DFlash2": (
-        lambda: synthetic.dflash().changed(candidate_selector__predecessor_codebook=mx.zeros((V, 4))),
-        "the DFlash drafter is of the kind DFlash2 (it has candidate_selector): only DFlash is known",
+    "a norm that no switch asks for": (
+        lambda: synthetic.eagle3().changed(input_norm__weight=mx.ones(3 * synthetic.D)),
+        "the EAGLE-3 drafter has tensors that its family eagle3 does not know, 1 of 16 (input_norm.weight)",
+    ),
+    "windows of EAGLE-3": (
+        lambda: with_config(synthetic.eagle3(), layer_types=["sliding_attention"]),
+        "the EAGLE-3 drafter has layer_types with a sliding window: only full attention is supported",
+    ),
+    "sliding layers of a Gemma 4 backbone": (
+        lambda: with_config(synthetic.gemma4_dspark(), layer_types=["sliding_attention"] * 2),
+        "the Gemma 4 DSpark drafter has sliding layers: only full attention is supported",
     ),
 }
 

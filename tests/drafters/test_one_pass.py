@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,11 +14,9 @@ from support.fitted import largest, logits_of, opened, random_rows, replay
 from support.synthetic import Checkpoint
 
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.dflash import DFlash
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Features, TargetParts
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
 TOLERANCE = 1e-5
 CAPTURE = (0, 1, 2)
 SHAPE = Shape(fitted.HEADS, fitted.GROUPS, fitted.HEAD)
@@ -30,71 +26,6 @@ GREEDY = lossless.GREEDY.sampler(1, 256)
 @cache
 def parts() -> TargetParts:
     return LMTarget(tiny.full()).parts
-
-
-# --- DFlash: the numbers of mlx-vlm, and what config.json says
-
-
-@cache
-def golden() -> tuple[list[int], list[int], dict[str, mx.array]]:
-    facts = json.loads((GOLDEN / "golden.json").read_text())
-    return facts["history"], facts["begins"], mx.load(str(GOLDEN / "golden.safetensors"))
-
-
-def published(**config: object) -> Checkpoint:
-    found = json.loads((GOLDEN / "config.json").read_text())
-    sizes = found["num_target_layers"], found["hidden_size"], found["vocab_size"]
-    tensors = mx.load(str(GOLDEN / "model.safetensors"))
-    return Checkpoint(tensors, {**found, **config}, fitted.target_config(*sizes))
-
-
-def drafter_of(source: DrafterSource) -> DFlash:
-    _, _, tensors = golden()
-    return source.make(
-        TargetParts(
-            lambda ids: tensors["embed"][ids],
-            lambda x: x @ tensors["head"].T,
-            lambda ids: lambda x: x @ tensors["head"][ids].T,
-        )
-    )
-
-
-def layers() -> list[mx.array]:
-    """The outputs of the target's layers."""
-    return mx.split(golden()[2]["features"], 3, axis=-1)
-
-
-def worst(found: list[mx.array]) -> float:
-    """Return the largest difference from mlx-vlm."""
-    return max(largest(ours, golden()[2][f"logits.{i}"]) for i, ours in enumerate(found))
-
-
-@pytest.mark.parametrize("chunks", [(), (3, 4, 7)])
-def test_six_rounds_of_dflash(chunks, tmp_path):
-    history, begins, _ = golden()
-    drafter = drafter_of(opened(published(), tmp_path))
-    assert worst(replay(drafter, history, layers(), begins, 4, chunks)) < TOLERANCE
-
-
-def test_the_shift_counts(tmp_path):
-    history, begins, _ = golden()
-    source = opened(published(), tmp_path, edit=lambda config: config["mlx_spec"].update(shift=1))
-    assert worst(replay(drafter_of(source), history, layers(), begins, 4)) > 0.05
-
-
-@pytest.mark.parametrize("window", [3, 8])
-def test_sliding_layers_see_the_end_of_the_context(window, tmp_path):
-    """The draft is that of a context that begins there: rotary positions are relative."""
-    history, begins, _ = golden()
-    kinds = {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
-    source = opened(published(**kinds), tmp_path)
-    found = replay(drafter_of(source), history, layers(), begins, 4)
-    whole = drafter_of(opened(published(), tmp_path / "whole"))
-    begin = begins[-1]
-    rows = tuple(layer[begin - window : begin - 1] for layer in layers())
-    whole.observe(history[:begin], Features(rows))
-    assert largest(found[-1], logits_of(whole, history[:begin], 4)) < TOLERANCE
-    assert worst(found) > 1e-3
 
 
 # --- P-EAGLE: an independent construction in float64

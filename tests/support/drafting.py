@@ -112,7 +112,11 @@ def in_rounds(
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Targets and drafters of each family that were trained for each other. A Qwen holds its own.
 TRAINED: dict[str, tuple[Path, Path | str]] = {
-    **{name: (GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / name) for name in MADE},
+    **{
+        name: (GOLDEN / "12b-trained" / "target", GOLDEN / "trained" / name)
+        for name in MADE
+        if (GOLDEN / "trained" / name).is_dir()
+    },
     "eagle3": (GOLDEN / "trained" / "llama", GOLDEN / "trained" / "eagle3"),
     "qwen_mtp": (GOLDEN / "trained" / "qwen", "auto"),
 }

@@ -79,6 +79,9 @@ MADE: dict[str, Callable[..., Checkpoint]] = {
     "medusa": partial(medusa, 3),
     "pard": lambda: pard(tiny.full(seed=1, max_position_embeddings=512), 3),
     "dflash": partial(dflash, 3, (0, 1, 2)),
+    "dflash2": partial(synthetic.dflash2, 3, (0, 1, 2)),
+    "dspark": partial(synthetic.dspark, 3, (0, 1, 2)),
+    "gemma4_dspark": partial(synthetic.gemma4_dspark, 3, (0, 1, 2)),
     "peagle": partial(peagle, 3, (0, 1, 2)),
 }
 

@@ -184,6 +184,73 @@ def dflash(
     return Checkpoint(_random(forms, 12), merged, target_config(layers, hidden, vocab))
 
 
+def dflash2(
+    layers: int = T_LAYERS, capture: Sequence[int] = (1, 3, 5, 7, 9), hidden: int = D, vocab: int = V
+) -> Checkpoint:
+    """Kernels of two taps for groups of 16, and a selector of the best five tokens."""
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
+    special = {"mask_token_id": vocab - 1, "target_layer_ids": list(capture), **sizes}
+    made = dflash(layers, capture, hidden, vocab, architectures=["DFlash2DraftModel"], dflash_config=special)
+    forms = {f"candidate_selector.{which}_codebook": [vocab, 8] for which in ("predecessor", "successor")}
+    forms["candidate_selector.hidden_projection.weight"] = [8, hidden]
+    for part in (f"layers.{index}.{which}_conv." for index in range(2) for which in ("attention", "mlp")):
+        forms |= {
+            f"{part}base_kernel": [2, 2, hidden],
+            f"{part}kernel_projection.weight": [hidden // 4, hidden],
+        }
+    return replace(made, tensors={**made.tensors, **_random(forms, 15)})
+
+
+def dspark(
+    layers: int = T_LAYERS,
+    capture: Sequence[int] = (1, 3, 5, 7, 9),
+    hidden: int = D,
+    vocab: int = V,
+    kind: str = "vanilla",
+) -> Checkpoint:
+    """As DeepSpec writes it: with its own tables, and a head that estimates acceptance."""
+    head = {"markov_rank": 8, "markov_head_type": kind, "enable_confidence_head": True}
+    made = dflash(layers, capture, hidden, vocab, architectures=["Qwen3DSparkModel"], **head)
+    forms = {f"{name}.weight": [vocab, hidden] for name in ("embed_tokens", "lm_head")}
+    forms |= {"markov_head.markov_w1.weight": [vocab, 8], "markov_head.markov_w2.weight": [vocab, 8]}
+    forms |= {"confidence_head.proj.weight": [1, hidden + 8], "confidence_head.proj.bias": [1]}
+    if kind != "vanilla":
+        name, rows, columns = ("gate", 8, hidden + 8) if kind == "gated" else ("joint", 24, hidden + 16)
+        forms |= {f"markov_head.{name}_proj.weight": [rows, columns], f"markov_head.{name}_proj.bias": [rows]}
+    return replace(made, tensors={**made.tensors, **_random(forms, 16)})
+
+
+def gemma4_dspark(
+    layers: int = T_LAYERS, capture: Sequence[int] = (1, 3, 5, 7, 9), hidden: int = D, vocab: int = V
+) -> Checkpoint:
+    """Without `v_proj`, and one head of K and V of another size than `head_dim` says."""
+    made = dspark(layers, capture, hidden, vocab)
+    replaced = tuple(f"self_attn.{part}" for part in ("q_norm", "k_norm", "q_proj", "k_proj", "v_proj"))
+    tensors = {name: t for name, t in made.tensors.items() if not any(part in name for part in replaced)}
+    forms: dict[str, list[int]] = {}
+    for layer in (f"layers.{index}." for index in range(2)):
+        forms |= {f"{layer}{where}_feedforward_layernorm.weight": [hidden] for where in ("pre", "post")}
+        forms |= {f"{layer}self_attn.{part}_norm.weight": [2 * HEAD] for part in "qk"}
+        forms |= {
+            f"{layer}self_attn.{part}_proj.weight": [2 * HEAD * n, hidden] for part, n in (("q", 3), ("k", 1))
+        }
+    scalars = {f"layers.{index}.layer_scalar": mx.array([0.8]) for index in range(2)}
+    rope = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    config = {
+        **{key: value for key, value in made.config.items() if key not in ("rope_theta", "hidden_act")},
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "num_attention_heads": 3,
+        "global_head_dim": 2 * HEAD,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": rope,
+    }
+    return Checkpoint({**tensors, **_random(forms, 17), **scalars}, config, made.target)
+
+
 def peagle(
     layers: int = T_LAYERS, capture: Sequence[int] = (1, 5, 8), hidden: int = D, vocab: int = V, **config: Any
 ) -> Checkpoint:

@@ -1,0 +1,153 @@
+"""DSpark (arXiv:2607.05147): DFlash whose slots add a bias of low rank that the token before gives.
+
+The first slot drafts as well. The backbone has the layers of Qwen3 or of Gemma 4. The head that estimates
+acceptance is not kept: the policy measures it.
+
+Source: deepseek-ai/DeepSpec `modeling/dspark`; speculators 0.9 `models/dspark` for reduced vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.drafters.checkpoint import CONFIG, required, widened
+from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
+from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
+from mlx_spec.errors import BadCheckpoint
+
+
+class MarkovHead(nn.Module):
+    """A bias that depends on the token before only ("vanilla")."""
+
+    def __init__(self, config: LayerConfig, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+
+    def __call__(
+        self, hidden: mx.array, before: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return the bias [1, W] of a slot, and the state for the next one."""
+        return self.markov_w2(self.markov_w1(before)), None
+
+
+class GatedMarkovHead(MarkovHead):
+    """The hidden state of the slot also gates the bias."""
+
+    def __init__(self, config: LayerConfig, rank: int) -> None:
+        super().__init__(config, rank)
+        self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
+
+    def __call__(
+        self, hidden: mx.array, before: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        embedded = self.markov_w1(before)
+        gate = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1)))
+        return self.markov_w2(gate * embedded), None
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """A state runs along the slots ("rnn")."""
+
+    def __init__(self, config: LayerConfig, rank: int) -> None:
+        super().__init__(config, rank)
+        self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
+
+    def __call__(
+        self, hidden: mx.array, before: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        embedded = self.markov_w1(before)
+        state = mx.zeros_like(embedded) if state is None else state
+        joint = self.joint_proj(mx.concatenate([state, embedded, hidden], axis=-1))
+        gate, candidate, out = mx.split(joint, 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        return self.markov_w2(mx.tanh(out)), gate * state + (1 - gate) * mx.tanh(candidate)
+
+
+HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+
+
+class DSparkNetwork(DFlashNetwork):
+    """Layers of Qwen3. Names are those that the converter writes."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__(config)
+        kind = required(config.written, "markov_head_type", str, CONFIG)
+        rank = required(config.written, "markov_rank", int, CONFIG)
+        if kind not in HEADS:
+            raise BadCheckpoint(f"{CONFIG} has markov_head_type {kind!r}, known are {', '.join(HEADS)}")
+        self.markov_head = HEADS[kind](config, rank)
+        self._vocab_size = config.vocab_size
+
+    def follow(
+        self, hidden: mx.array, logits: mx.array, before: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        bias, state = self.markov_head(hidden, before, state)
+        if "draft_ids" in self:
+            bias = widened(bias, self.draft_ids, self._vocab_size)
+        return logits + bias, state
+
+
+class Gemma4DSparkNetwork(DSparkNetwork):
+    """Layers of Gemma 4."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__(config)
+        self._scale = config.hidden_size**0.5 if "embed_tokens" in self else 1.0  # of the target's: done
+
+    def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
+        return Gemma4Layer(config, Gemma4BlockAttention(config, index, view))
+
+    def __call__(self, embedded: mx.array, caches: Sequence[Rows]) -> mx.array:
+        return super().__call__(embedded * self._scale, caches)
+
+
+class Gemma4Layer(DrafterLayer):
+    """A decoder layer that also norms what its sublayers return, and scales its output."""
+
+    def __init__(self, config: LayerConfig, attention: nn.Module) -> None:
+        super().__init__(config, attention)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_scalar = mx.ones(1)
+
+    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
+        x = residual + self.post_attention_layernorm(attended)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        result: mx.array = (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
+        return result
+
+
+class Gemma4BlockAttention(BlockAttention):
+    """Values are normed without weights; without `v_proj` they are the keys before their norm."""
+
+    def __init__(self, config: LayerConfig, index: int, view: View) -> None:
+        super().__init__(config, index, view)
+        self._scale, self._eps = 1.0, config.rms_norm_eps
+        if f"layers.{index}.self_attn.v_proj.weight" not in config.tensors:
+            del self.v_proj
+
+    def append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
+        keys = self.k_proj(x)
+        values = self._split(self.v_proj(x) if "v_proj" in self else keys, self._groups)
+        turned = self._rope(self.k_norm(self._split(keys, self._groups)), offset=position)
+        return cache.update_and_fetch(turned, mx.fast.rms_norm(values, None, self._eps))
+
+
+def open_dspark(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    return block_source(DSparkNetwork, path, config, target_config)
+
+
+def open_gemma4_dspark(
+    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
+) -> DrafterSource:
+    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+    return block_source(Gemma4DSparkNetwork, path, config, target_config)
