@@ -23,7 +23,7 @@ from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 from .families import family_of
 from .families.common import Converted
 from .options import ConversionOptions
-from .parts import DRAFT_MODEL, convert_drafter, convert_model, explain_left_out, family_or_model
+from .parts import DRAFT_MODEL, convert_drafter, convert_target, explain_left_out, family_or_model
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
 from .write import DRAFTER, NOT_RUN, TARGET, Part, write_manifest, write_tensors
@@ -101,7 +101,7 @@ def _find_drafter(
 
 def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool) -> tuple[Part, Part | None]:
     """Write both parts and check that the drafter can be opened."""
-    target = convert_model(plan.target, plan.quantization, plan.dtype)
+    target = convert_target(plan.target, plan.quantization, plan.dtype)
     drafter, needed = None, _size(target.tensors)
     unused = target.unused
     if plan.drafter is not None:

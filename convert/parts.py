@@ -17,13 +17,14 @@ from mlx_lm.utils import quantize_model
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
-from mlx_spec.checkpoint.families import mlx_lm_module
+from mlx_spec.checkpoint.families import mlx_lm_module, tower_names
 from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
 from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
 from mlx_spec.checkpoint.weights import precision
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
 from mlx_spec.model.read import read_model
+from mlx_spec.vision.tower import read_tower, tower_tensors
 
 from .families import family_of
 from .families.common import Converted
@@ -53,6 +54,32 @@ def convert_model(
     result = Converted(config, tensors, used, unused=frozenset(seen) - used)
     seen.clear()  # or the class of the model keeps every tensor that is read
     return result
+
+
+def convert_target(source: Source, quantization: Quantization | None, dtype: str | None) -> Converted:
+    """Convert a target, as `convert_model` does, with its vision tower.
+
+    A tower stays as it is stored, in `dtype` if given; mlx-lm passes it over. One of another family, or of
+    another form than config.json says, is left out.
+    """
+    model = convert_model(source, quantization, dtype)
+    names = tower_names(source.config, source.checkpoint.headers.tensors)
+    try:
+        if names:
+            read_tower(source.checkpoint)
+    except NoVision:
+        return model
+    tower = tower_tensors(source.checkpoint) if names else {}
+    if dtype is not None:
+        tower = {name: cast(array, DTYPES[dtype]) for name, array in tower.items()}
+    config = {**model.config, "vision_config": source.config["vision_config"]} if names else model.config
+    return replace(
+        model,
+        config=dict(sorted(config.items())),
+        tensors={**model.tensors, **tower},
+        used=model.used.union(names),
+        unused=model.unused.difference(names),
+    )
 
 
 def explain_left_out(

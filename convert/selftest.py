@@ -38,7 +38,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
-from .parts import convert_drafter, convert_model, load_unread
+from .parts import convert_drafter, convert_target, load_unread
 from .source import DTYPES, Quantization, Source
 from .write import DRAFTER, TARGET
 
@@ -116,7 +116,7 @@ def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
 
 def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Compare the files with the source, tensor by tensor."""
-    model = convert_model(plan.target, None, plan.dtype)
+    model = convert_target(plan.target, None, plan.dtype)
     result = {TARGET: compare(plan.folder / TARGET, model.tensors, progress)}
     if plan.drafter is not None:
         drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_spec.checkpoint.headers import Tensors
 
 Config = Mapping[str, Any]
 
@@ -54,3 +58,28 @@ def mlx_lm_module(model_type: str) -> str | None:
     places = (package and package.submodule_search_locations) or ()
     files = [Path(place) / "models" / f"{module}.py" for place in places]
     return module if module.isidentifier() and any(file.is_file() for file in files) else None
+
+
+# --- vision towers
+
+# Model type -> how the names of its tower's tensors begin, after "model.".
+TOWERS = {
+    "gemma3": ("vision_tower.", "multi_modal_projector."),
+    "gemma4": ("vision_tower.", "embed_vision."),
+    "gemma4_unified": ("vision_embedder.", "embed_vision."),
+}
+# Tensors that are computed, or of parts that rows do not pass.
+UNUSED = re.compile(r"rotary_emb|inv_freq|position_ids$|vision_model\.head\.")
+
+
+def tower_names(config: Config, names: Iterable[str]) -> list[str]:
+    """Return the tensors of a vision tower of a known family; none if config.json names no tower."""
+    prefixes = TOWERS.get(str(config.get("model_type"))) if config.get("vision_config") else None
+    if prefixes is None:
+        return []
+    return [n for n in names if n.removeprefix("model.").startswith(prefixes) and not UNUSED.search(n)]
+
+
+def tower_bytes(config: Config, tensors: Tensors) -> int:
+    """Return the bytes of a vision tower of a known family, 0 if there is none."""
+    return sum(tensors[name].nbytes for name in tower_names(config, tensors))

@@ -31,7 +31,6 @@ class Family:
     """The models that read pictures in one way."""
 
     tower: Callable[[Config, int], nn.Module]  # of vision_config and the model's width
-    prefixes: tuple[str, ...]  # of the names of its tensors
     preparation: Callable[[Config, Config], Preparation]  # of config.json and the processor file
     sight: Callable[[Config], Sight]  # of text_config
     tokens: tuple[int, int, int]  # of a row, before and after a picture, where config.json is silent

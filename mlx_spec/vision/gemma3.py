@@ -184,7 +184,6 @@ def _renamed(name: str, array: mx.array) -> tuple[str, mx.array]:
 
 FAMILY = Family(
     Gemma3Tower,
-    ("vision_tower.", "multi_modal_projector."),
     _square,
     _sight,
     (262_144, 255_999, 256_000),

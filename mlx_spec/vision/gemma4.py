@@ -283,7 +283,6 @@ def _words(row: str, begin: str, end: str) -> Words:
 _TOKENS = 258_880, 255_999, 258_882
 WITH_TOWER = Family(
     Gemma4Tower,
-    ("vision_tower.", "embed_vision."),
     partial(_patches, pools=True),
     _sight,
     _TOKENS,
@@ -291,7 +290,6 @@ WITH_TOWER = Family(
 )
 WITHOUT_TOWER = Family(
     Gemma4Embedder,
-    ("vision_embedder.", "embed_vision."),
     partial(_patches, pools=False),
     _sight,
     _TOKENS,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,26 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.families import tower_bytes
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_optional
-from mlx_spec.drafters.checkpoint import read_tensors
-from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
+from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import LazyRows, Prompt, Span
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.vision import gemma3, gemma4
 from mlx_spec.vision.family import Family, Rows
-from mlx_spec.vision.pictures import MAX_PICTURES, missing_package
+from mlx_spec.vision.pictures import MAX_PICTURES
 from mlx_spec.vision.pixels import Grid, Pixels, check_processor
+from mlx_spec.vision.tower import FAMILIES, read_tower
 
-FAMILIES = {"gemma3": gemma3.FAMILY, "gemma4": gemma4.WITH_TOWER, "gemma4_unified": gemma4.WITHOUT_TOWER}
 TOKEN_KEYS = ("image_token", "boi_token", "eoi_token")  # of a row, before and after a picture
-# Tensors that are computed, or of parts that rows do not pass.
-UNUSED = re.compile(r"rotary_emb|inv_freq|position_ids$|vision_model\.head\.")
-RANGE = re.compile(r"\.(input|output)_(min|max)$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +66,7 @@ class Vision:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the tower in its files."""
-        return sum(
-            info.nbytes for name, info in self._checkpoint.headers.tensors.items() if self._is_own(name)
-        )
+        return tower_bytes(self._checkpoint.config, self._checkpoint.headers.tensors)
 
     def prepare(self, pixels: Pixels) -> Picture:
         """Return a picture [H, W, 3] resized for the tower. Works on any thread."""
@@ -129,38 +119,7 @@ class Vision:
     def load(self) -> None:
         """Read the tower, whose weights are not read before the first picture. Raises NoVision."""
         if self._tower is None:
-            try:
-                self._tower = self._read_tower()
-            except (BadCheckpoint, *LOADING_ERRORS) as error:
-                raise NoVision(
-                    f"{self._checkpoint.folder} holds another vision tower than its config.json says "
-                    f"({one_line(error)}): get the model again"
-                ) from error
-
-    def _is_own(self, name: str) -> bool:
-        return name.removeprefix("model.").startswith(self._family.prefixes) and not UNUSED.search(name)
-
-    def _read_tower(self) -> nn.Module:
-        config = self._checkpoint.config
-        tower = self._family.tower(config["vision_config"], text_config(config)["hidden_size"])
-        found = {
-            name.removeprefix("model."): array
-            for name, array in read_tensors(self._checkpoint.folder).items()
-            if self._is_own(name)
-        }
-        weights = dict(self._family.renamed(*item) for item in found.items())
-        expected = dict(tree_flatten(tower.parameters()))
-        weights = {name: a for name, a in weights.items() if name in expected or not RANGE.search(name)}
-
-        def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            return dict(infer_quant_config(path, module, weights)) if f"{path}.scales" in weights else False
-
-        nn.quantize(tower, class_predicate=settings)
-        tower.load_weights(list(weights.items()))
-        for name, module in tower.named_modules():
-            if isinstance(module, nn.Linear) and mx.issubdtype(module.weight.dtype, mx.integer):
-                raise ValueError(f"{name} is quantized in a way that mlx-lm does not know")
-        return tower
+            self._tower = read_tower(self._checkpoint)
 
 
 def read_vision(folder: Path, tokenizer: Tokenizer) -> Vision:
@@ -174,15 +133,10 @@ def read_vision(folder: Path, tokenizer: Tokenizer) -> Vision:
         raise NoVision("it is a text model: its config.json names no vision tower")
     if family is None:
         raise NoVision(f"pictures are read for {', '.join(FAMILIES)}, and it is of model_type {kind}")
-    own = [
-        name for name in checkpoint.headers.tensors if name.removeprefix("model.").startswith(family.prefixes)
-    ]
-    if not own:
+    if not tower_bytes(config, checkpoint.headers.tensors):
         raise NoVision(
             "its config.json names a vision tower, but the checkpoint holds none: it was converted for text"
         )
-    if (problem := missing_package()) is not None:
-        raise NoVision(problem)
     try:
         return Vision(checkpoint, family, tokenizer)
     except (InvalidValue, *LOADING_ERRORS) as error:

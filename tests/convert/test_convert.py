@@ -21,11 +21,16 @@ from support.golden_pairs import converted, refusal
 from support.lossless import emitted
 
 import mlx_spec
+from mlx_spec.apps.models import description
+from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.families import tower_bytes
 from mlx_spec.checkpoint.left_out import sources_of
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert.source import check_hashes, open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
+from mlx_spec.hub.inspect import CheckpointInfo, inspect
+from mlx_spec.vision.tower import read_tower, tower_tensors
 
 VARIANTS = ("e2b", "e4b", "12b", "26b", "31b")
 TOLERANCE = 1e-4
@@ -75,6 +80,35 @@ def test_speculative_text_is_the_targets_own(variant: str, choice: str, tmp_path
     assert emitted(rounds) == emitted(plain.generate(prompt, max_tokens=20))
     assert sum(r.accepted for r in rounds) > 0
     assert all("quantization" in part for part in manifest["parts"].values())
+
+
+@pytest.mark.parametrize(("variant", "choice"), [("e2b", "4"), ("12b", "none"), ("gemma3", "8")])
+def test_a_vision_tower_is_kept_as_it_is_stored(variant: str, choice: str, tmp_path: Path) -> None:
+    source, out = GOLDEN / "vision" / variant, tmp_path / "out"
+    changes = {"dtype": None, "quantization": choice, "group_size": 32, "skip_test": variant != "12b"}
+    manifest = drafting.converted(source, "none", out, **changes)
+    assert not manifest["parts"]["target"].get("left_out")
+    load_model(out / "target")  # by mlx-lm alone
+    before, after = read_checkpoint(source), read_checkpoint(out / "target")
+    stored, kept = tower_tensors(before), tower_tensors(after)
+    assert stored.keys() == kept.keys()
+    assert all(mx.array_equal(array, kept[name]) for name, array in stored.items())
+    read_tower(after)
+    assert (out / "target" / "processor_config.json").is_file()
+    found = inspect(str(out / "target"))
+    assert isinstance(found, CheckpointInfo)
+    assert found.vision == tower_bytes(before.config, before.headers.tensors) > 0
+    assert any("by a vision tower of 0." in line for line in description(found))
+
+
+def test_a_tower_of_another_form_is_left_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "vision" / "e2b", tmp_path / "source"))
+    file = folder / "model-vision.safetensors"
+    tower = {name: a for name, a in stored(file).items() if "q_norm" not in name}
+    mx.save_safetensors(str(file), tower)
+    reasons = drafting.converted(folder, "none", tmp_path / "out")["parts"]["target"]["left_out"]
+    assert [("images" in reason, count) for reason, count in reasons.items()] == [(True, len(tower))]
+    assert "vision_config" not in read(tmp_path / "out" / "target")
 
 
 def test_manifest(tmp_path: Path) -> None:

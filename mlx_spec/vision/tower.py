@@ -1,0 +1,64 @@
+"""Read the tower of a checkpoint: which tensors are its own, and what becomes of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from mlx_spec.checkpoint.config import StoredModel, text_config
+from mlx_spec.checkpoint.families import tower_names
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
+from mlx_spec.drafters.checkpoint import read_tensors
+from mlx_spec.errors import BadCheckpoint, NoVision
+from mlx_spec.vision import gemma3, gemma4
+
+FAMILIES = {"gemma3": gemma3.FAMILY, "gemma4": gemma4.WITH_TOWER, "gemma4_unified": gemma4.WITHOUT_TOWER}
+RANGE = re.compile(r"\.(input|output)_(min|max)$")  # stored, but not used, where config.json clips nothing
+
+
+def tower_tensors(checkpoint: StoredModel) -> dict[str, mx.array]:
+    """Return the tensors of a tower as they are stored, unread, without "model." before their names.
+
+    Empty if there is no tower that is known here. Raises BadCheckpoint for damaged files.
+    """
+    names = set(tower_names(checkpoint.config, checkpoint.headers.tensors))
+    stored = read_tensors(checkpoint.folder) if names else {}
+    return {name.removeprefix("model."): array for name, array in stored.items() if name in names}
+
+
+def read_tower(checkpoint: StoredModel) -> Any:
+    """Return the tower of a checkpoint of a known family. Its weights are read when they are used.
+
+    Raises NoVision if they are others than config.json says.
+    """
+    try:
+        return _read(checkpoint)
+    except (BadCheckpoint, *LOADING_ERRORS) as error:
+        raise NoVision(
+            f"{checkpoint.folder} holds another vision tower than its config.json says ({one_line(error)}): "
+            "get the model again"
+        ) from error
+
+
+def _read(checkpoint: StoredModel) -> nn.Module:
+    config = checkpoint.config
+    family = FAMILIES[config["model_type"]]
+    tower = family.tower(config["vision_config"], text_config(config)["hidden_size"])
+    weights = dict(family.renamed(*item) for item in tower_tensors(checkpoint).items())
+    expected = dict(tree_flatten(tower.parameters()))
+    weights = {name: a for name, a in weights.items() if name in expected or not RANGE.search(name)}
+
+    def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        return dict(infer_quant_config(path, module, weights)) if f"{path}.scales" in weights else False
+
+    nn.quantize(tower, class_predicate=settings)
+    tower.load_weights(list(weights.items()))
+    for name, module in tower.named_modules():
+        if isinstance(module, nn.Linear) and mx.issubdtype(module.weight.dtype, mx.integer):
+            raise ValueError(f"{name} is quantized in a way that mlx-lm does not know")
+    return tower
