@@ -116,6 +116,7 @@ def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
         "family": f"{found.kind} ({found.family})" if found.kind else found.family,
         "parameters": shown_number(found.parameters),
         "weights": f"{human_bytes(found.size)}, {found.precision}",
+        "read for a token": _read(found),
         "layers": f"{found.layers} ({kinds})" if found.layers and kinds else found.layers,
         "hidden size": found.hidden_size,
         "heads": _heads(found),
@@ -137,6 +138,12 @@ def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
     pictures = f"yes, by a vision tower of {human_bytes(found.vision)}" if found.vision else "no"
     own_parts = {"pictures": pictures, "own draft heads": own}
     return facts | own_parts | {"drafters": ", ".join(found.goes_with)}
+
+
+def _read(found: CheckpointInfo) -> str:
+    """Return the bytes of weights for a token; of a GGUF file also what the file holds of them."""
+    file = "" if found.gguf_read is None else f", in the GGUF file {human_bytes(found.gguf_read)}"
+    return f"{human_bytes(found.read)}{file}"
 
 
 def _heads(found: CheckpointInfo) -> str | None:

@@ -1,7 +1,7 @@
 """Is a GGUF file read right: its tensors, and text past a sliding window? (needs torch and gguf)
 
 Tensors: what `checkpoint/gguf.py` unpacks, against the gguf package's own floats; and what the checkpoint
-holds, whose scales are rounded to its dtype. "Largest" is the largest difference over the largest weight.
+holds, which rounds Q6_K to 8 bits. "Largest" is the largest difference over the largest weight.
 
 Text: greedy answers in float32 to prompts of `--prompt` tokens, end-of-text tokens banned, plain and with
 `--drafts` draft tokens of lookup. transformers reads the file itself; each token has to be its first choice

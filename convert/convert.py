@@ -49,7 +49,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     choice: str | None = options.quantization
     if choice is not None:
         parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
-    target = open_source(options.target)
+    target = open_source(options.target, options.q6k_bits)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
     tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded

@@ -46,6 +46,9 @@ class ConversionOptions:
     skip_test: Annotated[bool, flag("--no-self-test", "write the pair without the test; it is recorded")] = (
         False
     )
+    q6k_bits: Annotated[
+        Literal[8, 16], option(help="bits of the tensors of a GGUF file that are of type Q6_K")
+    ] = 8
 
 
 @dataclass(frozen=True)

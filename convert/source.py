@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.checkpoint.config import INDEX, StoredModel, read_checkpoint
-from mlx_spec.checkpoint.files import sha256
+from mlx_spec.checkpoint.files import sha256, typed_path
+from mlx_spec.checkpoint.gguf import is_gguf
+from mlx_spec.checkpoint.gguf_model import gguf_folder
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
@@ -76,12 +78,14 @@ class Source:
         return sorted(f for f in found if not any(f.match(pattern) for pattern in NOT_COPIED))
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str, q6k_bits: int = 8) -> Source:
     """Find a checkpoint, download it if necessary, and check that it is complete.
 
-    Raises NotFound and BadCheckpoint.
+    `q6k_bits` is for GGUF files. Raises NotFound and BadCheckpoint.
     """
-    checkpoint = read_checkpoint(find(name))
+    file = typed_path(name)
+    is_file = q6k_bits != 8 and file.is_file() and is_gguf(file)
+    checkpoint = read_checkpoint(gguf_folder(file, q6k_bits) if is_file else find(name))
     checkpoint.check_weights()
     return Source(name, checkpoint)
 

@@ -28,7 +28,7 @@ from mlx_spec.checkpoint.config import (
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
-from mlx_spec.checkpoint.weights import is_dequantized, sizes_of
+from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub import find
@@ -260,7 +260,7 @@ def _open_drafter(
     _refuse_unconverted(shown, folder)
     own = read_config(folder)
     source = _source(folder, own, target, config, tokenizer)
-    if source.network is not None and is_dequantized(config):
+    if source.network is not None and gguf_dtype(config) == "float32":
         source.network.set_dtype(mx.float32)
     return replace(source, folder=folder)
 
@@ -349,16 +349,17 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
     """Load the model with mlx-lm, of several ranks a part of it. Raises BadCheckpoint."""
-    import mlx.core as mx
     from mlx_lm.utils import dequantize_model
 
     from mlx_spec.model.read import read_model
 
     model, _ = read_model(folder, lazy=ranks is not None)
-    if is_dequantized(config):
-        print(f"{config['gguf']}: in float32, because a CPU is slow with other types", file=sys.stderr)
-        model.set_dtype(mx.float32)  # scales, too: the weights are exact
-        model = dequantize_model(model)
+    if gguf_dtype(config) == "float32":
+        is_dense = is_dequantized(config)
+        why = "a CPU is slow with other types" if is_dense else "dense weights exceed the memory"
+        how = "in float32" if is_dense else "quantized, with scales in float32"
+        print(f"{config['gguf']}: {how}, because {why}", file=sys.stderr)
+        model = dequantize_model(model) if is_dense else model
     if ranks is not None:
         ranks.shard(model, config)
     return model

@@ -1,7 +1,8 @@
 """Read GGUF files: metadata, and tensors in the form that MLX's quantized layers hold.
 
 A block of a quantized tensor holds integers, scales and offsets: w = scale * q + bias. MLX has that in groups
-of 32; types with other groups become floats. `gguf_model` turns the result into a checkpoint.
+of 32; types with other groups become floats. Scales have a type that holds them exactly: float16 as in the
+file, or float32 where they are products. `gguf_model` turns the result into a checkpoint.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class StoredTensor:
         weights = math.prod(self.shape)
         if not self.kind.bits:
             return max(self.nbytes, 2 * weights)
-        return weights * self.kind.bits // 8 + weights // GROUP * 4  # with a scale and a bias
+        return weights * self.kind.bits // 8 + weights // GROUP * 8  # with a scale and a bias
 
 
 @dataclass(frozen=True)

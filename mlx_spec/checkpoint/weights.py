@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.families import Config, TargetShape
@@ -14,6 +15,7 @@ from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.quantizers import FP8
 from mlx_spec.checkpoint.quantizers import SCALES as FP8_SCALES
 from mlx_spec.checkpoint.repairs import OTHER_PARTS
+from mlx_spec.device import memory_for_models
 
 # --- formats of safetensors and of quantizers
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
@@ -153,7 +155,22 @@ def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
 
 
 def is_dequantized(config: Config) -> bool:
-    """Return True for a GGUF file on a CPU, which is slow with other types than float32."""
+    """Return True for a GGUF file whose weights become dense float32: on a CPU, if they fit its memory.
+
+    A CPU reads dense weights once for all rows of a pass. It unpacks quantized ones again for each row, and
+    is slow with other types than float32.
+    """
+    return _is_on_cpu(config) and 4 * int(config.get("gguf_weights", 0)) < memory_for_models()
+
+
+def gguf_dtype(config: Config) -> Any:
+    """Return the type of all floats of a GGUF file once it is loaded; None for other checkpoints."""
+    if "gguf" not in config:
+        return None
+    return "float32" if _is_on_cpu(config) else config.get("dtype")
+
+
+def _is_on_cpu(config: Config) -> bool:
     if "gguf" not in config:
         return False
     try:
@@ -170,12 +187,14 @@ def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int
         return 0
     if is_dequantized(config):
         return 4 * _parameters(name, tensor, tensors, config)
+    if (dtype := gguf_dtype(config)) and _is_float(tensor.dtype):
+        return tensor.size * (4 if dtype == "float32" else 2)
     if not checkpoint.is_fp8:
         return tensor.nbytes
     if name.endswith(FP8_SCALES):
         return 0
-    dtype = config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
-    return tensor.size * (4 if "float32" in str(dtype) else 2) if tensor.dtype == FP8 else tensor.nbytes
+    own = config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
+    return tensor.size * (4 if "float32" in str(own) else 2) if tensor.dtype == FP8 else tensor.nbytes
 
 
 def target_shape(config: Config) -> TargetShape:

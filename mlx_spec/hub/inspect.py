@@ -30,6 +30,7 @@ from mlx_spec.checkpoint.weights import (
     count_parameters,
     memory_need,
     precision,
+    sizes_of,
     target_shape,
     total_need,
 )
@@ -63,6 +64,8 @@ class CheckpointInfo(TargetShape):
     parameters: int
     size: int  # bytes of the weights
     memory: MemoryNeed  # once it is loaded
+    read: int  # bytes of weights for a token, once it is loaded
+    gguf_read: int | None  # the same of the GGUF file that it was read from
     precision: str
     layer_types: Mapping[str, int]  # attention type -> layers, empty if all are the same
     heads: int | None
@@ -212,6 +215,8 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         parameters=count_parameters(tensors, config),
         size=headers.size,
         memory=memory_need([checkpoint]),
+        read=int(sizes_of(checkpoint, 0).read),
+        gguf_read=integer(config, "gguf_read"),
         precision=precision(tensors, config),
         layer_types=dict(counts) if len(counts) > 1 else {},
         heads=integer(text, "num_attention_heads"),

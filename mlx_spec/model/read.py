@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, read_checkpoint
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint
 
 
@@ -42,6 +43,8 @@ def read_model(
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
         kind = {**checkpoint.config, **given}.get("model_type")
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
+    if (dtype := gguf_dtype(found)) is not None:  # scales and norms of the file are wider than activations
+        model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype, mx.float32))
     if checkpoint.is_fp8:
         found.pop("quantization_config")
     unquantized = (nn.Linear, nn.Embedding)  # quantized ones are of other classes

@@ -22,11 +22,12 @@ from mlx_lm.utils import dequantize_model, load_model
 from support import tiny
 from support.checkpoints import full_disk, read
 from support.drafting import converted
-from support.gguf_files import Quantization, even, quantized, tensors, tokenizer_metadata, write
+from support.gguf_files import Quantization, even, tensors, tokenizer_metadata, write
 from support.lossless import emitted
 from support.vocabularies import byte_level
 
-from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor
+from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor, read_gguf
+from mlx_spec.checkpoint.gguf_model import gguf_folder
 from mlx_spec.convert.selftest import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import NoSpace, find
@@ -57,9 +58,7 @@ def rounded(model: nn.Module, architecture: str, kinds: dict[str, Quantization])
     """The model with its matrices as the types hold them, dequantized by llama.cpp's package."""
 
     def change(array: mx.array, kind: Quantization) -> mx.array:
-        return mx.array(
-            gguf.dequantize(quantized(np.array(array), kind, architecture), kind).astype(np.float32)
-        )
+        return mx.array(gguf.dequantize(gguf.quantize(np.array(array), kind), kind).astype(np.float32))
 
     names = dict(zip(dict(tree(model)), tensors(model, architecture), strict=True))
     changed = []
@@ -103,6 +102,43 @@ def test_llama_of_every_type(tmp_path: Path, name: str) -> None:
     assert mx.allclose(logits(file), rounded(model, "llama", kinds)(PROMPT), atol=1e-5)
     config = read(find(str(file)))
     assert (config["dtype"], config.get("quantization", {}).get("bits")) == (dtype, bits)
+
+
+def random_blocks(kind: str, rows: int) -> np.ndarray[Any, Any]:
+    """Rows of one block with random integers, and scales as llama.cpp chooses them."""
+    blocks = np.random.default_rng(3).integers(
+        0, 256, (rows, TYPES[Quantization[kind]].nbytes), dtype=np.uint8
+    )
+    if kind == "Q4_K":
+        blocks[:, :4] = np.float16([1.1e-4, 9.3e-4]).view(np.uint8)
+    else:
+        blocks[:, 192:208] = 100
+        blocks[:, 208:] = np.float16([1.1e-5]).view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize(("q6k_bits", "uneven"), [(8, False), (8, True), (16, False)])
+def test_k_quants_in_a_folder(tmp_path: Path, q6k_bits: int, uneven: bool) -> None:
+    """Q4_K is exact; Q6_K in 8 bits loses less than half of what the file lost, whatever its groups are."""
+    six, four = random_blocks("Q6_K", 256), random_blocks("Q4_K", 128)
+    if uneven:
+        six[:, 193:208:2] = 1
+    extra = {"token_embd.weight": (six, "Q6_K"), "blk.0.ffn_gate.weight": (four, "Q4_K")}
+    file = write(tmp_path / "model.gguf", even(tiny.full(hidden_size=256)), "llama", extra=extra)
+    folder = gguf_folder(file, q6k_bits)
+    found, _ = load_model(folder, strict=True, lazy=True)
+    weights = dict(tree(dequantize_model(found)))
+    for name, (blocks, kind) in zip(("embed_tokens", "layers.0.mlp.gate_proj"), extra.values(), strict=True):
+        expected = gguf.dequantize(blocks, Quantization[kind])
+        error = np.array(weights[f"model.{name}.weight"].astype(mx.float32)) - expected
+        if kind == "Q4_K":
+            assert np.abs(error).max() < 1e-7 * np.abs(expected).max()
+        else:
+            steps = six[:, 192:208].astype(np.int64) * 1.1e-5
+            assert np.sqrt(np.square(error).mean()) < 0.5 * np.sqrt(np.square(steps).mean() / 12)
+    stored = mx.load(str(folder / "model-00001.safetensors"))
+    assert ("model.embed_tokens.scales" in stored) == (q6k_bits == 8)
+    assert read(folder)["gguf_read"] == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
 
 
 # --- architectures

@@ -19,6 +19,7 @@ from support.hub_stand_in import ROOT, Hub
 
 import mlx_spec
 from mlx_spec.apps import models
+from mlx_spec.checkpoint.weights import is_dequantized
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect
 
@@ -42,6 +43,16 @@ def test_the_memory_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = sparse.checkpoint(tmp_path / "target", {"model_type": "llama", "gguf": "a.gguf"}, WEIGHT)
     size = 4 if mx.default_device().type == mx.cpu else 2
     assert one(folder).memory.weights == size * 64 * 32
+    config = {
+        "model_type": "llama",
+        "gguf": "a.gguf",
+        "gguf_weights": 10**15,
+        "gguf_read": 9,
+        "dtype": "bfloat16",
+    }
+    large = one(sparse.checkpoint(tmp_path / "large", config, WEIGHT))  # too large to be dense
+    assert (large.memory.weights, large.read, large.gguf_read) == (size * 64 * 32, size * 64 * 32, 9)
+    assert not is_dequantized(config)
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     assert one(folder).memory.weights == 2 * 64 * 32
 

@@ -96,22 +96,12 @@ def write(
         kind = next((kind for part, kind in (kinds or {}).items() if part in name), Quantization.F32)
         if values.ndim < 2:
             kind = Quantization.F32
-        writer.add_tensor(name, quantized(values, kind, architecture), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
-
-
-def quantized(values: np.ndarray, kind: Quantization, architecture: str) -> np.ndarray:
-    """Return the blocks of a tensor; scales of Q8_0 are even for families that are read in bfloat16."""
-    blocks = gguf.quantize(values, kind)
-    if kind == Quantization.Q8_0 and architecture != "llama":
-        parts = blocks.reshape(-1, 34)
-        scales = mx.array(parts[:, :2].copy().view(np.float16)).astype(mx.bfloat16).astype(mx.float16)
-        parts[:, :2] = np.array(scales).view(np.uint8)
-    return blocks
 
 
 def tensors(model: nn.Module, architecture: str) -> dict[str, np.ndarray]:
