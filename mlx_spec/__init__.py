@@ -20,6 +20,7 @@ from mlx_spec.errors import (
     Mismatch,
     NotFound,
     NotRewindable,
+    NoVision,
     PromptTooLong,
     SpecError,
 )
@@ -27,6 +28,7 @@ from mlx_spec.load import load
 
 if TYPE_CHECKING:
     from mlx_spec.pair import Pair
+    from mlx_spec.prompt import Prompt
     from mlx_spec.sampling import Sampling
     from mlx_spec.session import Piece, Session, Statistics
     from mlx_spec.types import Reason, Round
@@ -37,10 +39,12 @@ __all__ = [
     "BadCheckpoint",
     "InvalidValue",
     "Mismatch",
+    "NoVision",
     "NotFound",
     "NotRewindable",
     "Pair",
     "Piece",
+    "Prompt",
     "PromptTooLong",
     "Reason",
     "Round",
@@ -56,6 +60,7 @@ __all__ = [
 _HOMES = {
     "Pair": "pair",
     "Piece": "session",
+    "Prompt": "prompt",
     "Reason": "types",
     "Round": "types",
     "Sampling": "sampling",

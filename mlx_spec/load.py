@@ -30,7 +30,7 @@ from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
 from mlx_spec.device.blas import use_blas
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NoVision
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.names import resolve
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mlx_spec.pair import Pair
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy
     from mlx_spec.tokenizer import Tokenizer
+    from mlx_spec.vision.vision import Vision
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
 WITHOUT = 'drafter="none" decodes without one'
@@ -101,7 +102,8 @@ def load(
     offered = _offered(found, spec, draft_ranks)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, spec)
-    pair = Pair(info, tokenizer, _load_target(folder, config, ranks), offered, policies, kv_bits, ranks)
+    model, vision = _load_target(folder, config, ranks), _vision(folder, tokenizer, ranks)
+    pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision)
     try:
         pair.check()  # refuses targets without exact rollback now, not in an answer
         _measure(pair)
@@ -363,6 +365,18 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
     if ranks is not None:
         ranks.shard(model, config)
     return model
+
+
+def _vision(folder: Path, tokenizer: Tokenizer, ranks: Ranks | None) -> Vision | NoVision:
+    """Return what reads the pictures of a target, or why nothing does."""
+    from mlx_spec.vision.vision import read_vision
+
+    if ranks is not None:
+        return NoVision(f"it is split over {ranks.size} machines; run it on one, or send text")
+    try:
+        return read_vision(folder, tokenizer)
+    except NoVision as reason:
+        return reason
 
 
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:

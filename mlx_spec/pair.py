@@ -18,7 +18,7 @@ from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.model_free import for_request
-from mlx_spec.errors import InvalidValue, PromptTooLong
+from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
@@ -32,6 +32,8 @@ from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import FeatureSpec, Round, TargetParts
+from mlx_spec.vision.conversation import NO_VISION, seeing
+from mlx_spec.vision.vision import Vision
 
 GREEDY = Sampling()
 MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights' bytes unused in its buffers
@@ -65,6 +67,7 @@ class Pair:
         policies: AdaptivePolicies | FixedPolicy,
         kv_bits: int | None = None,
         ranks: Ranks | None = None,
+        vision: Vision | NoVision = NO_VISION,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
@@ -74,6 +77,7 @@ class Pair:
         self._needs = _needs(drafters)
         self._kv_bits = kv_bits
         self._ranks = ranks
+        self._vision = vision
         self._check: Generator[Slice, None, None] | None = None  # of costs, not yet done
         self._following: Slice | None = None  # the pass that it does next
 
@@ -99,12 +103,18 @@ class Pair:
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
-        return Pair(self.info, self.tokenizer, self._model, drafters, policies, self._kv_bits, self._ranks)
+        given = (self._kv_bits, self._ranks, self._vision)
+        return Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
 
     @property
     def parts(self) -> TargetParts:
         """Return the embedding and the LM head of the target."""
         return parts_of(self._model)
+
+    @property
+    def vision(self) -> Vision:
+        """Return what makes prompts of pictures. Raises NoVision with the reason if nothing does."""
+        return seeing(self._vision)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -113,7 +123,7 @@ class Pair:
 
     def session(self, system: str | None = None) -> Session:
         """Return a new conversation. Raises InvalidValue if the target has no chat template."""
-        return Session(self.tokenizer, CachedSequence(self.open()), self.prepare, system)
+        return Session(self.tokenizer, CachedSequence(self.open()), self.prepare, system, self._vision)
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
@@ -199,7 +209,7 @@ class Pair:
         answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Raises
         InvalidValue and PromptTooLong.
         """
-        prompt, ends = _as_prompt(prompt_tokens), _as_tokens("stop", stop)
+        prompt, ends = self._as_prompt(prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
@@ -239,7 +249,8 @@ class Pair:
 
     def _target(self) -> LMTarget:
         if self._ranks is None:
-            return LMTarget(self._model, self._needs, kv_bits=self._kv_bits)
+            sight = None if isinstance(self._vision, NoVision) else self._vision.sight
+            return LMTarget(self._model, self._needs, kv_bits=self._kv_bits, sight=sight)
         return RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
 
     def _target_batch(self) -> TargetBatch:
@@ -266,6 +277,17 @@ class Pair:
             batch.add(self.prepare(self.open(), prompt, sampling=sampling, max_tokens=max_tokens, stop=stop))
         return _rounds(batch)
 
+    def _as_prompt(self, given: Iterable[int]) -> Prompt:
+        """Return a prompt that this target can read, and tokens as one of text. Raises InvalidValue."""
+        if not isinstance(given, Prompt):
+            return text_prompt(_as_tokens("the prompt", given))
+        if not given.spans:
+            return given
+        seeing(self._vision)
+        if given.spans[-1].end >= len(given):
+            raise InvalidValue("the prompt ends with a picture: let text follow it")
+        return given
+
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
         if not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
@@ -286,11 +308,6 @@ class Pair:
                 "target: shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
-
-
-def _as_prompt(given: Iterable[int]) -> Prompt:
-    """Return a prompt as it is, and tokens as one of text. Raises InvalidValue for anything else."""
-    return given if isinstance(given, Prompt) else text_prompt(_as_tokens("the prompt", given))
 
 
 def _as_tokens(name: str, given: Iterable[int]) -> list[int]:

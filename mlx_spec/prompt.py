@@ -21,20 +21,27 @@ if TYPE_CHECKING:
 class LazyRows:
     """The rows of a span, [count, D]: computed once, when they are first read.
 
-    `encode` computes them in steps. It yields after each what the step computed, and returns the rows.
+    `encode` computes them in steps. It yields what each step computes, and returns the rows.
     """
 
     def __init__(self, encode: Callable[[], Generator[mx.array, None, mx.array]]) -> None:
         self._encode = encode
         self._rows: mx.array | None = None
 
+    @property
+    def are_computed(self) -> bool:
+        """Return True if all steps have been done."""
+        return self._rows is not None
+
     def steps(self) -> Iterator[mx.array]:
-        """Compute the rows. Yield what each step is to evaluate; nothing if they are there."""
+        """Compute the rows. Yield what is to be evaluated in each step; nothing if they are there."""
         if self._rows is None:
-            self._rows = yield from self._encode()
+            rows = yield from self._encode()
+            yield rows
+            self._rows = rows
 
     def __call__(self) -> mx.array:
-        """Return the rows, lazily."""
+        """Return the rows."""
         for _ in self.steps():
             pass
         assert self._rows is not None
@@ -105,6 +112,14 @@ class Prompt(Sequence[int]):
     def whole(self, size: int) -> int:
         """Return the largest number of positions, at most `size`, that ends in no span."""
         return next((span.start for span in self.spans if span.start < size < span.end), size)
+
+    def whole_chunk(self, low: int, high: int) -> int:
+        """Return the end of a chunk from `low` on, which ends in no span, that is closest to `high`.
+
+        It is less than asked for, or more by a part of a span that begins at `low`.
+        """
+        shorter = self.whole(high)
+        return shorter if shorter > low else next(s.end for s in self.spans if s.start < high < s.end)
 
 
 def text_prompt(tokens: Iterable[int]) -> Prompt:

@@ -16,13 +16,15 @@ from typing import Any, Literal
 
 from mlx_spec.decode import round as engine
 from mlx_spec.decode.sequence import CachedSequence
-from mlx_spec.errors import InvalidValue
-from mlx_spec.prompt import Prompt, text_prompt
+from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
+from mlx_spec.vision.conversation import NO_VISION, Part, conversation_prompt, prepared
+from mlx_spec.vision.vision import Vision
 
 GREEDY = Sampling()
 
@@ -294,6 +296,7 @@ class Session:
     """A conversation. What the target has already read is read again only where it changed.
 
     Made by `Pair.session`. `prepare` is its `Pair.prepare`; `sequence` is for this conversation alone.
+    `vision` is that of the pair.
     """
 
     def __init__(
@@ -302,12 +305,14 @@ class Session:
         sequence: CachedSequence,
         prepare: Callable[..., engine.RunningSequence],
         system: str | None = None,
+        vision: Vision | NoVision = NO_VISION,
     ) -> None:
         if not tokenizer.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
         self._tokenizer = tokenizer
         self._sequence = sequence
         self._prepare = prepare
+        self._vision = vision
         self._system = system
         self._messages: list[dict[str, Any]] = []
         self._generation: Generation | None = None  # of the last answer
@@ -353,18 +358,26 @@ class Session:
         return turn
 
     def stream(
-        self, message: str, *, sampling: Sampling = GREEDY, max_tokens: int, thinking: bool = False
+        self,
+        message: str | Sequence[Part],
+        *,
+        sampling: Sampling = GREEDY,
+        max_tokens: int,
+        thinking: bool = False,
     ) -> Generator[Piece, None, None]:
         """Answer a message of the user, piece by piece.
 
+        It is a text, or parts: {"type": "text", "text": ...} and {"type": "image", "image": bytes of a file}.
         The message and the answer become part of the conversation when the stream ends. If it is closed
         early, the answer counts as far as it came, and without any of it the message is forgotten. An
         answer that is still streaming is closed. Raises InvalidValue or PromptTooLong at once, and then the
         conversation is as before.
         """
         self._stop()
-        question = {"role": "user", "content": message}
-        prompt = text_prompt(self._tokenizer.prompt([*self.messages, question], thinking=thinking))
+        content = message if isinstance(message, str) else prepared(message, self._vision)
+        question = {"role": "user", "content": content}
+        messages = [*self.messages, question]
+        prompt = conversation_prompt(messages, self._tokenizer, self._vision, thinking=thinking)
         rounds = engine.decode(
             self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
         )

@@ -78,18 +78,20 @@ class PromptPace:
         return now - self._waiting_since + unread * seconds / tokens <= MAX_WAIT_S
 
     def read(self, rows: int, seconds: float) -> None:
-        """Learn from a pass that read these rows of prompts.
+        """Learn from a pass that read these rows of prompts; it has none if it computed rows of a span.
 
         Only chunks of a similar size say how long it was expected to take.
         """
         self.reading += seconds
-        if rows:
-            seconds = max(seconds, 1e-6)
-            alike = self._chunks and all(rows <= 2 * other <= 4 * rows for other, _ in self._chunks)
-            self._expected += rows * max(s / n for n, s in self._chunks) if alike else math.inf
-            self._chunks.append((rows, seconds))
-            if rows <= MIN_CHUNK:
-                self._smallest.append(seconds)
+        if not rows:
+            self._expected = math.inf
+            return
+        seconds = max(seconds, 1e-6)
+        alike = self._chunks and all(rows <= 2 * other <= 4 * rows for other, _ in self._chunks)
+        self._expected += rows * max(s / n for n, s in self._chunks) if alike else math.inf
+        self._chunks.append((rows, seconds))
+        if rows <= MIN_CHUNK:
+            self._smallest.append(seconds)
 
     def end_round(self, goes_on: bool) -> None:
         """Learn from the time since the last round. `goes_on` says if a sequence waits for the next one."""

@@ -98,14 +98,23 @@ def prefill(
 ) -> Iterator[int]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields the number of tokens that the target holds after each chunk. May be closed early and called again.
+    Yields the number of tokens that the target holds after each chunk, and after each step that computes rows
+    of a span. May be closed early and called again. A chunk is longer where rows of a span see each other.
     """
     end = len(prompt) - 1
     while (low := target.size) < end:
         high = min(low + step(), end)
-        features = target.prefill(prompt[low:high])
+        if target.reads_spans_whole:
+            high = prompt.whole_chunk(low, high)
+        unknown = [s for s in prompt.spans if s.end > low and s.start < high and not s.rows.are_computed]
+        if unknown:
+            for part in unknown[0].rows.steps():
+                mx.eval(part)
+                yield low
+            continue
+        features = target.prefill(prompt[low:high], prompt.spans)
         for drafter in drafters:
-            drafter.observe(list(prompt[: high + 1]), features)
+            drafter.observe(list(itertools.islice(prompt, high + 1)), features)
         yield high
     mx.clear_cache()
 
@@ -148,7 +157,8 @@ class RunningSequence:
     @property
     def can_share_prefill(self) -> bool:
         """Return True if one pass may read its prompt and others."""
-        return self._read_prompt is None and not self.target.is_recurrent
+        reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
+        return self._read_prompt is None and not self.target.is_recurrent and not reads_spans
 
     def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[object]:
         """Read the prompt in chunks of at most `step()` tokens; yield after each."""

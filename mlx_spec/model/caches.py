@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.layer_caches import (
     AttentionCache,
+    Blocks,
     ChunkCache,
     Columns,
     LayerCache,
@@ -120,18 +121,28 @@ class Caches:
 
     # --- passes
 
-    def begin(self, T: int, rows: Sequence[int] | None = None, *, reads_prompt: bool = False) -> None:
+    def begin(
+        self,
+        T: int,
+        rows: Sequence[int] | None = None,
+        *,
+        reads_prompt: bool = False,
+        blocks: Blocks = (),
+        in_all: bool = False,
+    ) -> None:
         """Prepare all layers for a pass of T rows in each lane, after those not yet committed.
 
         Those after the first `rows` of a lane are padding; if it is None, there is none. With `reads_prompt`
-        they are tokens of a prompt, which see further in some models.
+        they are tokens of a prompt, which see further in some models. Rows of one of `blocks` see later ones
+        of it in layers with a window, or in all layers.
         """
         self._make_room(T, len(self.sizes))
         ends = self._ends(len(self.sizes))
         self.uncommitted += T
         offset = ends[0] if len(set(ends)) == 1 else mx.array(ends, dtype=mx.int32)
-        for columns in self._columns.values():
-            columns.begin(ends, T, reads_prompt=reads_prompt)
+        for window, columns in self._columns.items():
+            seen = blocks if in_all or window is not None else ()
+            columns.begin(ends, T, reads_prompt=reads_prompt, blocks=seen)
         for cache in self.attention:
             cache.offset = offset
         for state in self.recurrent:

@@ -23,6 +23,7 @@ WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of
 CAPACITY_STEP = 256  # rows; buffers grow in whole steps
 
 Mask = mx.array | str | None
+Blocks = Sequence[tuple[int, int]]  # positions: the first one of each block, and the one after its last
 Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, scales, biases
 
 
@@ -63,9 +64,12 @@ class Columns:
         kept = min(max(ends), self.reach - 1 + MAX_UNCOMMITTED)
         return [end - kept for end in ends], kept + T + WINDOW_SLACK
 
-    def begin(self, ends: Sequence[int], T: int, *, reads_prompt: bool = False) -> None:
-        """Set what the layers need for a pass of T rows after the `ends` of the lanes."""
-        self.rows, self.T, self.reads_prompt = len(ends), T, reads_prompt
+    def begin(self, ends: Sequence[int], T: int, *, reads_prompt: bool = False, blocks: Blocks = ()) -> None:
+        """Set what the layers need for a pass of T rows after the `ends` of the lanes.
+
+        Rows of one of `blocks` see later ones of it, too. Only a pass of one sequence has any.
+        """
+        self.rows, self.T, self.reads_prompt, self._blocks = len(ends), T, reads_prompt, blocks
         self.starts = [end - first for end, first in zip(ends, self.first, strict=True)]
         seen = self.reach if reads_prompt else None
         visible = [self.oldest_visible(end, seen) - f for end, f in zip(ends, self.first, strict=True)]
@@ -90,14 +94,18 @@ class Columns:
             self.reach = max(self.reach, window or 0)
             window = min(window or self.window, self.reach if self.reads_prompt else self.window)
         crosses = window is not None and self.high - self.low > window
-        if self._is_even and not crosses and not return_array:
+        if self._is_even and not crosses and not return_array and not self._blocks:
             return None if T == 1 else "causal"
         if window not in self._masks:
             column = mx.arange(self.low, self.high, dtype=mx.int32)
             query = mx.array(self.starts, dtype=mx.int32)[:, None] + mx.arange(T, dtype=mx.int32)  # [B, T]
             begin = -mx.array(self.first, dtype=mx.int32)[:, None]  # column of position 0
             oldest = begin if window is None else mx.maximum(query - (window - 1), begin)
-            seen = (column <= query[..., None]) & (column >= oldest[..., None])
+            last = query
+            for start, end in self._blocks:
+                low, high = start - self.first[0], end - self.first[0]
+                last = mx.where((query >= low) & (query < high), high - 1, last)
+            seen = (column <= last[..., None]) & (column >= oldest[..., None])
             self._masks[window] = seen[:, None]  # [B, 1, T, high - low]
         return self._masks[window]
 

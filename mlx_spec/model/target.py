@@ -14,6 +14,7 @@ from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches, Checkpoint
 from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
+from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import (
     Tree,
     TreeCacheView,
@@ -24,6 +25,7 @@ from mlx_spec.model.tree import (
     unwrap_ropes,
     wrap_ropes,
 )
+from mlx_spec.prompt import Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
@@ -45,9 +47,15 @@ class LMTarget:
     """
 
     def __init__(
-        self, model: nn.Module, needs: FeatureSpec | None = None, *, kv_bits: int | None = None
+        self,
+        model: nn.Module,
+        needs: FeatureSpec | None = None,
+        *,
+        kv_bits: int | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self._model = model
+        self._sight = sight
         self._kv_bits = kv_bits
         self._needs = needs or FeatureSpec()
         self._captures = captures_of(model, self._needs)
@@ -94,14 +102,22 @@ class LMTarget:
         buffers = [b for c in self._caches.attention if c.columns.window is None for b in c.buffers]
         return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers)
 
-    def prefill(self, tokens: Sequence[int]) -> Features:
-        """Write and commit one chunk of the prompt, without logits. Return its features, evaluated."""
+    @property
+    def reads_spans_whole(self) -> bool:
+        """Return True if rows of a span see each other, so that one pass has to write them."""
+        return self._sight is not None and self._sight.together is not None
+
+    def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Features:
+        """Write and commit one chunk of the prompt, without logits. Return its features, evaluated.
+
+        `spans` are those of the whole prompt. Rows of a chunk that lie in one are its own.
+        """
         rows, points = mx.array(list(tokens), dtype=mx.int32), []
         early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
         if early > 0:
-            self._write(rows[:early], reads_prompt=True)
+            self._write(rows[:early], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint())
-        self._write(rows[max(early, 0) :], reads_prompt=True)
+        self._write(rows[max(early, 0) :], reads_prompt=True, spans=spans)
         if not self._needs.prompt:
             self._captured = []  # before they are computed
         features = self._features(len(tokens))
@@ -299,15 +315,32 @@ class LMTarget:
         self._write(self._replay[:0])
         self._commit_all()
 
-    def _write(self, tokens: mx.array, tree: Tree | None = None, *, reads_prompt: bool = False) -> mx.array:
+    def _write(
+        self,
+        tokens: mx.array,
+        tree: Tree | None = None,
+        *,
+        reads_prompt: bool = False,
+        spans: Sequence[Span] = (),
+    ) -> mx.array:
         """Write tokens; the first pass after a commit writes those of `_replay` before them."""
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
-        self._caches.begin(rows.size, reads_prompt=reads_prompt)
+        start = self._caches.sizes[0] + self._caches.uncommitted
+        end = start + rows.size
+        spans = spans_between(spans, start, end)
+        blocks = blocks_of(self._sight, spans, start, end)
+        in_all = self._sight is not None and self._sight.together == "all"
+        self._caches.begin(rows.size, reads_prompt=reads_prompt, blocks=blocks, in_all=in_all)
         views = None
         if tree is not None:
             views = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
-        logits: mx.array = self._model(rows[None], cache=self._caches.for_model(views))[0]
+        cache = self._caches.for_model(views)
+        if spans:
+            assert self._sight is not None, "this target reads text alone"
+            logits = run_with_spans(self._model, self._sight, rows, start, spans, cache)
+        else:
+            logits = self._model(rows[None], cache=cache)[0]
         before = rows.size - tokens.size
         self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])
         return logits[before:] if before else logits

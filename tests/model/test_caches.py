@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
 from support import tiny
@@ -111,6 +112,31 @@ def test_no_mask_is_wider_than_the_window() -> None:
     append(caches, 0, 40)
     caches.begin(2)
     assert caches.attention[0].make_mask(2, window_size=17).sum(axis=-1).tolist() == [[[16, 16]]]
+
+
+@pytest.mark.parametrize("window", [None, 5, 9, 30])  # smaller than a block, as large, and larger
+@pytest.mark.parametrize("in_all", [False, True])
+def test_rows_of_a_block_see_each_other(window: int | None, in_all: bool) -> None:
+    """Later rows, too, but no row before the window."""
+    caches, blocks = (
+        Caches.of_model(Foreign(KVCache() if window is None else RotatingKVCache(window))),
+        [(24, 33)],
+    )
+    blocks.append((35, 38))
+    append(caches, 0, 20)
+    caches.begin(20, blocks=blocks, in_all=in_all)
+    mask = np.array(caches.attention[0].make_mask(20, return_array=True, window_size=window))[0, 0]
+    query, key = np.arange(20, 40)[:, None], np.arange(40 - mask.shape[1], 40)
+    expected = key <= query
+    for low, high in blocks if in_all or window is not None else ():
+        expected |= (low <= query) & (query < high) & (low <= key) & (key < high)
+    expected &= key > query - (window or 100)
+    assert np.array_equal(mask, expected)
+    short = caches.attention[0].make_mask(20, window_size=window)
+    assert isinstance(short, str) == (window is None and not in_all)  # else "causal" would hide later rows
+    caches.commit([20])
+    caches.begin(1)
+    assert caches.attention[0].make_mask(1, window_size=window) is None  # of the next pass
 
 
 def test_sliding_buffers_stay_small() -> None:

@@ -25,7 +25,9 @@ class TimedTarget:
     def uncommitted(self):
         return len(self.rows)
 
-    def prefill(self, tokens):
+    reads_spans_whole = False
+
+    def prefill(self, tokens, spans):
         self.size += len(tokens)
         return Features()
 

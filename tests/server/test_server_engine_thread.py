@@ -60,6 +60,7 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
+from mlx_spec.prompt import Span
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import read_tokenizer
 from mlx_spec.types import Round
@@ -201,9 +202,9 @@ def test_a_prompt_is_read_once_for_all_its_choices(
 ) -> None:
     read, prefill = list[int](), LMTarget.prefill
 
-    def counted(target: LMTarget, tokens: list[int]) -> Any:
+    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
         read.append(len(tokens))
-        return prefill(target, tokens)
+        return prefill(target, tokens, spans)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
     found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
@@ -307,9 +308,9 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_WAIT_S", 0.0)
     log, prefill = Log(), LMTarget.prefill
 
-    def counted(target: LMTarget, tokens: list[int]) -> Any:
+    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
         log.append(("chunk", len(tokens)))
-        return prefill(target, tokens)
+        return prefill(target, tokens, spans)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
     answer_all(make_pair("full", context=200), [*((5 + i,) * 60 for i in range(5)), (7,) * 4], log)
@@ -440,10 +441,10 @@ def test_close_fails_requests_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch)
     """The server gives responses two seconds to end; a chunk of a prompt may take longer."""
     begun, go, prefill = threading.Event(), threading.Event(), LMTarget.prefill
 
-    def slowly(target: LMTarget, tokens: list[int]) -> Any:
+    def slowly(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
         begun.set()
         go.wait(served.TIMEOUT_S)
-        return prefill(target, tokens)
+        return prefill(target, tokens, spans)
 
     with working() as engine:
         monkeypatch.setattr(LMTarget, "prefill", slowly)

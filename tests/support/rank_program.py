@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 
-from mlx_spec import Sampling, load
+from mlx_spec import NoVision, Sampling, load
 from mlx_spec.distributed import ranks as module
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.load import draft_for, follow
@@ -42,6 +43,9 @@ def main(target: str, drafter: str, *ahead: str) -> None:
             return follow(target, ranks)
         over = {"draft_ranks": ranks} if ahead else {"ranks": ranks}
         pair = load(target, drafter, num_draft_tokens=3, **over)
+        if not ahead:
+            with suppress(NoVision):
+                raise AssertionError(f"{pair.vision} over several machines")
         while True:
             print(json.dumps(generate(pair)), flush=True)
 

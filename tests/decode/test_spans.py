@@ -1,0 +1,215 @@
+"""Prompts with pictures: transformers = plain = drafted, from any cache, in chunks and in batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+
+import mlx.core as mx
+import pytest
+from support.spans import CASES, VARIANTS, Golden, file, golden, pair_of, vision_of, with_sight
+
+from mlx_spec.decode.round import PREFILL_STEP, RunningSequence, decode, prefill
+from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.pair import Pair
+from mlx_spec.prompt import Prompt, text_prompt
+from mlx_spec.sampling import Sampling
+from mlx_spec.types import Round
+
+GREEDY = Sampling()
+COUNT = 8  # tokens of an answer
+TOLERANCE = 2e-3  # of logits; smaller than the margins of greedy texts
+
+
+def answer(sequence: RunningSequence, step: int = PREFILL_STEP) -> list[Round]:
+    """Decode one sequence, its prompt in chunks of `step` tokens."""
+    list(sequence.prefill(lambda: step))
+    return list(decode(sequence))
+
+
+def said(pair: Pair, prompt: Prompt, sampling: Sampling = GREEDY) -> list[int]:
+    rounds = answer(pair.prepare(pair.open(), prompt, sampling=sampling, max_tokens=COUNT))
+    return [token for each in rounds for token in each.tokens]
+
+
+def error(pair: Pair, wanted: Golden, step: int = PREFILL_STEP) -> float:
+    """Return the largest error of the logits after a prompt."""
+    target = pair.open().target
+    list(prefill(target, (), wanted.prompt, lambda: step))
+    row = target.verify(mx.array(wanted.prompt[-1:]))[0]
+    return float(mx.abs(row - wanted.logits).max())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_text_is_that_of_transformers(variant: str) -> None:
+    drafters = ("none", "lookup", "text" if variant == "gemma3" else "assistant")
+    pairs = [pair_of(variant, drafter) for drafter in drafters]
+    cases = CASES if variant == "31b" else ("one.0", "two.0", "later.1", "again.1")
+    accepted = 0
+    for step, wanted in zip(cycle((5, 16, 64, 100, 65, 41, 20, 1024)), map(partial(golden, variant), cases)):
+        assert error(pairs[0], wanted, step) < TOLERANCE
+        said = wanted.greedy[:COUNT]
+        wrong = [token if i % 7 else 300 for i, token in enumerate(said)]
+        for pair in pairs:
+            parts = pair.open()
+            expected = wrong if pair is pairs[1] else ()
+            rounds = answer(pair.prepare(parts, wanted.prompt, max_tokens=COUNT, prediction=expected))
+            assert [token for each in rounds for token in each.tokens] == said
+            accepted += sum(each.accepted for each in rounds)
+    assert accepted >= len(cases)
+
+
+def test_chunks_of_one_token() -> None:
+    for variant in ("e2b", "31b"):
+        assert error(pair_of(variant), golden(variant, "one.0"), 1) < TOLERANCE
+
+
+@pytest.mark.parametrize(("variant", "prompts"), [("31b", 40), ("e2b", 8)])
+def test_prompts_in_random_order_from_one_cache(variant: str, prompts: int) -> None:
+    """Second turns, the same picture twice, and other pictures in equal tokens."""
+    draw, pair = random.Random(1), pair_of(variant, "assistant")
+    held, reused = CachedSequence(pair.open()), 0
+    for case in draw.choices(CASES, k=prompts):
+        wanted = golden(variant, case)
+        kept = held.rewind_to_prefix(wanted.prompt)
+        assert kept == held.parts.target.size == wanted.prompt.whole(kept)
+        assert not any(span.rows.are_computed for span in wanted.prompt.spans)
+        sequence = pair.prepare(held.parts, wanted.prompt, max_tokens=2)
+        for each in answer(sequence, draw.choice([17, 64, 1024])):
+            held.append(each.tokens)
+        assert list(sequence.history[len(wanted.prompt) :]) == wanted.greedy[:2]
+        computed = [span.rows.are_computed for span in wanted.prompt.spans]
+        assert computed == [span.end > kept for span in wanted.prompt.spans]  # what is reused costs nothing
+        held.truncate(len(wanted.prompt) + draw.randrange(1, 3))
+        reused += kept
+    assert reused > 20 * prompts
+
+
+def test_a_saved_sequence_goes_on() -> None:
+    pair, first, second = pair_of("31b", "assistant"), golden("31b", "again.0"), golden("31b", "again.1")
+    held, other = CachedSequence(pair.open()), CachedSequence(pair.open())
+    held.rewind_to_prefix(first.prompt)
+    for each in answer(pair.prepare(held.parts, first.prompt, max_tokens=24)):
+        held.append(each.tokens)
+    other.restore(held.identity, held.state())
+    assert other.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
+    rounds = answer(pair.prepare(other.parts, second.prompt, max_tokens=COUNT))
+    assert [token for each in rounds for token in each.tokens] == second.greedy[:COUNT]
+
+
+def test_a_batch_that_prompts_join_at_random() -> None:
+    """Some prompts are those of others, as the choices of one request are; short texts are read together."""
+    draw, pair = random.Random(2), pair_of("31b", "assistant")
+    batch, texts = pair.batch(4), dict[int, tuple[list[int], list[int]]]()
+    waiting = [golden("31b", case) for case in (*CASES, *["later.0"] * 3)]
+    draw.shuffle(waiting)
+    waiting += waiting[:3]
+    while waiting or len(batch):
+        if waiting and draw.random() < 0.5:
+            wanted = waiting.pop()
+            texts[batch.add(pair.prepare(pair.open(), wanted.prompt, max_tokens=6))] = wanted.greedy[:6], []
+        for id, result in batch.step():
+            assert isinstance(result, Round), result
+            texts[id][1].extend(result.tokens)
+    assert len(texts) == len(CASES) + 6 and all(wanted == found for wanted, found in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bits"),
+    [
+        (Sampling(temperature=0.8, seed=7), None),
+        (Sampling(repetition_penalty=1.3), 8),
+        (Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3, frequency_penalty=0.3), 8),
+    ],
+)
+def test_plain_is_drafted_with_seeds_penalties_and_quantized_kv(sampling: Sampling, bits: int | None) -> None:
+    pairs = [pair_of("31b", drafter, kv_bits=bits) for drafter in ("none", "text", "assistant")]
+    prompt = golden("31b", "two.0").prompt
+    texts = [said(pair, prompt, sampling) for pair in pairs]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_conversation_about_pictures() -> None:
+    """The same picture twice; what was read is not read again."""
+    pair, reused = pair_of("31b", "assistant"), list[int]()
+    session = pair.session()
+    for case, text in (("again.0", "one two three"), ("again.1", "A B C D")):
+        parts = [{"type": "image", "image": file("a")}, {"type": "text", "text": text}]
+        rounds = [piece.round for piece in session.stream(parts, max_tokens=24) if piece.round is not None]
+        assert [token for each in rounds for token in each.tokens] == golden("31b", case).greedy
+        reused.append(session.statistics.reused_tokens)
+    assert reused[1] > golden("31b", "again.0").prompt.spans[0].end
+
+
+# --- what goes wrong when one rule is broken
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("gemma3", {"together": None}),
+        ("gemma3", {"together": "sliding"}),
+        ("gemma3", {"scale": 1.0}),
+        ("31b", {"together": None}),
+        ("26b", {"together": None}),
+        ("12b", {"together": "all"}),
+        ("31b", {"together": "all"}),
+        ("e2b", {"together": "sliding"}),
+        ("e2b", {"pad_token": 7}),
+    ],
+)
+def test_controls_of_how_rows_are_read(variant: str, change: dict[str, object]) -> None:
+    wrong = pair_of(variant, vision=with_sight(variant, replace(vision_of(variant).sight, **change)))
+    assert min(error(wrong, golden(variant, case)) for case in ("one.0", "two.0")) > 20 * TOLERANCE
+
+
+def test_control_of_what_caches_compare() -> None:
+    """By tokens, one picture would be taken for another."""
+    one, other = golden("31b", "one.0"), golden("31b", "other.0")
+    assert one.prompt.tokens == other.prompt.tokens
+
+    def wrong_by(told: Callable[[Prompt], Prompt]) -> float:
+        held = CachedSequence(pair_of("31b").open())
+        for each in (one, other):
+            held.rewind_to_prefix(told(each.prompt))
+            list(prefill(held.parts.target, (), each.prompt))
+        row = held.parts.target.verify(mx.array(other.prompt[-1:]))[0]
+        return float(mx.abs(row - other.logits).max())
+
+    assert wrong_by(lambda prompt: prompt) < TOLERANCE
+    assert wrong_by(lambda prompt: text_prompt(prompt.tokens)) > 20 * TOLERANCE
+
+
+def test_a_picture_whose_rows_see_each_other_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prompt, "whole_chunk", lambda self, low, high: high)
+    with pytest.raises(AssertionError, match="a span was cut"):
+        error(pair_of("31b"), golden("31b", "one.0"), 20)
+    assert error(pair_of("e2b"), golden("e2b", "one.0"), 20) < TOLERANCE  # causal rows may be
+
+
+# --- refusals
+
+
+def test_a_target_without_a_tower_says_why() -> None:
+    reason = NoVision("it is a text model")
+    pair, prompt = pair_of("31b", vision=reason), golden("31b", "one.0").prompt
+    for attempt in (
+        lambda: pair.generate(prompt, max_tokens=3),
+        lambda: pair.session().stream([{"type": "image", "image": file("a")}], max_tokens=3),
+        lambda: pair.vision,
+    ):
+        with pytest.raises(NoVision, match="this target reads no pictures: it is a text model"):
+            attempt()
+    assert pair.session().stream([{"type": "text", "text": "one"}], max_tokens=3)
+
+
+def test_a_prompt_that_ends_with_a_picture_is_refused() -> None:
+    pair, prompt = pair_of("31b"), golden("31b", "one.0").prompt
+    with pytest.raises(InvalidValue, match="ends with a picture: let text follow it"):
+        pair.generate(Prompt(prompt[: prompt.spans[0].end], prompt.spans), max_tokens=3)
+    with pytest.raises(InvalidValue, match="a part of a message must be"):
+        pair.session().stream([{"type": "image", "image": "a.png"}], max_tokens=3)

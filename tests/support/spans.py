@@ -1,0 +1,102 @@
+"""Prompts with pictures for tiny targets, and what transformers says after them (`tests/golden/vision`)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.drafters import DrafterSource, open_drafter
+from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
+from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.model.read import read_model
+from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import Prompt, Sight
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
+from mlx_spec.vision.pictures import read_picture
+from mlx_spec.vision.vision import Vision, read_vision
+from support.checkpoints import read
+from support.drafting import GOLDEN
+
+ROOT = GOLDEN / "vision"
+VARIANTS = ("e2b", "26b", "31b", "12b", "gemma3")
+VOCAB = 512
+CASES = ("one.0", "other.0", "two.0", "later.0", "later.1", "later.2", "again.0", "again.1")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A prompt whose rows have not been computed, and what follows it."""
+
+    prompt: Prompt
+    greedy: list[int]
+    logits: mx.array  # [V] after the prompt
+
+
+@cache
+def facts(variant: str) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    return read(ROOT / variant, "golden.json"), mx.load(str(ROOT / variant / "golden.safetensors"))
+
+
+def file(name: str) -> bytes:
+    return (ROOT / f"{name}.png").read_bytes()
+
+
+def golden(variant: str, case: str) -> Golden:
+    found, arrays = facts(variant)
+    name, turn = case.split(".")
+    told, vision = found[name][int(turn)], vision_of(variant)
+    pictures = [vision.prepare(read_picture(file(each))) for each in told["pictures"]]
+    return Golden(vision.prompt(told["ids"], pictures), told["greedy"], arrays[f"logits.{case}"])
+
+
+@cache
+def vision_of(variant: str) -> Vision:
+    vision = read_vision(ROOT / variant, tokenizer_of(variant))
+    vision.load()
+    vision._tower.set_dtype(mx.float32)
+    return vision
+
+
+def with_sight(variant: str, sight: Sight) -> Vision:
+    vision = copy.copy(vision_of(variant))
+    vision.sight = sight
+    return vision
+
+
+@cache
+def tokenizer_of(variant: str) -> Tokenizer:
+    return read_tokenizer(ROOT / variant, read(ROOT / variant))
+
+
+@cache
+def model_of(variant: str) -> nn.Module:
+    model, _ = read_model(ROOT / variant)
+    model.set_dtype(mx.float32)
+    return model
+
+
+@cache
+def sources(variant: str, drafter: str) -> list[DrafterSource]:
+    if drafter == "lookup":
+        return [lookup_source()]
+    if drafter == "text":  # a draft model that reads placeholders as tokens
+        return [draft_model_source("text", model_of("e2b"), VocabularySizes(VOCAB, VOCAB))]
+    if drafter == "assistant":
+        pair = GOLDEN / f"{variant}-trained"
+        source: Any = open_drafter(pair / "assistant", read(pair / "assistant"), read(pair / "target"))
+        source.network.set_dtype(mx.float32)
+        return [source]
+    return []
+
+
+def pair_of(variant: str, drafter: str = "none", *, K: int = 3, **options: Any) -> Pair:
+    """Return a pair that reads pictures."""
+    drafters, facts = sources(variant, drafter), PairInfo(variant, drafter, VOCAB, None, 0, 0)
+    given = (tokenizer_of(variant), model_of(variant), drafters, FixedPolicy(K if drafters else 0))
+    return Pair(facts, *given, **{"vision": vision_of(variant)} | options)
