@@ -35,9 +35,6 @@ from .server.settings import Settings
 # Of a server; an address of IPv6 is in brackets.
 URL = re.compile(r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?")
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
-NO_KEY = "none"  # agents want some key, the server does not
-SHOWN_KEY = "YOUR-KEY"  # stands for the key in what is printed
-POLL_S = 0.2  # between two looks at a server that loads
 PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
 
 Name = Literal["codex", "claude", "opencode", "qwen"]
@@ -215,7 +212,9 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
         )
     if row["tools"] is False:
         raise InvalidValue(f"{who} has no tool calls that the server knows, and {options.agent} needs them")
-    key = SHOWN_KEY if options.print and options.api_key else options.api_key or NO_KEY
+    no_key = "none"  # agents want some key, the server does not
+    shown_key = "YOUR-KEY"  # stands for the key in what is printed
+    key = shown_key if options.print and options.api_key else options.api_key or no_key
     return Endpoint(address.url, key, wanted, context)
 
 
@@ -272,7 +271,8 @@ def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: 
         if ended:
             words = last_words(log) if log is not None else None
             raise NotFound(words or f"the server at {address.url} could not load its model: its log says why")
-        time.sleep(POLL_S)
+        poll_s = 0.2  # between two looks at a server that loads
+        time.sleep(poll_s)
 
 
 main = program("launch", Options, _run)

@@ -28,9 +28,6 @@ from .bench import Question, arm, chat_questions
 SEEDED = Sampling(temperature=0.8, seed=11)
 K, SCRIPTED_K = 4, 7  # draft tokens
 OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
-MIN_ANSWER_TOKENS = 16  # however slow they come
-DECODE_COST = 5.0  # plain answers that all ways to decode one take together
-PREFILL_COST = 1 / 32  # of a plain token, for one of a long prompt, at most
 PATH = re.compile(r"(/[\w.@+~-]+){2,}")  # in an error: not to be shown to others
 
 
@@ -200,8 +197,10 @@ class _Tester:
             answer = self._decode(Answer(self.questions[0], GREEDY), arm(self._pair, 0), 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
-        cost = (len(self.questions) + 4) * DECODE_COST * max(self._token_seconds, 1e-6)
-        return min(max(int(self._effort.seconds / cost), MIN_ANSWER_TOKENS), self._effort.tokens)
+        decode_cost = 5.0  # plain answers that all ways to decode one take together
+        cost = (len(self.questions) + 4) * decode_cost * max(self._token_seconds, 1e-6)
+        min_answer_tokens = 16  # however slow they come
+        return min(max(int(self._effort.seconds / cost), min_answer_tokens), self._effort.tokens)
 
     def cases(self, count: int) -> Iterator[tuple[Question, Sampling]]:
         """Yield the most telling cases first: the time may not be enough for all."""
@@ -244,7 +243,8 @@ class _Tester:
 
     def compare(self, question: Question, sampling: Sampling, count: int) -> None:
         """Decode an answer in all ways for which there is time."""
-        reading = len(question.tokens) * PREFILL_COST * self._token_seconds
+        prefill_cost = 1 / 32  # of a plain token, for one of a long prompt, at most
+        reading = len(question.tokens) * prefill_cost * self._token_seconds
         if self._left() <= reading:
             self.found.left_out += 1
             return

@@ -21,8 +21,6 @@ from mlx_spec.hub.catalog import PairSpec
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, State
 
-MAX_RESPONSE_BYTES = 4 * 2**20
-LAST_PORT = 65535
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
 STABLE_S = 60.0  # of answering, after which a crash counts as the first
 SHUTDOWN_S = 10.0  # for requests to end
@@ -81,7 +79,7 @@ def get_json(address: Address, path: str, key: str | None = None) -> dict[str, A
         # a server that takes longer counts as silent
         with contextlib.closing(http.client.HTTPConnection(*place, timeout=2.0)) as connection:
             connection.request("GET", path, headers=headers)
-            found = json.loads(connection.getresponse().read(MAX_RESPONSE_BYTES))
+            found = json.loads(connection.getresponse().read(4 * 2**20))
     except (OSError, http.client.HTTPException, ValueError, OverflowError):  # the last: no such port
         return {}
     return found if isinstance(found, dict) else {}
@@ -102,7 +100,7 @@ def candidates(address: Address) -> list[Address]:
     if address.port == 0:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             return [Address(address.host, probe.getsockname()[1])]
-    end = min(address.port + 10, LAST_PORT + 1)  # ports tried from the requested one
+    end = min(address.port + 10, 2**16)  # ports tried from the requested one
     return [Address(address.host, port) for port in range(address.port, end)]
 
 

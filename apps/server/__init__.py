@@ -14,8 +14,6 @@ from mlx_spec.load import draft_for, follow
 
 from .settings import Settings, parse
 
-NEEDED = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `mlx-spec serve` and return its exit status: 0, or 1 on an error of ours.
@@ -36,7 +34,8 @@ def _serve(settings: Settings) -> int:
         from .app import run  # imports MLX and what only servers need
         from .models import load_served
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in NEEDED:
+        needed = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
+        if (error.name or "").split(".")[0] not in needed:
             raise
         raise NotFound(f"{error.name} is missing: pip install 'mlx-spec[server]'") from error
     ranks = join()

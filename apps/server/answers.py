@@ -25,7 +25,6 @@ ALIASES = {
     "drafter_cold_n": "drafter_cold",
     "predicted_n": "generated_tokens",
 }
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,8 @@ def logprob_json(token: TokenLogprob) -> dict[str, Any]:
 
 def finite(logprob: float) -> float:
     """Return a logprob that JSON can hold."""
-    return logprob if math.isfinite(logprob) else MIN_LOGPROB
+    min_logprob = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
+    return logprob if math.isfinite(logprob) else min_logprob
 
 
 def _token_json(token: TokenLogprob) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from .settings import Settings
 from .thinking_fields import ThinkingField, ThinkingFields
 
 TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
 
@@ -231,7 +230,8 @@ class MessageWriter(answers.BlockWriter):
                 yield from self.write(event)
             case answers.ChoiceEnded():
                 yield from self.close()
-                reason = "stop_sequence" if event.stop is not None else STOP_REASONS[event.reason]
+                stop_reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+                reason = "stop_sequence" if event.stop is not None else stop_reasons[event.reason]
                 self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
             case answers.Finished():
                 yield from self._finish(event)

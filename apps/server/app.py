@@ -42,15 +42,10 @@ from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Bodies, Guards, PlainPaths
 from .settings import CANNOT_LISTEN, Settings
 
-BACKLOG = 128  # connections that wait to be accepted
 RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 # For the head of a request. Clients keep a connection and fail if it closes: httpx for 5 s, aiohttp for 15 s.
 IDLE_CONNECTION_S = 75
-CLOSE_TIMEOUT_S = 2.0  # for the engine to end a round; loading a model may take longer
-WRITE_TIMEOUT_S = 30.0  # for it to write prompts: CLOSE_S, and what began is completed
-HEALTH_NAMES = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
-LOGGERS = (LOG.name, "uvicorn.error")
-MAX_FRAMES = 6  # innermost places of an exception that are named; the outer ones are always the same
+WRITE_TIMEOUT_S = 30.0  # for it to write prompts: 10 s, and what began is completed
 
 APIS = {
     "/v1/chat/completions": openai_chat.API,
@@ -72,7 +67,8 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
         try:
             yield
         finally:
-            await run_in_threadpool(engine.close, CLOSE_TIMEOUT_S)
+            close_timeout_s = 2.0  # for the engine to end a round; loading a model may take longer
+            await run_in_threadpool(engine.close, close_timeout_s)
 
     handlers = {Failure: answer_error, HTTPException: answer_error}
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
@@ -113,8 +109,9 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
 
     async def health(_: Request) -> Response:
         status = engine.status()
+        health_names = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
         body = {
-            "status": HEALTH_NAMES.get(status.state, status.state),
+            "status": health_names.get(status.state, status.state),
             "service": "mlx_spec",
             "version": __version__,
             "waiting": status.waiting,
@@ -258,7 +255,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+        backlog = 128  # connections that wait to be accepted
+        return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=dual)
     except UnicodeError as error:  # of the encoding of names
         raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is not a name; choose another --host") from error
     except OSError as error:
@@ -276,7 +274,8 @@ class DiscreetFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
         """Return one line."""
         kind, _, trace = ei
-        frames = traceback.extract_tb(trace)[-MAX_FRAMES:]
+        max_frames = 6  # innermost places of an exception that are named; the outer ones are always the same
+        frames = traceback.extract_tb(trace)[-max_frames:]
         places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
         return f"{kind.__name__ if kind else 'no exception'} at {places}"
 
@@ -291,7 +290,8 @@ def _configure_log(file: Path | None) -> None:
     logging.raiseExceptions = False  # a full disk does not justify a traceback with every request
     prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
     handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
-    for name in LOGGERS:
+    loggers = (LOG.name, "uvicorn.error")
+    for name in loggers:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

@@ -26,13 +26,7 @@ from .preparation import prompt_tokens
 from .request import GenerationRequest
 from .settings import Settings
 
-MEMORY_INTERVAL_S = 0.5  # between two readings of the memory while requests run
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
-PREPARING = 4  # requests that are prepared at a time
-# Seconds that prompts which were read wait for others of a burst to be tokenized: some milliseconds each.
-PREPARE_S = 0.05
-MAX_RETRY_AFTER_S = 60  # that a client is told to wait; estimates beyond it mean nothing
-DURATION_WEIGHT = 0.2  # of the latest request in the average duration
 
 
 class EngineThread:
@@ -43,8 +37,9 @@ class EngineThread:
         self._limits = settings.limits
         self._models = Models(settings, loader)
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
+        preparing = 4  # requests that are prepared at a time
         self._preparers = ThreadPoolExecutor(
-            settings.limits.running or PREPARING, thread_name_prefix="mlx_spec preparing"
+            settings.limits.running or preparing, thread_name_prefix="mlx_spec preparing"
         )
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
@@ -150,7 +145,8 @@ class EngineThread:
 
     def _retry_after(self, waiting: int) -> int:
         seconds = self._average_seconds * waiting / self._parallel
-        return min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S)
+        max_retry_after_s = 60  # that a client is told to wait; estimates beyond it mean nothing
+        return min(max(math.ceil(seconds), 1), max_retry_after_s)
 
     def _wake(self) -> None:
         with self._changed:
@@ -263,7 +259,8 @@ class EngineThread:
     def _take_turns(self) -> None:
         """Let the batch of each model begin rows, read a chunk and decode a round."""
         if not any(model.batch.is_decoding for model in self._models.loaded()):
-            wait((future for job in self._running for future in job.preparing), PREPARE_S)
+            prepare_s = 0.05  # for others of a burst to be tokenized, which takes some milliseconds each
+            wait((future for job in self._running for future in job.preparing), prepare_s)
         for job in tuple(self._running):
             if job.cancelled:
                 self._finish(job)
@@ -306,11 +303,13 @@ class EngineThread:
         self._last_busy = time.monotonic()
         self._blocked = None
         seconds = time.perf_counter() - job.began
-        self._average_seconds += DURATION_WEIGHT * (seconds - self._average_seconds)
+        duration_weight = 0.2  # of the latest request in the average duration
+        self._average_seconds += duration_weight * (seconds - self._average_seconds)
         self._memory_read = 0.0
 
     def _read_memory(self) -> None:
-        if self._running and time.monotonic() - self._memory_read < MEMORY_INTERVAL_S:
+        memory_interval_s = 0.5  # between two readings of the memory while requests run
+        if self._running and time.monotonic() - self._memory_read < memory_interval_s:
             return
         self._memory_read = time.monotonic()
         models = tuple(

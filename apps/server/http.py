@@ -58,7 +58,6 @@ NOT_HERE = {
     "/v1/responses/compact": "send as much as the context holds",
     "/completion": "ask /v1/completions or /infill",
 }
-LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -245,7 +244,8 @@ def data_event(content: Mapping[str, Any]) -> str:
 
 def json_line(content: Mapping[str, Any]) -> str:
     """Return JSON without any character that a client may take for the end of a line."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+    line_ends = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(line_ends)
 
 
 async def _collect(source: Events) -> list[Event]:

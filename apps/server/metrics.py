@@ -21,13 +21,6 @@ from mlx_spec.types import Reason
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
 from .errors import LOG
 
-FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # upper bounds of buckets
-PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)
-PAUSE_S = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
-COUNT_INTERVAL_S = 0.25  # between two counts of a request that runs; counting every round would cost time
-NO_RESPONSE = 499  # status of a request whose client hung up before the response
-OTHER = "other"  # label of paths that do not exist
-LABELS = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginnings
 # Counters with names of their own: vLLM's. Other figures of `Statistics` are counted under theirs.
 COUNTERS = {
     "generated_tokens": "generation_tokens",
@@ -102,9 +95,12 @@ class Metrics(Collector):
         at = ["model", "drafter", "position"]  # from 0, as vLLM counts them
         self.drafted_at = counter("spec_decode_num_draft_tokens_per_pos", "By position.", at)
         self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "By position.", at)
-        self.first_token = histogram("time_to_first_token_seconds", "From admission.", buckets=FIRST_TOKEN_S)
-        self.per_token = histogram("time_per_output_token_seconds", "In the engine.", buckets=PER_TOKEN_S)
-        self.pause = histogram("longest_pause_seconds", "Between tokens of a choice.", buckets=PAUSE_S)
+        first_token_s = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # upper bounds of buckets
+        self.first_token = histogram("time_to_first_token_seconds", "From admission.", buckets=first_token_s)
+        per_token_s = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 1)
+        self.per_token = histogram("time_per_output_token_seconds", "In the engine.", buckets=per_token_s)
+        pause_s = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+        self.pause = histogram("longest_pause_seconds", "Between tokens of a choice.", buckets=pause_s)
         self.gain = gauge("gain", "Speed of the latest request as a multiple of plain decoding.", ["model"])
         self.reason = gauge(
             "reason", "1 for why speculation is on or off in the latest request.", ["model", "reason"]
@@ -236,7 +232,8 @@ class JobCounter:
             case RoundDone(index=index):
                 with self._lock:
                     self._latest[index] = event
-                    if time.monotonic() - self._last_count >= COUNT_INTERVAL_S:
+                    count_interval_s = 0.25  # counting every round would cost time
+                    if time.monotonic() - self._last_count >= count_interval_s:
                         self._count_rounds()
             case Finished():
                 if self._end():
@@ -277,7 +274,8 @@ class RequestCounter:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, began = NO_RESPONSE, time.perf_counter()
+        no_response = 499  # status of a request whose client hung up before the response
+        status, began = no_response, time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -296,4 +294,6 @@ class RequestCounter:
     def _label(self, path: str) -> str:
         if path in self.paths:
             return path
-        return next((label for start, label in LABELS.items() if path.startswith(start)), OTHER)
+        other = "other"  # label of paths that do not exist
+        labels = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}
+        return next((label for start, label in labels.items() if path.startswith(start)), other)

@@ -21,7 +21,6 @@ from .thinking_fields import Effort, ThinkingField, ThinkingFields
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
-TEXT_FIELDS = {"answer": "content", "thinking": "reasoning_content"}  # of a message, by the kind of text
 NO_LIMIT = (-1, -2)  # in LM Studio, llama.cpp and Ollama
 
 
@@ -392,7 +391,8 @@ class ChatWriter(ChunkWriter):
         return [_choice_json(part, "delta", begun, with_logprobs=False) for part in parts]
 
     def _piece(self, part: answers.AnswerPart) -> Json:
-        delta: Json = {TEXT_FIELDS[each.kind]: each.text for each in part.deltas}
+        text_fields = {"answer": "content", "thinking": "reasoning_content"}
+        delta: Json = {text_fields[each.kind]: each.text for each in part.deltas}
         if part.calls:
             delta["tool_calls"] = [{"index": call.call, **_call_json(call)} for call in part.calls]
         return _choice_json(part, "delta", delta, with_logprobs=bool(part.logprobs()))

@@ -24,14 +24,10 @@ from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 from .thinking_fields import Effort
 
 MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but users list few by hand
-MAX_TOKEN_DIGITS = 9  # digits of a token id; more overflow MLX's indices
 MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
-GREEDY_BELOW = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
 Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
-MAX_LOGGED = 64  # warnings about parameters and tools, each logged once
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-DURATION = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)")
 
 # How the form of an answer is given.
 FORMS = {
@@ -254,7 +250,7 @@ def parse_duration(given: Any) -> float | None:
         return None
     text = str(given)
     digits = text.removeprefix("-")
-    parts = DURATION.findall(digits)
+    parts = re.findall(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)", digits)
     if not parts or "".join(map("".join, parts)) != digits:
         message = "keep_alive: give a duration such as '5m', or seconds, or -1 for no end"
         raise invalid(message, "keep_alive")
@@ -272,7 +268,8 @@ def _parse_sampling(body: SharedFields) -> Sampling:
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
     same = {field.name for field in fields(Sampling)} & SharedFields.model_fields.keys() - {"logit_bias"}
     values = {"temperature": 1.0, **body.model_dump(include=same, exclude_none=True)}
-    values |= {"temperature": 0.0} if 0 < values["temperature"] < GREEDY_BELOW else {}
+    greedy_below = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
+    values |= {"temperature": 0.0} if 0 < values["temperature"] < greedy_below else {}
     values |= {"top_k": 0} if body.top_k == -1 else {}
     values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API
     values |= {"seed": None} if body.seed == -1 else {}
@@ -287,7 +284,8 @@ def _parse_sampling(body: SharedFields) -> Sampling:
 
 def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
     for token in given:
-        if not (token.isascii() and token.isdigit() and len(token) <= MAX_TOKEN_DIGITS):
+        max_token_digits = 9  # digits of a token id; more overflow MLX's indices
+        if not (token.isascii() and token.isdigit() and len(token) <= max_token_digits):
             shown = token[:MAX_SHOWN_CHARS]
             raise invalid(f"logit_bias: {shown!r} is not a token id: give integers as keys", "logit_bias")
     return {int(token): value for token, value in given.items()} or None
@@ -375,7 +373,8 @@ def leave_out_tools(kinds: Iterable[str]) -> list[str]:
 
 def warn_once(message: str) -> None:
     """Log a warning, unless it was logged before."""
-    if message not in _logged and len(_logged) < MAX_LOGGED:
+    max_logged = 64  # warnings about parameters and tools, each logged once
+    if message not in _logged and len(_logged) < max_logged:
         _logged.add(message)
         LOG.warning("%s", message)
 

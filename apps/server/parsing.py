@@ -27,7 +27,6 @@ from .settings import Limits
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
-ACCOUNTING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
 HEX = "[0-9a-fA-F]{2}"
 # In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
@@ -334,7 +333,12 @@ class ConversationBuilder:
         every session, and the prompt behind it would never be found in a cache.
         """
         if role == "system" and texts:
-            texts = tuple(text for each in texts if (text := ACCOUNTING.sub("", each, 1)) or text == each)
+            texts = tuple(
+                text
+                for each in texts
+                if (text := re.sub(r"\Ax-anthropic-billing-header:[^\n]*\n*", "", each, count=1))
+                or text == each
+            )
             if not texts:
                 return {}
         if not self.turns or self.turns[-1]["role"] != role:

@@ -41,7 +41,6 @@ from mlx_spec.types import CacheState
 from .errors import LOG
 
 Snapshot = tuple[list[int], CacheState]  # of a sequence, with its identity: others can begin with it
-MIN_SHARED = 0.5  # share of a sequence's tokens; with a shorter common prefix, another conversation began
 
 
 @dataclass(eq=False)
@@ -140,7 +139,8 @@ class PrefixCache:
             return None
         held = best.identity
         repeats = held[: len(prompt)] == list(prompt.identity)
-        return best if repeats or best.shared(prompt) >= MIN_SHARED * len(held) else None
+        min_shared = 0.5  # of a sequence's tokens; if fewer are shared, another conversation began
+        return best if repeats or best.shared(prompt) >= min_shared * len(held) else None
 
     def _replaceable(self, prompt: Prompt) -> CachedSequence | None:
         """Return the sequence that a new one would displace, if it shares anything with the prompt."""
@@ -154,9 +154,6 @@ FORMAT = 2  # of the files; raised when older ones can no longer be read
 MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
 GROWTH = 1.25  # of a sequence since it was written last: bounds all writes by five times the last one
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
-STALE_S = 3600  # age of a temporary file whose writer must have died
-CLOSE_S = 10  # for writing what grew, when a model is unloaded; a write that began is completed
-PROBE_TOKENS = 160  # more than any drafter leaves unprocessed
 BLOCK = 1 << 20  # bytes read at a time for a checksum, so that they stay in the processor's cache
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
 DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)  # of a file
@@ -262,7 +259,8 @@ class CacheFolder:
         for entry in os.scandir(self.path):
             try:
                 info = entry.stat(follow_symlinks=False)
-                if entry.name.endswith(".tmp") and now - info.st_mtime > STALE_S:
+                stale_s = 3600  # age of a temporary file whose writer must have died
+                if entry.name.endswith(".tmp") and now - info.st_mtime > stale_s:
                     os.unlink(entry.path)
                 elif NAME.fullmatch(entry.name):
                     found.append((info.st_mtime, info.st_size, entry.path))
@@ -332,7 +330,8 @@ class PrefixFiles:
 
     def close(self, sequences: Sequence[CachedSequence]) -> None:
         """Write what the files lack of these sequences. Returns when that is done."""
-        end = time.monotonic() + CLOSE_S
+        close_s = 10  # for writing what grew, when a model is unloaded; a write that began is completed
+        end = time.monotonic() + close_s
         self._folder.wait()
         for sequence in sequences:
             if time.monotonic() < end:
@@ -386,7 +385,8 @@ class PrefixFiles:
 
 def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
-    tokens = scratch_text(pair.tokenizer, PROBE_TOKENS, None)
+    probe_tokens = 160  # more than any drafter leaves unprocessed
+    tokens = scratch_text(pair.tokenizer, probe_tokens, None)
     sequence = CachedSequence(pair.open())
     for _ in decode(pair.prepare(sequence.parts, tokens, max_tokens=2)):
         pass

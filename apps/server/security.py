@@ -30,10 +30,6 @@ from .settings import (
     origin_names,
 )
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = ("/health", "/")  # need no key: the page shows nothing until it has one
-OPEN_PREFIX = "/page/"
-HEADER_NAMES = re.compile(r"[A-Za-z0-9, _-]{0,1024}")
 PORT = re.compile(r":\d*$")  # at the end of a Host header
 ABSOLUTE = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)  # a path as proxies get it
 BODY_TIMEOUT_S = 75.0  # until more of a body comes; a client on this machine sends it at once
@@ -106,7 +102,8 @@ class Guards:
         self._app, self._bodies = app, bodies
         self._is_public = not is_loopback(settings.host)
         own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
-        names = (*LOOPBACK_NAMES, settings.host, *settings.hosts, *own)
+        loopback_names = ("localhost", "127.0.0.1", "::1")
+        names = (*loopback_names, settings.host, *settings.hosts, *own)
         as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
         apps = [scheme + ANY_NAME for scheme in APP_SCHEMES]
@@ -128,7 +125,8 @@ class Guards:
                     await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
                     return
             path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
-            is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or is_base_in_browser(path, headers)
+            open_paths = ("/health", "/")  # need no key: the page shows nothing until it has one
+            is_open = path in open_paths or path.startswith("/page/") or is_base_in_browser(path, headers)
             if not (reads and is_open):
                 self._check_key(headers)
             length = headers.get("content-length", "")
@@ -199,7 +197,11 @@ def _marked(send: Send, headers: dict[str, str]) -> Send:
 def _preflight(headers: Headers) -> dict[str, str]:
     names = headers.get("access-control-request-headers", "")
     found = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
-    found |= {"access-control-allow-headers": names} if names and HEADER_NAMES.fullmatch(names) else {}
+    found |= (
+        {"access-control-allow-headers": names}
+        if names and re.fullmatch(r"[A-Za-z0-9, _-]{0,1024}", names)
+        else {}
+    )
     if headers.get("access-control-request-private-network") == "true":
         found["access-control-allow-private-network"] = "true"
     return found

@@ -29,13 +29,11 @@ from mlx_spec.hub.catalog import DEMO, PairSpec
 
 GB = 10**9
 ANY_ORIGIN = "*"
-NO_ORIGIN = "null"  # of local files in a browser, and of a frame in any page that is shut off from it
 ANY_NAME = "://*"  # after a scheme: all origins that have it
 # Of installed applications: no page of the web has them. Ollama serves them without being told, too.
 APP_SCHEMES = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 DEFAULT_PORTS = {"http": 80, "https": 443}
-HOST_NAME = re.compile(r"[\w.-]+")
 # Begins the error of a server whose port is taken; the menu bar looks for it.
 CANNOT_LISTEN = "cannot listen on"
 
@@ -107,7 +105,8 @@ def normal_origin(origin: str) -> str:
 
     SCHEME://* stands for all of a scheme that no page of the web has, and so does SCHEME:// without a name.
     """
-    if origin in (ANY_ORIGIN, NO_ORIGIN):
+    no_origin = "null"  # of local files in a browser, and of a frame in any page that is shut off from it
+    if origin in (ANY_ORIGIN, no_origin):
         return origin
     scheme, separator, name = origin.lower().partition("://")
     if separator and name in ("", "*") and SCHEME.fullmatch(scheme) and scheme not in DEFAULT_PORTS:
@@ -141,8 +140,6 @@ def _name_and_port(url: str) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.hostname and not is_more else None
 
 
-# Options that are settings as they are.
-UNCHANGED = "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
 LIMITS = Limits()
 NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
 Names = list[str] | None
@@ -243,7 +240,7 @@ class Options(LoadOptions):
             if not normal_origin(origin):
                 raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
         for name in self.allow_host or []:
-            if not HOST_NAME.fullmatch(name) and ip_address(name.strip("[]")) is None:
+            if not re.fullmatch(r"[\w.-]+", name) and ip_address(name.strip("[]")) is None:
                 raise BadOptions(f"--allow-host {name}: write the name alone, without scheme and port")
         models = self._models()
         names = [model.name for model in models]
@@ -252,6 +249,10 @@ class Options(LoadOptions):
             _check_known("--alias", name, names)
             if alias in names:
                 raise BadOptions(f"--alias {alias}: a model goes by that name")
+        # Options that are settings as they are.
+        unchanged = (
+            "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
+        )
         return Settings(
             models,
             api_key=key,
@@ -262,7 +263,7 @@ class Options(LoadOptions):
             idle_seconds=self.idle,
             cache_folder_bytes=round(size),
             limits=Limits(waiting=self.max_waiting, running=self.parallel),
-            **{name: vars(self)[name] for name in UNCHANGED},
+            **{name: vars(self)[name] for name in unchanged},
         )
 
     def _models(self) -> tuple[ServedModel, ...]:

@@ -32,7 +32,6 @@ MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the
 MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
 UNFINISHED = ".resp_*.tmp"  # names of files that were being written
-ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # others: messages
 
 
 class ItemField(Fields):
@@ -53,7 +52,8 @@ class ItemField(Fields):
 
     def identified(self) -> ItemField:
         """Return the item with an id: its own or a new one."""
-        prefix = ID_PREFIXES.get(self.type or "", "msg")
+        id_prefixes = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+        prefix = id_prefixes.get(self.type or "", "msg")
         return self if self.id else self.model_copy(update={"id": f"{prefix}_{uuid4().hex}"})
 
     def json_item(self) -> Json:

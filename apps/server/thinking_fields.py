@@ -8,8 +8,6 @@ from .errors import invalid, unsupported
 from .parsing import Fields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-NO_THINKING = ("none", "minimal")  # efforts without thinking
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
 
 
 class ThinkingField(Fields):
@@ -41,7 +39,8 @@ class ThinkingFields(Fields):
         wanted = own if wanted is None else wanted
         effort = self.reasoning_effort or effort
         if wanted is None:
-            return default if effort is None else effort not in NO_THINKING
+            no_thinking = ("none", "minimal")  # efforts without thinking
+            return default if effort is None else effort not in no_thinking
         if not isinstance(wanted, bool):
             field = "chat_template_kwargs.enable_thinking"
             raise invalid(f"{field}: give true or false", field)
@@ -50,7 +49,8 @@ class ThinkingFields(Fields):
     def variables(self, effort: str | None = None) -> dict[str, Any]:
         """Return the variables of the template; `effort` is the one of the protocol. Raises Failure (400)."""
         given = self.chat_template_kwargs or {}
-        for name in OWN_VARIABLES:
+        own_variables = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
+        for name in own_variables:
             if name in given:
                 field = "chat_template_kwargs"
                 raise unsupported(f"{field}.{name}: is set by other fields", field)

@@ -37,15 +37,9 @@ from mlx_spec.tokenizer.history import LostText
 from mlx_spec.tokenizer.stream import TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 
-# Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other markers,
-# mistral and kimi_k2 are forms of `tool_syntaxes.py`, laguna is the same as glm47; json_tools, gemma4 and
-# qwen3_coder lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
-LIBRARY_PARSERS = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
-
 PROBE, PROBE_RESULT = "probe_of_calls", "result of the probe"
 # As Kimi K2 names its calls, which writes nothing else of their names, and as Mistral's templates want them.
 SHORT_ID = "abcdefghi"
-PROBE_IDS = ("call_0", f"functions.{PROBE}:0", SHORT_ID)
 PROBE_ARGUMENTS = {"place": "Bahía", "text": "two words"}
 PROBE_TOOL = Tool(
     PROBE, "A probe.", {"type": "object", "properties": {k: {"type": "string"} for k in PROBE_ARGUMENTS}}
@@ -225,7 +219,8 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     question = {"role": "user", "content": "?"}
     function = {"name": PROBE, "arguments": PROBE_ARGUMENTS}
-    for content, call_id in product((None, ""), PROBE_IDS):  # each is refused by some templates
+    probe_ids = ("call_0", f"functions.{PROBE}:0", SHORT_ID)
+    for content, call_id in product((None, ""), probe_ids):  # each is refused by some templates
         call = {"id": call_id, "type": "function", "function": function}
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         written = _render(tokenizer, [question, calling])
@@ -271,7 +266,11 @@ def _syntaxes() -> list[Syntax]:
     """All syntaxes; those of mlx-lm last, because some of its parsers read a call in nearly any text."""
     seed = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read_coder, "\n")
     found = [*SYNTAXES, seed, *JSON_SYNTAXES]
-    for name in LIBRARY_PARSERS:
+    # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other
+    # markers, mistral and kimi_k2 are forms of `tool_syntaxes.py`, laguna is the same as glm47; json_tools,
+    # gemma4 and qwen3_coder lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
+    library_parsers = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
+    for name in library_parsers:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
         marks = Markers(module.tool_call_start, module.tool_call_end)
         found.append(Syntax(name, marks, _library_reader(module.parse_tool_call), needs_close=True))

@@ -36,7 +36,6 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
-UNSUPPORTED = ("pattern", "patternProperties", "minProperties", "maxProperties")
 MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 GEMMA_QUOTE = '<|"|>'
@@ -279,7 +278,8 @@ class _SchemaValues(ABC):
         if schema is False or len(known) > MAX_SCHEMAS:
             self.refuse("a schema that is false" if schema is False else f"more than {MAX_SCHEMAS} schemas")
         elif isinstance(schema, Mapping):
-            for keyword in UNSUPPORTED:
+            unsupported = ("pattern", "patternProperties", "minProperties", "maxProperties")
+            for keyword in unsupported:
                 if schema.get(keyword, False) is not False:
                     self.refuse(keyword)
             limits = {key: each for key, each in schema.items() if key in SUPPORTED}

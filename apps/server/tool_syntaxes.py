@@ -174,7 +174,6 @@ FORMS = {
     ),
 }
 TOKENS = re.compile(r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])")  # those within a way
-FIELDS = re.compile(r"(\{(?:name|index|arguments)\})")
 
 
 def _form_syntax(name: str, form: CallForm) -> Syntax:
@@ -215,7 +214,7 @@ def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:
     """Return a way to write a call as an expression."""
     fields = {"{name}": quoted(name), "{index}": "/[0-9]+/", "{arguments}": arguments}
     parts: list[str] = []
-    for field in filter(None, FIELDS.split(way)):
+    for field in filter(None, re.split(r"(\{(?:name|index|arguments)\})", way)):
         texts: Sequence[str] = [] if field in fields else list(filter(None, TOKENS.split(field)))
         parts += [fields[field]] if field in fields else []
         parts += [rules.token(text) if TOKENS.fullmatch(text) else quoted(text) for text in texts]

@@ -63,7 +63,6 @@ CONTEXTS = (
     "max_context_length",
     "seq_len",
 )
-STRETCHED = ("longrope", "su", "llama3", "default", "mrope", "proportional")  # max_position_embeddings has it
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,9 @@ def _stretched(rope: Config, length: int) -> int:
     """Return the context that a scaled rope reaches, for one that was made for `length` tokens."""
     factor, original = rope.get("factor"), integer(rope, "original_max_position_embeddings")
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind in STRETCHED or not isinstance(factor, int | float) or not factor >= 1:
+    # The kinds whose length max_position_embeddings has.
+    stretched = ("longrope", "su", "llama3", "default", "mrope", "proportional")
+    if kind in stretched or not isinstance(factor, int | float) or not factor >= 1:
         return length
     return int((original or length) * factor)
 

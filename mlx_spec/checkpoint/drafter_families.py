@@ -89,13 +89,13 @@ def marks(words: str, keys: Collection[str] = (), tensor: str = r"\A\Z") -> Reco
 
 # --- heads inside a target
 
-MTP_PARTS = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # of names of tensors
 MEDUSA_TENSOR = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.weight$")
 
 
 def is_mtp(name: str) -> bool:
     """Return True if a tensor of this name belongs to a multi-token head."""
-    return any(part in name for part in MTP_PARTS)
+    mtp_parts = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # of names of tensors
+    return any(part in name for part in mtp_parts)
 
 
 def is_head(name: str) -> bool:

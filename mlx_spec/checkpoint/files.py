@@ -32,7 +32,6 @@ LOADING_ERRORS = (
     OSError,
 )
 SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
-MARGIN = 1.05  # of the size of a download, for the file system
 HF_HOME = "set HF_HOME to a folder on another disk"  # how to download elsewhere
 
 
@@ -154,7 +153,8 @@ def check_space(name: str, missing: int, place: Path, way: str = HF_HOME) -> Non
 
     `way` is the way out beside making room.
     """
-    free, needed = free_bytes(place), int(missing * MARGIN) + SPARE_BYTES
+    margin = 1.05  # of the size of a download, for the file system
+    free, needed = free_bytes(place), int(missing * margin) + SPARE_BYTES
     if missing and free < needed:
         raise NoSpace(
             f"{name} needs {human_bytes(needed)} on the disk of {place}, {human_bytes(free)} are free: "

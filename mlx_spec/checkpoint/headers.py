@@ -19,9 +19,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")  # five digits bound the list of a model's files
 MAIN = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # what transformers reads; others are variants of it
-OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
-MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 
 class TensorInfo(NamedTuple):
@@ -129,7 +127,8 @@ def choose_files(
 
 def other_format(place: object, names: Collection[str]) -> str | None:
     """Return the error for files that hold weights in formats that are not read, None for others."""
-    others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in OTHER_WEIGHTS))
+    other_weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
+    others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in other_weights))
     if not others or any(fnmatch(name, WEIGHTS) for name in others):
         return None
     if all(name.endswith(".gguf") for name in others):
@@ -147,7 +146,8 @@ def header_bytes(file: Path) -> bytes:
         length = int.from_bytes(start, "little")
         if start.startswith(b"version "):
             raise BadCheckpoint(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull`")
-        if len(start) < 8 or not 0 < length <= MAX_HEADER:
+        max_header = 100_000_000  # bytes, the limit of the safetensors format
+        if len(start) < 8 or not 0 < length <= max_header:
             raise BadCheckpoint(f"{file} is not a safetensors file: {AGAIN}")
         header = stream.read(length)
     if len(header) < length:

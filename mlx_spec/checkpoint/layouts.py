@@ -21,12 +21,8 @@ from mlx_spec.checkpoint.quantizers import ACTIVATIONS, BLOCK, SCALES
 from mlx_spec.checkpoint.repairs import HEAD, OTHER_PARTS, TABLE
 
 Weights = dict[str, mx.array]
-EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)")
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-PARTS = ("weight", "scales", "biases")  # of a layer
 
-# Model types whose class in mlx-lm takes the table of embeddings for the head.
-ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 # Model type -> what transformers 5 writes in a name, what mlx-lm reads in its place.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("transformer.", ""),),
@@ -67,7 +63,9 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return _after(self, config, {**weights, **head})
 
     own: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
-    if config["model_type"] in ALWAYS_TIED and text_config(config).get("tie_word_embeddings") is False:
+    # Model types whose class in mlx-lm takes the table of embeddings for the head.
+    always_tied = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
+    if config["model_type"] in always_tied and text_config(config).get("tie_word_embeddings") is False:
         own |= _own_head(model_class)
     return type(model_class.__name__, (model_class,), own), args_class
 
@@ -152,14 +150,15 @@ def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
 def _heads(weights: Weights, head: str) -> Weights:
     """Return the tensors of a head that is the table of embeddings."""
     table = next((name for name in weights if TABLE.search(name)), "").removesuffix(".weight")
-    return {f"{head}.{part}": weights[f"{table}.{part}"] for part in PARTS if f"{table}.{part}" in weights}
+    parts = ("weight", "scales", "biases")  # of a layer
+    return {f"{head}.{part}": weights[f"{table}.{part}"] for part in parts if f"{table}.{part}" in weights}
 
 
 def _stacked(weights: Weights, expected: set[str]) -> Weights:
     """Stack experts that are stored one by one where the model has one tensor for all."""
     found: dict[str, dict[int, str]] = {}
     for name in weights:
-        if match := EXPERT.fullmatch(name):
+        if match := re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)", name):
             before, number, layer, part = match.groups()
             if f"{before}.switch_mlp.{layer}.weight" in expected:
                 found.setdefault(f"{before}.switch_mlp.{layer}.{part}", {})[int(number)] = name

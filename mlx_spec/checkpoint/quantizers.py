@@ -38,8 +38,6 @@ TRACES = {
 }
 # Methods that mlx-lm reads. Of compressed-tensors, ModelOpt, AWQ and GPTQ it reads some settings.
 READ = ("awq", "bitnet", "compressed-tensors", "gptq", "modelopt", "mxfp4", "mxfp8")
-FP8_METHODS = ("fp8", "fbgemm_fp8")
-FP8_FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
 ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of no weight
@@ -88,9 +86,10 @@ def is_fp8(config: Config, tensors: Tensors) -> bool:
     method, block = str(settings.get("quant_method", "fp8")).lower(), settings.get("weight_block_size")
     if settings.get("scale_fmt") == "ue8m0" and list(block or ()) == [32, 32]:
         return False
+    fp8_formats = ("float-quantized", "naive-quantized")  # of compressed-tensors
     named = (
-        method in FP8_METHODS
-        or settings.get("format") in FP8_FORMATS
+        method in ("fp8", "fbgemm_fp8")
+        or settings.get("format") in fp8_formats
         or str(settings.get("quant_algo", "")).upper() == "FP8"
     )
     weights = [name for name, info in tensors.items() if info.dtype == FP8]

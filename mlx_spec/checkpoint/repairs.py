@@ -107,11 +107,6 @@ RENAMED = {
 }
 # Model type of a language model that is saved alone -> the composite type that mlx-lm has for it.
 WRAPPED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma3n_text": "gemma3n"}
-# Composite types of which mlx-lm takes the vocabulary's size from the top level.
-TOP_VOCABULARY = ("gemma3", "gemma4", "gemma4_unified")
-# Model types that mlx-lm reads in their old form: rope by the kind of attention, a period of their layers.
-TWO_ROPES = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
-PERIODIC = ("gemma3", "gemma3_text", "cohere2")
 
 
 def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, Any]:
@@ -138,7 +133,9 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
     if own in BY_TYPE:
         BY_TYPE[own](text)
     _tie(result, text, language)
-    if kind in TOP_VOCABULARY and part is not None and "vocab_size" in part:
+    # Composite types of which mlx-lm takes the vocabulary's size from the top level.
+    top_vocabulary = ("gemma3", "gemma4", "gemma4_unified")
+    if kind in top_vocabulary and part is not None and "vocab_size" in part:
         result["vocab_size"] = part["vocab_size"]
     return result
 
@@ -215,7 +212,9 @@ def _spread_rope(config: dict[str, Any]) -> None:
     if not isinstance(rope, dict):
         return
     found: dict[str, Any] = {}
-    if kind in TWO_ROPES and isinstance(rope.get("full_attention"), dict):
+    # Model types that mlx-lm reads in their old form: rope by the kind of attention.
+    two_ropes = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
+    if kind in two_ropes and isinstance(rope.get("full_attention"), dict):
         found["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
         rope = rope["full_attention"]
     if "rope_theta" not in rope:
@@ -226,7 +225,8 @@ def _spread_rope(config: dict[str, Any]) -> None:
     if "partial_rotary_factor" in rope:
         found["partial_rotary_factor"] = rope["partial_rotary_factor"]
     layers = config.get("layer_types") or []
-    if kind in PERIODIC and "full_attention" in layers:
+    periodic = ("gemma3", "gemma3_text", "cohere2")  # read as the period of their layers
+    if kind in periodic and "full_attention" in layers:
         found["sliding_window_pattern"] = layers.index("full_attention") + 1
     config |= {key: value for key, value in found.items() if config.get(key) is None}
 

@@ -21,7 +21,6 @@ from mlx_spec.device import memory_for_models
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
 BITS |= {"U64": 64, "U32": 32, "U16": 16, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
-QUANTIZER_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
 DEFAULT_GROUP_SIZE = 64  # of mlx
 # Last parts of the names of tensors that belong to quantized weights: they are not parameters.
 SCALES = frozenset(
@@ -35,14 +34,8 @@ NOT_DECODING = frozenset(  # images and sound
     "multi_modal_projector".split()
 )
 EXPERTS = frozenset(("experts", "switch_mlp", "switch_glu"))
-EMBEDDINGS = frozenset(("embed_tokens", "wte", "tok_embeddings", "embeddings"))
-PER_LAYER_EMBEDDINGS = "embed_tokens_per_layer"
-LM_HEADS = frozenset(("lm_head", "output"))
 
 # --- keys of config.json
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
-KV_BYTES = 2  # of a number in K or V
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,8 @@ def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
     """
     config, headers = checkpoint.config, checkpoint.headers
     text = text_config(config)
-    has_head = any(LM_HEADS & set(name.split(".")) for name in headers.tensors)
+    lm_heads = frozenset(("lm_head", "output"))
+    has_head = any(lm_heads & set(name.split(".")) for name in headers.tensors)
     read = experts = held = 0.0
     for name, tensor in headers.tensors.items():
         parts = frozenset(name.split("."))
@@ -236,11 +230,14 @@ def precision(tensors: Tensors, config: Config) -> str:
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
     """Return the part of a tensor that one token reads."""
-    if parts & NOT_DECODING or PER_LAYER_EMBEDDINGS in parts:
+    if parts & NOT_DECODING or "embed_tokens_per_layer" in parts:
         return 0.0  # one row of a table is next to nothing
     if parts & EXPERTS:
-        return _ratio(integer(text, *ACTIVE_EXPERTS), integer(text, *NUM_EXPERTS))
-    if not parts & EMBEDDINGS:
+        num_experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        active_experts = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+        return _ratio(integer(text, *active_experts), integer(text, *num_experts))
+    embeddings = frozenset(("embed_tokens", "wte", "tok_embeddings", "embeddings"))
+    if not parts & embeddings:
         return 1.0
     if has_head:
         return 0.0
@@ -287,7 +284,8 @@ def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
     }
     kinds = text.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else ["full_attention"] * shape.layers
-    read = [2 * KV_BYTES * numbers.get(str(kind), 0) for kind in kinds]
+    kv_bytes = 2  # of a number in K or V
+    read = [2 * kv_bytes * numbers.get(str(kind), 0) for kind in kinds]
     owners = shape.layers - (integer(text, "num_kv_shared_layers") or 0)
     return float(sum(read)), float(sum(read[:owners]))
 
@@ -347,6 +345,7 @@ def _foreign_precision(settings: Config) -> str:
     if "quant_method" not in settings and "bits" in settings:
         return _mlx_precision(settings)
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
-    name = QUANTIZER_NAMES.get(method.lower(), method)
+    quantizer_names = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
+    name = quantizer_names.get(method.lower(), method)
     kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
     return name if name in ("FP8", "MXFP4") else f"{name} {kind}"

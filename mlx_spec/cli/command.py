@@ -27,7 +27,6 @@ from mlx_spec.hub.names import resolve
 
 ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
 STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
-PIPE_COLUMNS = 10_000  # width of a table that no terminal shows: rows are not wrapped
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 MODEL = "REPO_OR_FOLDER"  # the value of --target and --drafter
@@ -319,7 +318,8 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
     for row in rows:
         grid.add_row(*row)
     is_watched = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(width=None if is_watched else PIPE_COLUMNS, markup=False, highlight=False, emoji=False)
+    pipe_columns = 10_000  # width of a table that no terminal shows: rows are not wrapped
+    console = Console(width=None if is_watched else pipe_columns, markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         console.print(grid)
     return [line.rstrip() for line in capture.get().splitlines()]

@@ -20,8 +20,6 @@ from rich.progress import (
 
 from mlx_spec.checkpoint.files import human_bytes
 
-LINE_SECONDS = 30.0  # between two lines about a stage of counted steps where there is no terminal
-
 
 class StageProgress:
     """Report on `stream`, usually stderr."""
@@ -55,7 +53,8 @@ class StageProgress:
     def show(self, stage: str, done: int, total: int, figures: str = "") -> None:
         """Show that `done` of `total` steps of a stage are done, and figures about it."""
         if not self._stream.isatty():
-            if stage != self._stage or done == total or time.monotonic() - self._said > LINE_SECONDS:
+            line_seconds = 30.0  # between two lines about a stage of counted steps where there is no terminal
+            if stage != self._stage or done == total or time.monotonic() - self._said > line_seconds:
                 print(f"{stage}: {done} of {total} {figures}".rstrip(), file=self._stream, flush=True)
                 self._stage, self._said = stage, time.monotonic()
             return

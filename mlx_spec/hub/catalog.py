@@ -38,7 +38,6 @@ DRAFTERS = {
     for drafter, target in family.made_for.items()
     if family.is_ours
 }
-OWNERS = ("google", "mlx-community")
 PRECISION = re.compile(r"-(\d(\.\d+)?-?bit|bf16|fp16|f16|mxfp4|mxfp8|nvfp4|dwq|qat|optiq|mlx|q\d\w*)(?=-|$)")
 
 # Base name of a target -> its shape.
@@ -71,14 +70,13 @@ ALIASES: dict[str, dict[str, str]] = {
         for size in ("8b", "14b", "32b")
     },
 }
-# The small model of a family, which drafts for targets that no drafter was made for.
-DRAFT_MODELS = {"qwen3": "mlx-community/Qwen3-0.6B-4bit"}
 
 
 def made_for(repository: str) -> str | None:
     """Return the drafter that was made for a target repository, None if none is known."""
     owner, _, name = repository.partition("/")
-    return DRAFTERS.get(PRECISION.sub("", name.lower())) if owner in OWNERS else None
+    owners = ("google", "mlx-community")
+    return DRAFTERS.get(PRECISION.sub("", name.lower())) if owner in owners else None
 
 
 def aliases() -> dict[str, PairSpec]:
@@ -87,7 +85,9 @@ def aliases() -> dict[str, PairSpec]:
     for alias, targets in ALIASES.items():
         named = {alias: next(iter(targets.values()))}
         named |= {f"{alias}-{bits}": target for bits, target in targets.items()}
-        small = DRAFT_MODELS.get(alias.partition("-")[0])
+        # The small model of a family, which drafts for targets that no drafter was made for.
+        draft_models = {"qwen3": "mlx-community/Qwen3-0.6B-4bit"}
+        small = draft_models.get(alias.partition("-")[0])
         result |= {name: PairSpec(target, made_for(target) or small) for name, target in named.items()}
     return result
 

@@ -24,7 +24,6 @@ from mlx_spec.hub.catalog import SMOLLM2
 # What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
-SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ def _fetch(download: Download) -> Path:
 
 def published_hash(blob: Path) -> str | None:
     """Return the SHA-256 that the Hub publishes for a blob in the cache, its name; None for another file."""
-    return blob.name if SHA256.fullmatch(blob.name) else None
+    return blob.name if re.fullmatch("[0-9a-f]{64}", blob.name) else None
 
 
 def explain(name: str, error: BaseException) -> str:

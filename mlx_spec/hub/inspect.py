@@ -39,7 +39,6 @@ from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.names import resolve
 
-MAX_REQUESTS = 8  # headers requested from the Hub at the same time
 # Keys under which configs promise prediction layers.
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 SHAPE_WORDS = {
@@ -180,7 +179,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         try:
             for wanted in {"config.json", "tokenizer_config.json", INDEX} & download.sizes.keys():
                 api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
-            with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+            max_requests = 8  # headers requested from the Hub at the same time
+            with ThreadPoolExecutor(max_requests) as pool:
                 parts = dict(zip(weights, pool.map(tensors_of, weights), strict=True))
         except Exception as error:  # the errors of the Hub and of its HTTP library
             raise NotFound(explain(name, error)) from error
