@@ -146,6 +146,12 @@ def _medusa(config: Config, tensors: Tensors) -> TargetShape:
     return TargetShape(_axis(tensors, head, 1) or own.hidden_size, own.vocab_size)
 
 
+def _first(sizes: object) -> int | None:
+    """Return the first of sizes such as "4096.4096"."""
+    found = re.match(r"\d+", str(sizes))
+    return int(found[0]) if found else None
+
+
 # --- the table, in this order: a P-EAGLE is an EAGLE-3 with more in it
 
 FAMILIES: tuple[DrafterFamily, ...] = (
@@ -259,6 +265,21 @@ FAMILIES: tuple[DrafterFamily, ...] = (
         _medusa,
         inside="medusa:recognizes",
         made_for={"FasterDecoding/medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3"},
+    ),
+    DrafterFamily(
+        "MLP speculator",
+        ("mlp_speculator", "lstm_speculator"),
+        "mlp_speculator:open_mlp_speculator",
+        "mlp_speculator:convert",
+        marks("(mlp|lstm)speculator"),
+        lambda config, tensors: TargetShape(
+            _first(config.get("input_hidden_dim") or config.get("emb_dim")), integer(config, "vocab_size")
+        ),
+        made_for={
+            "ibm-ai-platform/llama3-8b-accelerator": "meta-llama/Meta-Llama-3-8B-Instruct",
+            "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B-Instruct",
+            "Snowflake/Arctic-LSTM-Speculator-Qwen2.5-32B-Instruct": "Qwen/Qwen2.5-32B-Instruct",
+        },
     ),
     DrafterFamily(
         "MTP head",

@@ -55,6 +55,9 @@ MADE: dict[str, tuple[str, Callable[[], Checkpoint]]] = {
     },
     "gemma4_dspark": ("gemma4_dspark", synthetic.gemma4_dspark),
     "medusa": ("medusa", synthetic.medusa),
+    "mlp_speculator": ("mlp_speculator", synthetic.mlp_speculator),
+    "mlp_speculator, tied": ("mlp_speculator", lambda: synthetic.mlp_speculator(tied=True)),
+    "lstm_speculator": ("lstm_speculator", synthetic.lstm_speculator),
     "medusa, inside": ("medusa", lambda: inside(synthetic.medusa())),
     "medusa, vLLM": ("medusa", synthetic.vllm_medusa),
     **{
@@ -328,6 +331,8 @@ NESTS = {
     "dspark, rnn": ("dflash_config", "dspark_config"),
     "gemma4_dspark": (),
     "medusa": (),
+    "mlp_speculator": (),
+    "lstm_speculator": (),
     "pard, qwen3": (),
 }
 UNSUPPORTED = {
@@ -455,6 +460,18 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     "windows of EAGLE-3": (
         lambda: with_config(synthetic.eagle3(), layer_types=["sliding_attention"]),
         "the EAGLE-3 drafter has layer_types with a sliding window: only full attention is supported",
+    ),
+    "sizes of several layers": (
+        lambda: with_config(synthetic.mlp_speculator(), inner_dim="32.32"),
+        "config.json of the MLP speculator has inner_dim '32.32': only one size is supported",
+    ),
+    "steps of an LSTM that are not tied": (
+        lambda: with_config(synthetic.lstm_speculator(), tie_lstm_embs=False),
+        "the MLP speculator is an LSTM whose steps or embeddings are not tied",
+    ),
+    "steps that differ and are said to be tied": (
+        lambda: with_config(synthetic.mlp_speculator(), tie_weights=True),
+        "the MLP speculator has speculator.emb.1.weight, which config.json says is tied, and it differs",
     ),
     "sliding layers of a Gemma 4 backbone": (
         lambda: with_config(synthetic.gemma4_dspark(), layer_types=["sliding_attention"] * 2),

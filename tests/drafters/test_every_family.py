@@ -12,9 +12,11 @@ from support.checkpoints import edit_tensors
 from support.drafting import emitted
 from support.exact_distribution import FILTERED, PLAIN, control_excess, drafted_excess, law_target, seeded
 from support.fitted import MADE, largest, logits_of, opened, random_rows, replay
+from support.grammars import byte_text, compiled
 from support.pairs import TEMPLATE, TOKENIZER
 
 import mlx_spec
+from mlx_spec.decode import round as engine
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
@@ -31,6 +33,7 @@ from mlx_spec.types import Features
 
 CHAINS = ("eagle3", "mtp")
 BLOCKS = ("dflash", "dflash2", "dspark", "gemma4_dspark")
+CONDITIONAL = (*BLOCKS[1:], "mlp_speculator")  # each token depends on the one before it
 ROWS = ("dflash", "gemma4_dspark", "peagle")  # their caches hold rows of several layers of the target
 
 
@@ -106,6 +109,8 @@ def law_source(family: str, folder: Path) -> Any:
         return opened(fitted.medusa(2, hidden=16, vocab=8), folder)
     if family == "pard":
         return opened(fitted.pard(law_target.__wrapped__(), 2, 0.2), folder)
+    if family == "mlp_speculator":
+        return opened(synthetic.mlp_speculator(2, 16, 8, 16, 2), folder)
     if family in BLOCKS:
         return opened(vars(synthetic)[family](2, (0, 1), 16, 8), folder)
     made = fitted.peagle(2, (0, 1), 16, 8)
@@ -115,7 +120,7 @@ def law_source(family: str, folder: Path) -> Any:
 @pytest.mark.parametrize("family", [*MADE, *CHAINS])
 def test_drafts_keep_the_distribution(family, tmp_path):
     """With top-p and penalties where a token depends on the one before in the same pass."""
-    assert drafted_excess(law_source(family, tmp_path), FILTERED if family in BLOCKS[1:] else PLAIN) < 1
+    assert drafted_excess(law_source(family, tmp_path), FILTERED if family in CONDITIONAL else PLAIN) < 1
 
 
 def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
@@ -125,6 +130,38 @@ def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
 @pytest.mark.parametrize("family", ["pard", "dflash", "dspark", "peagle", *CHAINS])  # Medusa draws nothing
 def test_argmax_drafts_that_pose_as_sampled_are_caught(family, tmp_path):
     assert control_excess(law_source(family, tmp_path)) > 1
+
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(0.9, top_p=0.9, seed=6),
+    Sampling(0.9, top_p=0.9, seed=6, grammar=compiled("regex", "[a-h ]{20,60}")),
+)
+
+
+@pytest.mark.parametrize("family", CONDITIONAL)
+def test_seeds_grammars_batches_and_quantized_kv_change_no_text(family, tmp_path, monkeypatch):
+    """Alone there is one copy to the host a round."""
+    info, source = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0), opened(MADE[family](), tmp_path)
+    plain, pair = (
+        Pair(info, byte_text(), tiny.full(), sources, FixedPolicy(length), kv_bits=8)
+        for sources, length in (([], 0), ([source], 3))
+    )
+    prompts, read = [tiny.prompt(length, seed=length) for length in (5, 20, 13)], engine._read
+    copies: list[int] = []
+    monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
+    for sampling in SAMPLINGS:
+        asked: dict[str, Any] = {"sampling": sampling, "max_tokens": 16}
+        expected = [emitted(list(plain.generate(prompt, **asked))) for prompt in prompts]
+        copies.clear()
+        rounds = [list(pair.generate(prompt, **asked)) for prompt in prompts]
+        assert [emitted(done) for done in rounds] == expected
+        assert len(copies) == sum(map(len, rounds))
+        assert sum(round.drafted for done in rounds for round in done) > 20
+        together: list[list[int]] = [[] for _ in prompts]
+        for index, round in pair.generate_batch(prompts, **asked):
+            together[index] += round.tokens
+        assert together == expected
 
 
 # --- from published checkpoints to text
@@ -206,6 +243,8 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         for family, wrong in (("pard", -1), ("peagle", 10**9), ("dflash", 256))
     ),
     ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
+    ("mlp_speculator", {"steps": 0}, BadCheckpoint, "must be positive"),
+    ("mlp_speculator", {"scaled": None}, BadCheckpoint, "has no 'scaled'"),
     ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
     ("dflash", {"causal": [True]}, BadCheckpoint, "for 2 layers: convert it again"),
     ("dflash", {"causal": None}, BadCheckpoint, "has no 'causal'"),

@@ -82,6 +82,7 @@ MADE: dict[str, Callable[..., Checkpoint]] = {
     "dflash2": partial(synthetic.dflash2, 3, (0, 1, 2)),
     "dspark": partial(synthetic.dspark, 3, (0, 1, 2)),
     "gemma4_dspark": partial(synthetic.gemma4_dspark, 3, (0, 1, 2)),
+    "mlp_speculator": partial(synthetic.mlp_speculator, 3),
     "peagle": partial(peagle, 3, (0, 1, 2)),
 }
 

@@ -284,6 +284,53 @@ def vllm_medusa() -> Checkpoint:
     )
 
 
+def mlp_speculator(
+    layers: int = T_LAYERS,
+    hidden: int = D,
+    vocab: int = V,
+    inner: int = 32,
+    steps: int = 4,
+    tied: bool = False,
+) -> Checkpoint:
+    """In the names of fms-extras, which repeats tied tensors."""
+    forms: dict[str, list[int]] = {}
+    for step in range(steps):
+        inputs = inner if step else hidden
+        forms |= {f"emb.{step}.weight": [vocab, inner], f"proj.{step}.weight": [inner, inputs]}
+        forms |= {
+            f"ln.{step}.weight": [inner],
+            f"ln.{step}.bias": [inner],
+            f"head.{step}.weight": [vocab, inner],
+        }
+    tensors = _random(forms, 18)
+    for name in tensors if tied else ():
+        part, step_, kind = name.split(".")
+        tensors[name] = tensors[f"{part}.{min(int(step_), int(part == 'proj'))}.{kind}"]
+    config = {"model_type": "mlp_speculator", "emb_dim": hidden, "inner_dim": inner, "n_predict": steps}
+    config |= {
+        "vocab_size": vocab,
+        "tie_weights": tied,
+        "scale_input": tied,
+        "top_k_tokens_per_head": [4, 3, 2],
+    }
+    named = {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+    return Checkpoint(named, config, target_config(layers, hidden, vocab))
+
+
+def lstm_speculator() -> Checkpoint:
+    """In Arctic's names."""
+    inner, gates = 32, ("forget", "input", "output", "cell")
+    forms = {f"{gate}_proj.{step}.weight": [inner, inner if step else D] for gate in gates for step in (0, 1)}
+    forms |= {f"{norm}_ln.0.{kind}": [inner] for norm in ("cell", "state") for kind in ("weight", "bias")}
+    forms |= {"forget_emb.0.weight": [V, inner], "head.0.weight": [V, inner]}
+    tensors = _random(forms, 19)
+    tensors |= {f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"] for gate in gates}
+    config = {"model_type": "mlp_speculator", "method": "sum_lstm", "emb_dim": f"{inner}.{inner}"}
+    config |= {"inner_dim": f"{inner}.{inner}", "proj_dim": f"{inner}", "input_hidden_dim": D, "n_predict": 3}
+    config |= {"vocab_size": V, "tie_weights": True, "tie_lstm_embs": True, "scale_input": True}
+    return Checkpoint(tensors, config, target_config(T_LAYERS))
+
+
 def pard(kind: str = "qwen3") -> Checkpoint:
     """PARD of two layers."""
     extra = {"qwen3": {"self_attn.q_norm.weight": [HEAD], "self_attn.k_norm.weight": [HEAD]}, "llama": {}}

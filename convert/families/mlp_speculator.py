@@ -1,0 +1,110 @@
+"""MLP speculator (arXiv 2404.19124) and Arctic's LSTM variant: a small network behind the target's last norm.
+
+Read from safetensors of fms-extras and ArcticInference. Ours (D hidden of the target, I inner, V vocabulary;
+lists of one, `proj` of two, where the steps are tied):
+    emb.{i}.weight [V, I], proj.{i}.weight [I, D or I], ln.{i}.{weight,bias} [I], head.{i}.weight [V, I]
+LSTM: proj.{i}.weight [4 I, D or I], the forget, input, output and cell gates one after the other; cell_ln.0
+"""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+
+from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.mlp_speculator import NETWORKS, SpeculatorSizes
+from mlx_spec.errors import BadCheckpoint
+
+from . import common
+from .common import Config, Converted, PublishedTensors, Tensors
+
+TITLE, PREFIX = "the MLP speculator", "speculator."
+KEYS = frozenset(
+    "emb_dim inner_dim proj_dim input_hidden_dim n_predict vocab_size tie_weights tie_lstm_embs scale_input "
+    "method top_k_tokens_per_head n_candidates num_lookahead_tokens".split()  # three of trees and servers
+)
+GATES = ("forget", "input", "output", "cell")  # in the order of a projection
+
+
+def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
+    """Convert an MLP or LSTM speculator. Raises BadCheckpoint and Mismatch."""
+    common.refuse_switches(TITLE, config, KEYS)
+    method, tied = config.get("method") or "sum_rnn", bool(config.get("tie_weights"))
+    if method not in ("sum_rnn", "sum_lstm"):
+        raise BadCheckpoint(f"{TITLE} has method {method!r}: known are 'sum_rnn' and 'sum_lstm'")
+    gated = method == "sum_lstm"
+    if gated and not (tied and config.get("tie_lstm_embs")):
+        raise BadCheckpoint(f"{TITLE} is an LSTM whose steps or embeddings are not tied: tied ones are known")
+    hidden = _dim(config, "input_hidden_dim", gated) or _dim(config, "emb_dim", gated)
+    inner, vocab = _dim(config, "inner_dim", gated) or hidden, common.size(config, "vocab_size", TITLE)
+    common.check_fit(TITLE, {"hidden_size": hidden, "vocab_size": vocab}, target)
+    steps = common.size(config, "n_predict", TITLE)
+    own = [(name, _ours(name)) for name in (name.removeprefix(PREFIX) for name in tensors)]
+    source = common.read(TITLE, tensors, config, ((PREFIX, ""),), own)
+    if gated:
+        _merge_gates(source)
+    if tied:
+        _drop_tied(source)
+    name = "lstm_speculator" if gated else "mlp_speculator"
+    written = common.config_of(
+        name,
+        Conventions(hidden="post_norm", rope="none"),
+        target,
+        inner_size=inner,
+        steps=steps,
+        tied=tied,
+        scaled=bool(config.get("scale_input")),
+    )
+    network = NETWORKS[name](SpeculatorSizes.from_config(written))
+    norms = tuple(f"ln.{step}.weight" for step in range(steps))
+    return common.finish(source, network, written, common.all_but(*norms))
+
+
+def _dim(config: Config, key: str, gated: bool) -> int:
+    """Return a size, 0 if it is absent. Sizes may be texts, and lists of the layers of one stage."""
+    sizes = str(config.get(key) or 0).strip("[]").replace(",", ".").split(".")
+    if not all(size.strip().isdigit() for size in sizes) or (len(sizes) > 1 and not gated):
+        raise BadCheckpoint(f"config.json of {TITLE} has {key} {config[key]!r}: only one size is supported")
+    return int(sizes[0])  # an LSTM reads only the first
+
+
+def _ours(name: str) -> str:
+    """Return our name. Arctic puts each part in a sequence of one."""
+    found = re.fullmatch(r"(\w+)\.(\d+)(?:\.0)?\.(weight|bias)", name)
+    part = {"forget_emb": "emb", "state_ln": "ln"}.get(found[1], found[1]) if found else ""
+    return f"{part}.{found[2]}.{found[3]}" if found else name
+
+
+def _merge_gates(source: PublishedTensors) -> None:
+    """Join the projections of the gates, and drop the embeddings that repeat the first gate's."""
+    tensors = source.tensors
+    names = [f"{gate}_proj.{step}.weight" for step in (0, 1) for gate in GATES]
+    source.refuse_missing({*names, "emb.0.weight"} - tensors.keys(), len(source.names))
+    for step in (0, 1):
+        parts = [tensors.pop(f"{gate}_proj.{step}.weight") for gate in GATES]
+        tensors[f"proj.{step}.weight"] = mx.concatenate(parts)
+    for gate in GATES[1:]:
+        _drop_copy(source, f"{gate}_emb.0.weight", "emb.0.weight")
+
+
+def _drop_tied(source: PublishedTensors) -> None:
+    """Drop what repeats the first step; of the projections the second."""
+    for name in sorted(source.tensors):
+        part, step, kind = name.split(".") if name.count(".") == 2 else ("", "0", "")
+        first = 1 if part == "proj" else 0
+        if step.isdigit() and int(step) > first:
+            _drop_copy(source, name, f"{part}.{first}.{kind}")
+
+
+def _drop_copy(source: PublishedTensors, name: str, other: str) -> None:
+    """Drop a tensor that is a copy of `other`. Raises BadCheckpoint if it is not."""
+    tensors = source.tensors
+    if not {name, other} <= tensors.keys():
+        return  # what is missing is named later
+    if not mx.array_equal(tensors[name], tensors[other]).item():
+        raise BadCheckpoint(
+            f"{TITLE} has {source.names[name]}, which config.json says is tied, and it differs: the two "
+            "belong to different models"
+        )
+    source.drop(name, f"a copy of {source.names[other]}")
