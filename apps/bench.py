@@ -117,8 +117,9 @@ def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
     parts = pair.open()
     if num_draft_tokens is None:
         return parts
-    drafters = parts.drafters[:1] if num_draft_tokens else ()
-    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens, names=pair.drafter_names[:1]))
+    names = pair.fixed_names
+    drafters = parts.drafters[: len(names)] if num_draft_tokens else ()
+    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens, names=names))
 
 
 def in_turns(

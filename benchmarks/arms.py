@@ -179,7 +179,9 @@ def fixed(pair: Pair, k: int, ahead: bool = False) -> Decoder:
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         opened = pair.open()
-        decoding = SequenceParts(opened.target, opened.drafters[:1], FixedPolicy(k, ahead=ahead))
+        names = pair.fixed_names
+        policy = FixedPolicy(k, names=names, ahead=ahead)
+        decoding = SequenceParts(opened.target, opened.drafters[: len(names)], policy)
         return rounds(pair, decoding, prompt, read)
 
     return run

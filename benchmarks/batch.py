@@ -184,7 +184,7 @@ def arms_of(
             drafters: Sequence[Drafter] = parts.drafters
             if scripted:
                 drafters = (Scripted(scripted[tuple(prompt)], vocab),)
-            policy = policies.policy() if length is None else FixedPolicy(length)
+            policy = policies.policy() if length is None else FixedPolicy(length, names=pair.fixed_names)
             parts_of = (parts.target, drafters, policy, sampler, text_prompt(prompt), tokens)
             made.append(engine.RunningSequence(*parts_of))
             list(made[-1].prefill())

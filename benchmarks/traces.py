@@ -39,6 +39,7 @@ from support.virtual_clock import CURVES, PLAIN_SECONDS, Device, VirtualDrafter,
 
 from mlx_spec import load
 from mlx_spec.decode.round import prefill
+from mlx_spec.drafters.lookup import RANGES
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.load import folders
@@ -179,7 +180,7 @@ def record_answer(pair: Pair, prompt: Prompt, depth: int) -> Trace:
             [token == truth for token, truth in zip(draft, answer[place:], strict=False)]
             for place, draft in enumerate(tokens)
         ]
-    names = dict(zip(pair.drafter_names, found, strict=True))
+    names = dict(zip(pair.policies.names, found, strict=True))
     return Trace(prompt.kind, {name: kept for name, kept in names.items() if any(kept.right)}, top)
 
 
@@ -323,17 +324,15 @@ def speeds(
         device = Device(costs, NOISE, [seed, 7])
         policy: Any
         if fixed is None:
-            policies = AdaptivePolicies(names, copying=["lookup"])
-            policies.use(costs.table([0.0 if name == "lookup" else 1.0 for name in names]))
+            policies = AdaptivePolicies(names, copying=[name for name in names if name in RANGES])
+            policies.use(costs.table([0.0 if name in RANGES else 1.0 for name in names]))
             policy = policies.policy(device.clock)
         else:
             policy = FixedPolicy(fixed)
         for index, trace in enumerate(traces):
             own = cut[index % 2] if cut else None
             drafters: list[VirtualDrafter] = [
-                Replayed(
-                    trace.drafts.get(name, Drafts()), name == "lookup", own if name == names[0] else None
-                )
+                Replayed(trace.drafts.get(name, Drafts()), name in RANGES, own if name == names[0] else None)
                 for name in names
             ]
             answer = decode(policy, device, drafters, len(trace.top))

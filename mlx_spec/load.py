@@ -251,7 +251,7 @@ def _open_drafter(
     """Return the drafter at a path for a target with `config`; None if there is to be none."""
     import mlx.core as mx
 
-    from mlx_spec.drafters.model_free import lookup_source
+    from mlx_spec.drafters.lookup import lookup_source
 
     if path in (None, NONE, LOOKUP):
         return lookup_source() if path == LOOKUP else None
@@ -306,7 +306,7 @@ def _source(
 def _offered(found: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | None) -> list[DrafterSource]:
     """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
     from mlx_spec.ahead import drafting_ahead
-    from mlx_spec.drafters.model_free import lookup_source
+    from mlx_spec.drafters.lookup import lookup_source
 
     if found is None:
         return []
@@ -331,8 +331,8 @@ def _policies(
         return FixedPolicy(0, Reason.DISABLED)
     if spec.num_draft_tokens is not None:
         first = offered[0]
-        return FixedPolicy(spec.num_draft_tokens, names=[first.name], ahead=first.own_costs is not None)
-    folders = {source.name: source.folder for source in offered}
+        return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=first.own_costs is not None)
+    folders = {name: source.folder for source in offered for name in source.names}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
     key = Key(device_name(), fingerprint(target), prints, quantization, spec.kv_bits, version("mlx"))
     copying = [name for name, folder in folders.items() if folder is None]

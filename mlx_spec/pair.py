@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import mlx.nn as nn
 import numpy as np
@@ -15,8 +15,11 @@ from mlx_spec.decode import round as engine
 from mlx_spec.decode.measuring import measure_costs, scratch_text
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
+from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
+from mlx_spec.drafters.lookup import MatchRange
 from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong
 from mlx_spec.model.hooks import parts_of
@@ -55,7 +58,7 @@ class Pair:
     """A target, its drafters and its tokenizer. Made by `load`.
 
     All generations share the weights; each generation or session has caches of its own. `policies` makes the
-    draft-length policy of every new sequence.
+    draft-length policy of every new sequence. `earlier` are answers that lookup copies from, by API key.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Pair:
         self._model = model
         self._drafters = tuple(drafters)
         self._needs = _needs(drafters)
+        self._copies = "lookup" in self.drafter_names
         self._kv_bits = kv_bits
         self._ranks = ranks
         self._vision = vision
+        self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
         self._check: Generator[Slice, None, None] | None = None  # of costs, not yet done
         self._following: Slice | None = None  # the pass that it does next
 
@@ -88,14 +93,16 @@ class Pair:
         sampling: Sampling = GREEDY,
         max_tokens: int,
         stop: Collection[int] = (),
+        key: str | None = None,
     ) -> Iterator[Round]:
         """Continue a prompt, round by round, at most `max_tokens` tokens and never past the context.
 
         The target's own end-of-text tokens end it, and those in `stop`; the last round holds the token that
-        did. Raises InvalidValue or PromptTooLong at once, before the first round.
+        did. Lookup copies from earlier answers with the same `key`, if that is not None. Raises InvalidValue
+        or PromptTooLong at once, before the first round.
         """
         sequence = self.prepare(
-            self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop
+            self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop, key=key
         )
         return engine.decode(sequence)
 
@@ -121,21 +128,31 @@ class Pair:
         """Return the names of its drafters: their families, or "lookup"."""
         return tuple(source.name for source in self._drafters)
 
-    def session(self, system: str | None = None) -> Session:
-        """Return a new conversation. Raises InvalidValue if the target has no chat template."""
-        return Session(self.tokenizer, CachedSequence(self.open()), self.prepare, system, self._vision)
+    @property
+    def fixed_names(self) -> tuple[str, ...]:
+        """Return the names of the proposals of its first drafter, which drafts where the length is fixed."""
+        return self._drafters[0].names if self._drafters else ()
+
+    def session(self, system: str | None = None, *, key: str | None = "") -> Session:
+        """Return a new conversation. With `key`, it shares answers with others that have the same one.
+
+        Raises InvalidValue if the target has no chat template.
+        """
+        prepare = partial(self.prepare, key=key)
+        return Session(self.tokenizer, CachedSequence(self.open()), prepare, system, self._vision)
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
         target = self._target()
-        drafters = tuple(source.make(target.parts) for source in self._drafters)
+        drafters = tuple(part for source in self._drafters for part in source.make(target.parts).parts())
         refuses = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
         gains = {
             i: (lambda: ()) if source.drafts_trees and refuses else source.gains
-            for i, source in enumerate(self._drafters)
+            for i, source in enumerate(self._drafters)  # lookup, which has several proposals, is the last one
             if source.gains is not None
         }
-        return SequenceParts(target, drafters, self.policies.policy(gains=gains))
+        available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
+        return SequenceParts(target, drafters, self.policies.policy(gains=gains, available=available))
 
     def check(self) -> None:
         """Refuse a target that cannot take back rows exactly. Raises NotRewindable."""
@@ -201,18 +218,25 @@ class Pair:
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
         read_prompt: Callable[[], Iterator[object]] | None = None,
+        key: str | None = None,
     ) -> engine.RunningSequence:
         """Return a sequence that `engine.decode` decodes by itself and a batch with others.
 
         Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
-        answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Raises
+        answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Lookup
+        copies from earlier answers with the same `key`, and this one is kept, unless it is None. Raises
         InvalidValue and PromptTooLong.
         """
         prompt, ends = self._as_prompt(prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
+        earlier = keep = None
+        if key is not None and self._copies:
+            earlier, keep = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
+        for drafter in parts.drafters:
+            drafter.copy_from(earlier)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
@@ -226,6 +250,7 @@ class Pair:
             self.tokenizer.eos.union(ends),
             extras,
             read_prompt,
+            keep,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:
@@ -267,6 +292,7 @@ class Pair:
         max_tokens: int,
         stop: Collection[int] = (),
         max_running: int | None = None,
+        key: str | None = None,
     ) -> Iterator[tuple[int, Round]]:
         """Continue several prompts at once, each as `generate` does. Yields the index of one and a round.
 
@@ -274,7 +300,10 @@ class Pair:
         """
         batch = self.batch(max_running)
         for prompt in prompts:
-            batch.add(self.prepare(self.open(), prompt, sampling=sampling, max_tokens=max_tokens, stop=stop))
+            sequence = self.prepare(
+                self.open(), prompt, sampling=sampling, max_tokens=max_tokens, stop=stop, key=key
+            )
+            batch.add(sequence)
         return _rounds(batch)
 
     def _as_prompt(self, given: Iterable[int]) -> Prompt:

@@ -187,7 +187,11 @@ class Statistics:
 
 def source_words(source: str) -> str:
     """Return what users read for a drafter: of models, families do not matter."""
-    others = {"lookup": "copied from the text", "prediction": "copied from the prediction"}
+    others = {
+        "lookup": "copied from the text",
+        "earlier": "from earlier answers",
+        "prediction": "copied from the prediction",
+    }
     return {"grammar": "forced by the format", **others}.get(source, "drafter")
 
 

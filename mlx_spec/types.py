@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, Protocol
 
@@ -136,7 +136,12 @@ class Draft:
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
     ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
-    source: str | None = None  # name of the drafter, which the engine adds
+    source: str | None = None  # where it is from; the engine adds the drafter's name if that is None
+    drafter: int | None = None  # index of the drafter, which the engine adds
+
+    def of(self, choice: Choice) -> Draft:
+        """Return it as the draft of a choice."""
+        return replace(self, source=self.source or choice.source, drafter=choice.drafter)
 
 
 @cache
@@ -151,7 +156,7 @@ class Choice:
 
     drafter: int
     limit: int
-    source: str = field(compare=False)  # the name of the drafter, which its rounds will say
+    source: str = field(compare=False)  # the drafter's name, unless its drafts say another one
     ahead: bool = False  # draft for likely outcomes while the target verifies this draft
 
 
@@ -171,13 +176,13 @@ class Decision:
     choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
     plain_seconds: float | None = None  # time of one plain token here; None if not known
-    cost: Callable[[str, int], Cost] | None = None  # of a round, by its drafter and draft tokens
+    cost: Callable[[int, int], Cost] | None = None  # of a round, by its drafter and draft tokens
 
     def cost_of(self, longest: Round) -> Cost | None:
         """Return what a pass with this longest draft takes: one plain token if nothing was drafted."""
-        if longest.source is None:
+        if longest.drafter is None:
             return Cost("plain", 1.0)
-        return None if self.cost is None else self.cost(longest.source, longest.nodes or longest.drafted)
+        return None if self.cost is None else self.cost(longest.drafter, longest.nodes or longest.drafted)
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ class Round:
     drafted: int  # draft tokens that were verified; of a tree, those of its longest path
     accepted: int  # draft tokens among `tokens`
     kind: Literal["plain", "drained", "draft"]
-    source: str | None = None  # name of the drafter of a "draft" round
+    source: str | None = None  # where the draft of a "draft" round is from, for users
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
     ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
     ahead: bool | None = None  # as of its draft
@@ -214,6 +219,7 @@ class Round:
     cost: Cost | None = None  # None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
     batch_size: int = 1  # sequences that shared the pass, this one included
+    drafter: int | None = None  # index of the drafter of a "draft" round, for the policy
 
 
 class Sampler(Protocol):
@@ -262,6 +268,16 @@ class DraftingSampler(Sampler, Protocol):
         """
 
 
+class EarlierTexts(Protocol):
+    """Texts outside the conversation that a drafter may copy from."""
+
+    def find(self, last: Sequence[int]) -> tuple[int, int]:
+        """Return the place after the longest known end of `last`, and the length of that end; or zeros."""
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """Return at most `count` tokens from a place on."""
+
+
 class Drafter(Protocol):
     """Guesses the tokens after the pending one. Holds the state of one sequence."""
 
@@ -279,6 +295,9 @@ class Drafter(Protocol):
 
     def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
+
+    def copy_from(self, earlier: EarlierTexts | None) -> None:
+        """Copy these texts, too, where it copies text: for one answer, before its prompt is read."""
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process new tokens: `history[-T:]` follow the T rows of `features`."""

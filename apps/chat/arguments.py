@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from mlx_spec.cli.command import LoadOptions, Version, expanded, flag, option
+from mlx_spec.cli.command import LoadOptions, NoEarlierAnswers, Version, expanded, flag, option
 
 OUTPUT, SAMPLING = "Output", "Sampling (at temperature 0 the others have no effect)"
 _output, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, SAMPLING))
@@ -43,6 +43,7 @@ class Options(LoadOptions):
     no_history: Annotated[
         bool, flag("--no-history", "neither keep what is typed nor conversations", OUTPUT)
     ] = False
+    no_earlier_answers: NoEarlierAnswers = False
 
     temperature: Annotated[float | None, _sampling(value="T", help="0, the default, is greedy")] = None
     top_p: Annotated[float | None, _sampling(value="P", help="likeliest tokens that reach P together")] = None

@@ -37,8 +37,16 @@ class NoModelLeft(SpecError):
 class Conversation:
     """A session with everything that can be set about it."""
 
-    def __init__(self, pair: Pair, choice: PairSpec, settings: AnswerSettings, system: str | None) -> None:
-        """Take `choice` as that by which `pair` was loaded."""
+    def __init__(
+        self,
+        pair: Pair,
+        choice: PairSpec,
+        settings: AnswerSettings,
+        system: str | None,
+        key: str | None = "",
+    ) -> None:
+        """Take `choice` as that by which `pair` was loaded, and `key` as `Pair.session` does."""
+        self._key = key
         self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None
         self._resume(pair, choice, [])
@@ -68,7 +76,7 @@ class Conversation:
 
     def change_system(self, system: str | None) -> None:
         """Go on with another system prompt: the next prompt is rendered again."""
-        session = self.pair.session(system)
+        session = self.pair.session(system, key=self._key)
         session.resume(self.turns)
         self.session, self.system = session, system
 
@@ -95,7 +103,7 @@ class Conversation:
         settings = from_values(saved["settings"])
         if settings.think and not self.pair.tokenizer.may_think:
             settings = replace(settings, think=False)
-        session = self.pair.session(saved["system"])
+        session = self.pair.session(saved["system"], key=self._key)
         known, turns = ("role", "content", "reasoning_content"), saved["messages"]
         session.resume([{key: turn[key] for key in known if type(turn.get(key)) is str} for turn in turns])
         self.session, self.system, self.settings = session, saved["system"], settings
@@ -117,7 +125,7 @@ class Conversation:
         if choice.num_draft_tokens is not None:
             length = choice.num_draft_tokens if self.pair.drafter_names else 0
             self.pair.policies = FixedPolicy(
-                length, Reason.FIXED if length else Reason.DISABLED, self.pair.drafter_names[:1]
+                length, Reason.FIXED if length else Reason.DISABLED, self.pair.fixed_names
             )
         elif isinstance(self._own, AdaptivePolicies):
             self.pair.policies = self._own
@@ -151,7 +159,7 @@ class Conversation:
         raise failure
 
     def _resume(self, pair: Pair, choice: PairSpec, turns: Sequence[Mapping[str, Any]]) -> None:
-        session = pair.session(self.system)  # refuses a target that does not chat
+        session = pair.session(self.system, key=self._key)  # refuses a target that does not chat
         session.resume(turns)
         self.pair, self.choice, self.session = pair, choice, session
         self._own: AdaptivePolicies | FixedPolicy = pair.policies  # as loaded, for a return to them

@@ -58,7 +58,11 @@ def run(
             terminal.note(about_demo() if is_demo else f"loading {choice.target}{remembered}")
         chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
             Conversation(
-                open_pair(choice, think=settings.think, ranks=ranks), choice, settings, options.system
+                open_pair(choice, think=settings.think, ranks=ranks),
+                choice,
+                settings,
+                options.system,
+                None if options.no_earlier_answers else "",
             ),
             terminal,
             interrupts,

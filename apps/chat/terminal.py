@@ -167,7 +167,7 @@ def origin_style(span: TokenText) -> str:
             return ""
         case "grammar":
             return FORCED
-        case "lookup":
+        case "lookup" | "earlier":
             return COPIED
     return DRAFTED[min(span.position, len(DRAFTED)) - 1]
 
@@ -181,7 +181,7 @@ def legend() -> list[tuple[str, str]]:
         *((f" {position}", style) for position, style in enumerate(DRAFTED, 1)),
         ("+", DRAFTED[-1]),
         (f" {BORDER} ", DIM),
-        ("copied from the text", COPIED),
+        ("copied from the text or earlier answers", COPIED),
         (f" {BORDER} ", DIM),
         ("forced by the grammar", FORCED),
         (f"   {BORDER} ends a round", DIM),

@@ -328,6 +328,7 @@ class Job:
             top_logprobs=request.top_logprobs,
             prediction=prepared.prediction,
             read_prompt=partial(self._score_prompt, row, sequence) if is_scored else None,
+            key=request.key,
         )
         chat = request.prompt if isinstance(request.prompt, Chat) else None
         markers, last_call = None, None

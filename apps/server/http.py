@@ -183,6 +183,8 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     for part in api.checked(body):
         notes = check_unknown(part, settings.allow_extra_parameters)
         request = replace(request, notes=(*request.notes, *notes))
+    if settings.earlier_answers:
+        request = replace(request, key=next(filter(None, given_keys(http_request.headers)), ""))
     if api.is_done(request):
         return JSONResponse(api.writer(body, request).whole([]))
     check_limits(request, settings.limits)
@@ -193,6 +195,12 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds)
     return EventStream(source, writer, settings.keepalive_seconds, api.media_type)
+
+
+def given_keys(headers: Headers) -> tuple[str, str]:
+    """Return the keys that a request brings, empty where it has none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
 
 
 class EventStream(StreamingResponse):

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_spec import load
 from mlx_spec.apps.server.tool_formats import find_tool_format
-from mlx_spec.checkpoint.config import context_length, read_checkpoint, read_config
+from mlx_spec.checkpoint.config import context_length, fingerprint, read_checkpoint, read_config
 from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.weights import MemoryNeed, memory_need
 from mlx_spec.decode import Batch
@@ -30,7 +30,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .errors import LOG, Failure, unavailable, unknown_model
-from .prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
+from .prefix_cache import MAX_AGE_S, CacheFolder, PrefixCache, PrefixFiles, model_key
 from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
@@ -257,6 +257,7 @@ class Models:
             pair = self._loader(served)
             _warm_up(pair)
             files = self._prefix_files(served, pair)
+            self._keep_answers(served, pair)
         except BaseException:
             _free_memory()
             raise
@@ -293,6 +294,12 @@ class Models:
         except (SpecError, OSError) as error:
             LOG.warning("%s: --cache-folder is not used: %s", served.name, one_line(error))
             return None
+
+    def _keep_answers(self, served: ServedModel, pair: Pair) -> None:
+        """Let the pair keep earlier answers where prompts are kept, too."""
+        if self._folder is not None and self._settings.earlier_answers:
+            target = f"{served.spec.target} {fingerprint(checkpoint_folders(served)[0])}"
+            pair.earlier.keep_in(self._folder.path, target, pair.info.vocab_size, MAX_AGE_S)
 
     def _unused(self, busy: Collection[str]) -> list[str]:
         """Return the models that may be unloaded, the one used longest ago first."""

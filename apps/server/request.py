@@ -88,4 +88,5 @@ class GenerationRequest:
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
     keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say
     shows_thinking: bool = True  # the answer holds the thinking, too
+    key: str | None = field(default=None, repr=False)  # whose earlier answers are copied; None: none are
     notes: tuple[str, ...] = ()  # what of the request has no effect; the answer says so

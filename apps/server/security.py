@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Failure, shutting_down
-from .http import error_response, is_base_in_browser
+from .http import error_response, given_keys, is_base_in_browser
 from .settings import (
     ANY_NAME,
     ANY_ORIGIN,
@@ -171,9 +171,7 @@ class Guards:
         """Look for the key as `Authorization: Bearer` or `x-api-key`."""
         if self._key is None:
             return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        matches = [secrets.compare_digest(one.encode(), self._key) for one in given]
+        matches = [secrets.compare_digest(one.encode(), self._key) for one in given_keys(headers)]
         if not any(matches):
             message = "the API key is missing or wrong: send it as a Bearer token or as x-api-key"
             raise Failure(401, message, type="authentication_error", code="invalid_api_key")

@@ -19,6 +19,7 @@ from mlx_spec.cli.command import (
     MODEL_PANEL,
     BadOptions,
     LoadOptions,
+    NoEarlierAnswers,
     Version,
     above_zero,
     expanded,
@@ -78,6 +79,7 @@ class Settings:
     conversations: int = 8  # sequences kept with their caches, per model
     cache_folder: Path | None = None  # where long prompts outlive the server; None: nowhere
     cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
+    earlier_answers: bool = True  # lookup copies from earlier answers with the same API key
     keepalive_seconds: float = 10.0  # between comments on a silent stream
     limits: Limits = Limits()
     allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
@@ -224,6 +226,7 @@ class Options(LoadOptions):
     cache_folder_gb: Annotated[
         float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
     ] = None
+    no_earlier_answers: NoEarlierAnswers = False
     store: Annotated[
         Path | None, folder_option(help="keep stored responses here, too", default="in memory only")
     ] = None
@@ -262,6 +265,7 @@ class Options(LoadOptions):
             memory_bytes=None if self.memory is None else round(self.memory * GB),
             idle_seconds=self.idle,
             cache_folder_bytes=round(size),
+            earlier_answers=not self.no_earlier_answers,
             limits=Limits(waiting=self.max_waiting, running=self.parallel),
             **{name: vars(self)[name] for name in unchanged},
         )

@@ -166,7 +166,7 @@ def ahead_source(
     def make(parts: TargetParts) -> Ahead:
         return Ahead(source.make(parts), thread, make_copy or (lambda: LocalCopy(copied().make(parts))), mean)
 
-    return replace(source, make=make, own_costs=AheadCosts())
+    return replace(source, make=make, own_costs=AheadCosts(), proposals=())
 
 
 def check_ahead(source: DrafterSource) -> None:

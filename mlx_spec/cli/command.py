@@ -68,6 +68,9 @@ Version = Annotated[
     bool, flag("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
 ]
 Json = Annotated[bool, flag("--json", "print one JSON object")]
+NoEarlierAnswers = Annotated[
+    bool, flag("--no-earlier-answers", "draft nothing from earlier answers, and keep none", MODEL_PANEL)
+]
 KvBits = Annotated[
     Literal[4, 8] | None, option(help="quantize the KV cache", default="do not", panel=MODEL_PANEL)
 ]

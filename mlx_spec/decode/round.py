@@ -88,6 +88,7 @@ def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
             yield result
     finally:
         group.close()
+        sequence.end()
 
 
 def prefill(
@@ -122,7 +123,8 @@ def prefill(
 class RunningSequence:
     """One sequence: its history and everything that decides how it goes on.
 
-    `read_prompt` replaces `prefill` where reading the prompt does more, such as scoring its tokens.
+    `read_prompt` replaces `prefill` where reading the prompt does more, such as scoring its tokens. `keep`
+    gets the answer when it ends, however it does.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class RunningSequence:
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
         read_prompt: Callable[[], Iterator[object]] | None = None,
+        keep: Callable[[list[int]], None] | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -148,6 +151,8 @@ class RunningSequence:
         self._request_drafters = request_drafters
         self._stop = stop
         self._read_prompt = read_prompt
+        self._keep = keep
+        self._emitted = 0
 
     @property
     def unread(self) -> int:
@@ -169,6 +174,12 @@ class RunningSequence:
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""
         self.policy.begin(self._request_drafters)
+
+    def end(self) -> None:
+        """End the answer, whether or not it is complete."""
+        if self._keep is not None and self._emitted:
+            self._keep(self.history[-self._emitted :])
+        self._emitted = 0
 
     def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
         """Return the result of an action; `otherwise` if it fails or an earlier one did."""
@@ -203,13 +214,13 @@ class RunningSequence:
             request = self.request(choice)
             draft = request.drafter.draft(request.history, request.limit, request.sampler)
             if draft.tokens.size:
-                return replace(draft, source=choice.source)
+                return draft.of(choice)
         return no_draft()
 
     def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
         """Let the drafter work ahead while its draft is verified, if its choice says so."""
         for choice in choices:
-            if choice.ahead and choice.source == draft.source:
+            if choice.ahead and choice.drafter == draft.drafter:
                 self._drafters[choice.drafter].prepare(self.history, draft, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
@@ -224,6 +235,7 @@ class RunningSequence:
         """Append the tokens of a round. Return it with what only the sequence knows."""
         position = len(self.history)
         self.history += round.tokens
+        self._emitted += len(round.tokens)
         self.observe(features)
         stopped = round.tokens[-1] in self._stop
         self.remaining = 0 if stopped else self.remaining - len(round.tokens)
@@ -326,7 +338,7 @@ class Group:
                 found = []
             for i, draft in zip(eager, found, strict=False):
                 first = choices[i].pop(0)
-                drafts[i] = replace(draft, source=first.source) if draft.tokens.size else no_draft()
+                drafts[i] = draft.of(first) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
                 drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
@@ -462,11 +474,12 @@ def _round(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
     if draft.source is None:
         return Round(tokens, 0, 0, "drained")
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
+    of_draft = partial(Round, source=draft.source, drafter=draft.drafter, ahead=draft.ahead)
     if draft.parents is None:
-        return Round(tokens, size, len(accepted), "draft", draft.source, ahead=draft.ahead)
+        return of_draft(tokens, size, len(accepted), "draft")
     tree = tree_of(draft.parents)
     ranks = tuple(tree.ranks[row] for row in accepted)
-    return Round(tokens, tree.height, len(accepted), "draft", draft.source, nodes=size, ranks=ranks)
+    return of_draft(tokens, tree.height, len(accepted), "draft", nodes=size, ranks=ranks)
 
 
 def _chain(draft: Draft) -> Draft:
@@ -474,7 +487,7 @@ def _chain(draft: Draft) -> Draft:
     if draft.parents is None:
         return draft
     length = len(tree_of(draft.parents).segments[0]) - 1
-    return Draft(draft.tokens[:length], source=draft.source)
+    return Draft(draft.tokens[:length], source=draft.source, drafter=draft.drafter)
 
 
 def _read(array: mx.array) -> list[int]:

@@ -335,6 +335,7 @@ class Batch:
 
     def _leave(self, entry: Entry) -> None:
         """Remove a sequence from its group. The last one left goes on as a single one."""
+        entry.sequence.end()
         del self._decoding[entry.sequence]
         group = next(group for group in self._groups if entry.sequence in group.sequences)
         if not isinstance(group.targets, TargetBatch):

@@ -17,6 +17,7 @@ from mlx_spec.types import (
     Drafter,
     DraftingSampler,
     DraftRequest,
+    EarlierTexts,
     Features,
     FeatureSpec,
     Sampler,
@@ -41,6 +42,13 @@ class SequenceDrafter(Drafter):
 
     def restore(self, state: CacheState) -> None:
         """Take over a state of the same drafter; this one is new."""
+
+    def parts(self) -> tuple[SequenceDrafter, ...]:
+        """Return the drafters that are proposals to a policy, each with its own belief: itself alone."""
+        return (self,)
+
+    def copy_from(self, earlier: EarlierTexts | None) -> None:
+        """Do nothing. A drafter that copies text also copies these from now on."""
 
     def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts of several sequences, one after the other."""
@@ -69,6 +77,9 @@ class DrafterWrapper(SequenceDrafter):
     def restore(self, state: CacheState) -> None:
         self.inner.restore(state)
 
+    def copy_from(self, earlier: EarlierTexts | None) -> None:
+        self.inner.copy_from(earlier)
+
     def observe(self, history: Sequence[int], features: Features) -> None:
         self.inner.observe(history, features)
 
@@ -91,6 +102,12 @@ class DrafterSource:
     remake: Callable[[Any], DrafterSource] | None = None  # returns the same drafters with a copy of `network`
     own_costs: RoundCosts | None = None  # what its rounds take, if drafters work while a pass runs
     drafts_together: bool = False  # one pass drafts for several sequences
+    proposals: tuple[str, ...] = ()  # names of the parts of its drafters; empty: they have one, of its name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of its proposals to a policy."""
+        return self.proposals or (self.name,)
 
 
 class DraftBuilder:

@@ -1,4 +1,4 @@
-"""Drafts without a model: lookup in the text, predicted output, tokens that a grammar forces.
+"""Drafters of one request: predicted output, tokens that a grammar forces.
 
 `GrammarFilter` does not draft: it cuts another drafter's tokens at the first illegal one.
 """
@@ -10,117 +10,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper, SequenceDrafter
+from mlx_spec.drafters.drawing import DrafterWrapper, SequenceDrafter
+from mlx_spec.drafters.lookup import MAX_MATCH, Lookup
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
-from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, RequestDrafter, Sampler, no_draft
-
-MIN_MATCH = 2  # tokens that must match before anything is copied
-MAX_MATCH = 32  # tokens of a match that are compared
-MAX_PLACES = 256  # earlier places compared in one draft, latest first
-MAX_TAIL = 64  # tokens compared to notice that the history was replaced
-
-
-class Lookup(SequenceDrafter):
-    """Copies what followed the longest earlier match of the last tokens.
-
-    Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) with matches of any length, found as in
-    LZ77 compressors: a table from the last few tokens to the latest place after them, and a chain from every
-    place to the one before. A draft is no longer than its match, as in suffix decoding (arXiv:2411.04975):
-    two equal tokens say little about the next one, twenty say nearly everything.
-
-    A place is the index of the token that followed a match.
-    """
-
-    needs = FeatureSpec()
-
-    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
-        self._min_match, self._max_match = min_match, max_match
-        self._forget()
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """Index many new tokens at once; the next draft indexes a few."""
-        if not 0 <= len(history) - len(self._before) <= MAX_TAIL:
-            self._index(history)
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Copy at most `limit` tokens that followed the longest match, the latest of equals.
-
-        A copy that reaches the end of the history goes on with its own beginning.
-        """
-        self._index(history)
-        place, length = self._longest_match(history)
-        if limit < 1 or not length:
-            return no_draft()
-        period, count = len(history) - place, min(limit, length)
-        return Draft(mx.array([history[place + i % period] for i in range(count)], dtype=mx.int32))
-
-    def available(self, history: Sequence[int]) -> int:
-        """Return the most tokens that would be drafted: the length of the longest match, or 0."""
-        self._index(history)
-        return self._longest_match(history)[1]
-
-    def _forget(self) -> None:
-        self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
-        self._before = [0] * self._min_match  # place -> the place before it with the same tokens, or 0
-        self._tail: list[int] = []  # the last tokens indexed, as far as places can be taken back
-
-    def _index(self, history: Sequence[int]) -> None:
-        """Enter all places up to the last token: a continuation can be copied from them."""
-        start = len(self._before) - len(self._tail)
-        if (kept := common_prefix(self._tail, history[start : len(self._before)])) < len(self._tail):
-            self._take_back(start, kept)
-        new = len(self._before) if self._tail else 0
-        for place in range(len(self._before), len(history)):
-            key = tuple(history[place - self._min_match : place])
-            self._before.append(self._latest.get(key, 0))
-            self._latest[key] = place
-        # Not from the history: what comes before the tail may differ from what was indexed.
-        self._tail = [*self._tail, *history[new : len(self._before)]][-MAX_TAIL:]
-
-    def _take_back(self, start: int, kept: int) -> None:
-        """Forget the places after the first `kept` tokens of the tail, which begins at `start`."""
-        if kept < self._min_match:
-            self._forget()
-            return
-        for place in reversed(range(start + kept, len(self._before))):
-            key = tuple(self._tail[place - start - self._min_match : place - start])
-            if before := self._before.pop():
-                self._latest[key] = before
-            else:
-                del self._latest[key]
-        del self._tail[kept:]
-
-    def _longest_match(self, history: Sequence[int]) -> tuple[int, int]:
-        """Return the place after the longest match and its length, or two zeros."""
-        place = self._latest.get(tuple(history[-self._min_match :]), 0)
-        if not place:
-            return 0, 0
-        last = list(history[-self._max_match :])[::-1]
-        best, length = 0, self._min_match - 1
-        for _ in range(MAX_PLACES):
-            if not place or length == len(last):
-                break
-            if length < place and history[place - 1 - length] == last[length]:
-                found = _match_length(history, place, last)
-                if found > length:
-                    best, length = place, found
-            place = self._before[place]
-        return (best, length) if best else (0, 0)
-
-
-def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
-    """Return how many tokens before `place` equal the last ones of the history, given backwards."""
-    before = history[max(place - len(last), 0) : place][::-1]
-    return next((i for i, (a, b) in enumerate(zip(before, last, strict=False)) if a != b), len(before))
-
-
-def lookup_source() -> DrafterSource:
-    """Return the source of lookup in any text."""
-    return DrafterSource("lookup", Lookup.needs, lambda parts: Lookup())
-
-
-# --- drafters of one request
 
 
 class Prediction(Lookup):
@@ -131,6 +24,7 @@ class Prediction(Lookup):
     difference the longest match leads back into it.
     """
 
+    source = "prediction"
     # Acceptance expected of one token: clients predict texts that stay the same for the most part.
     prior = 0.75
 

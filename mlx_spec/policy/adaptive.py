@@ -29,6 +29,7 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Cost, Decision, Reason, Req
 
 Clock = Callable[[], float]
 Gains = Callable[[], Sequence[float]]
+Available = Callable[[Sequence[int]], int]  # the tokens that a drafter has to follow a history
 
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
@@ -61,9 +62,13 @@ class Proposal:
     """One drafter in one answer: its belief, and whether it has drafted yet."""
 
     def __init__(
-        self, acceptance: DrafterStatistics, gains: Gains | None = None, request: RequestDrafter | None = None
+        self,
+        acceptance: DrafterStatistics,
+        gains: Gains | None = None,
+        request: RequestDrafter | None = None,
+        known: Available | None = None,
     ) -> None:
-        self.belief, self.gains, self.request = Belief(acceptance), gains, request
+        self.belief, self.gains, self.request, self._known = Belief(acceptance), gains, request, known
         self.verified = False  # a draft, in this answer
 
     def expected_tokens(self) -> Floats:
@@ -85,13 +90,25 @@ class Proposal:
             return MAX_DRAFT_TOKENS
         return min(self.request.available(history) - queued, MAX_DRAFT_TOKENS)
 
+    def available_now(self, history: Sequence[int]) -> int:
+        """Return how many tokens it has if no token is queued, as far as that is known before it drafts."""
+        return self.available(history, False) if self._known is None else self._known(history)
+
 
 class AdaptivePolicy:
     """The policy of one sequence. The sequences of a pair share costs, acceptance and the account."""
 
-    def __init__(self, shared: AdaptivePolicies, clock: Clock, gains: Mapping[int, Gains]) -> None:
+    def __init__(
+        self,
+        shared: AdaptivePolicies,
+        clock: Clock,
+        gains: Mapping[int, Gains],
+        available: Mapping[int, Available],
+    ) -> None:
         self._shared, self._clock = shared, clock
-        self._drafters = [Proposal(a, gains.get(i)) for i, a in enumerate(shared.acceptance)]
+        self._drafters = [
+            Proposal(a, gains.get(i), None, available.get(i)) for i, a in enumerate(shared.acceptance)
+        ]
         self._costs: CostModel | None = None  # at the length of the history
         self._decided = self._done = 0.0  # times of the last decision and of the end of the last round
         self._reset(())
@@ -127,10 +144,10 @@ class AdaptivePolicy:
         self._choices, reason = self._choose(history, self._costs)
         return Decision(self._choices, reason, self._costs.plain, self._cost)
 
-    def _cost(self, source: str, rows: int) -> Cost:
+    def _cost(self, index: int, rows: int) -> Cost:
         """Return what a round with a draft of this drafter takes."""
         assert self._costs is not None
-        index, rows = self._names.index(source), min(rows, MAX_DRAFT_TOKENS)
+        rows = min(rows, MAX_DRAFT_TOKENS)
         measured = self._costs.measured(index, rows) / self._costs.table.plain
         return self._shared.ratios.cost((index, rows), measured)
 
@@ -212,8 +229,8 @@ class AdaptivePolicy:
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
         now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
-        if round.kind == "draft" and round.source is not None and costs is not None:
-            self._observe_draft(round, self._names.index(round.source), now - self._decided, costs)
+        if round.kind == "draft" and round.drafter is not None and costs is not None:
+            self._observe_draft(round, round.drafter, now - self._decided, costs)
         elif costs is not None:
             self._observe_plain(round, now, costs)
         self._queued, self._done = round.kind == "plain", now
@@ -308,14 +325,17 @@ class AdaptivePolicies:
             _log.warning("%s: it is not used and will be replaced", error)
 
     def policy(
-        self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
+        self,
+        clock: Clock = time.perf_counter,
+        gains: Mapping[int, Gains] = MappingProxyType({}),
+        available: Mapping[int, Available] = MappingProxyType({}),
     ) -> AdaptivePolicy:
         """Return the policy of a new sequence.
 
         `gains` is for drafters of trees, by index: functions that return the expected accepted tokens that
-        each further draft token adds.
+        each further draft token adds. `available` is for drafters that know what they have before they draft.
         """
-        return AdaptivePolicy(self, clock, gains or {})
+        return AdaptivePolicy(self, clock, gains, available)
 
     def use(self, table: Table, measured: str | None = None) -> None:
         """Use measured costs and save them. `measured` is their date, now if left out."""
@@ -367,7 +387,7 @@ class FixedPolicy:
         self._length, self._names, self._reason, self._ahead = num_draft_tokens, names, reason, ahead
         self.begin()
 
-    def policy(self, clock: object = None, gains: object = None) -> FixedPolicy:
+    def policy(self, clock: object = None, gains: object = None, available: object = None) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
         return FixedPolicy(self._length, self._reason, self._names, self._ahead)
 

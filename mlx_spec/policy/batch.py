@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from mlx_spec.policy.adaptive import (
     TICK,
     AdaptivePolicies,
     AdaptivePolicy,
+    Available,
     Clock,
     Gains,
 )
@@ -112,7 +114,7 @@ class MemberPolicy(AdaptivePolicy):
         """Return the drafters that may have a draft, each with its expected tokens by draft length."""
         found = []
         for index, proposal in enumerate(self._proposals):
-            limit = proposal.available(history, queued=False)
+            limit = min(proposal.available_now(history), MAX_DRAFT_TOKENS)
             if limit >= 1:
                 gains = self._hit_rates[index] * (proposal.expected_tokens()[: limit + 1] - 1)
                 found.append((index, 1 + gains))
@@ -128,7 +130,7 @@ class MemberPolicy(AdaptivePolicy):
 
     def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
         """Learn from a round that took `plain_rounds` of the same sequences; `wanted` was decided."""
-        drafter = None if round.source is None else self._names.index(round.source)
+        drafter = round.drafter
         for choice in wanted:
             hit = choice.drafter == drafter
             self._hit_rates[choice.drafter] += (hit - self._hit_rates[choice.drafter]) / HIT_MEMORY
@@ -153,10 +155,13 @@ class BatchPolicies(AdaptivePolicies):
         self._passes = SharedPasses()
 
     def policy(
-        self, clock: Clock = time.perf_counter, gains: Mapping[int, Gains] | None = None
+        self,
+        clock: Clock = time.perf_counter,
+        gains: Mapping[int, Gains] = MappingProxyType({}),
+        available: Mapping[int, Available] = MappingProxyType({}),
     ) -> MemberPolicy:
         """Return the policy of a new sequence."""
-        return MemberPolicy(self, clock, gains or {})
+        return MemberPolicy(self, clock, gains, available)
 
     def most_running(self) -> int:
         """Return how many sequences may share passes so that each is at least half as fast as alone."""
@@ -228,7 +233,7 @@ class BatchPolicy:
             for policy, each in zip(adaptive, choices, strict=True)
         ]
 
-    def _cost(self, seconds: Floats, count: int, _: str, longest: int) -> Cost:
+    def _cost(self, seconds: Floats, count: int, _: int, longest: int) -> Cost:
         """Return what a pass of `count` sequences takes, in plain ones of them."""
         measured = float(seconds[longest] / seconds[0])
         return self._shared.ratios.cost((count, "sequences", longest), measured)

@@ -16,7 +16,7 @@ from support.lossless import Scripted, plain
 from mlx_spec.decode.round import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.drafters import DrafterSource
-from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy

@@ -44,7 +44,7 @@ from mlx_spec.drafters.draft_model import (
     VocabularySizes,
     draft_model_source,
 )
-from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget

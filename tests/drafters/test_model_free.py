@@ -9,14 +9,8 @@ import mlx.core as mx
 import pytest
 from support import lossless
 
-from mlx_spec.drafters.model_free import (
-    MAX_PLACES,
-    Forced,
-    GrammarFilter,
-    Lookup,
-    Prediction,
-    prediction_counts,
-)
+from mlx_spec.drafters.lookup import MAX_PLACES, Lookup
+from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction, prediction_counts
 from mlx_spec.types import Features
 
 SAMPLER = lossless.GREEDY.sampler(1, 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -162,8 +163,8 @@ class Simulated(AdaptivePolicies):
         self.now = 0.0
         self.use(Table(PLAIN, {1: PLAIN, 17: PLAIN}, [{} for _ in names]))
 
-    def policy(self, clock=None, gains=None) -> AdaptivePolicy:
-        policy = super().policy(lambda: self.now, gains)
+    def policy(self, clock=None, **known: Any) -> AdaptivePolicy:
+        policy = super().policy(lambda: self.now, **known)
         observe = policy.observe
 
         def observe_later(round: Round) -> None:
@@ -187,7 +188,7 @@ def test_trained_heads_draft_trees_where_width_is_free(pairs: tuple[Pair, Pair],
     """Past the target's window of 16; every answer is the first of its conversation."""
     pair, alone = pairs
     assert pair.drafter_names == ("medusa", "medusa trees", "lookup")
-    pair.policies = Simulated(pair.drafter_names)
+    pair.policies = Simulated(pair.policies.names)
     done: list[Round] = []
     for question in QUESTIONS:
         prompt = [2, *pair.tokenizer.encode(question)]

@@ -17,7 +17,8 @@ from support.exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_m
 from support.grammars import byte_text, language, next_letters
 from support.lossless import Scripted
 
-from mlx_spec.drafters.model_free import GrammarFilter, Lookup
+from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.model_free import GrammarFilter
 from mlx_spec.grammar import Matcher
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.target import LMTarget

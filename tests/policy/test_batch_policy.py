@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.virtual_clock import CURVES, PLAIN_SECONDS
 
-from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.policy import FixedPolicy, Table
 from mlx_spec.policy.adaptive import BUFFER
 from mlx_spec.policy.batch import BATCH_EPSILON, BatchPolicies, SharedPasses
@@ -83,7 +83,7 @@ class Simulation:
                 self.tokens[i] += hits + 1
                 drafted = most if drafting else 0
                 kind = "draft" if drafted else "drained" if landing or drafting else "plain"
-                done.append(Round([0] * (hits + 1), drafted, hits, kind, "mtp" if drafted else None))
+                done.append(Round([0] * (hits + 1), drafted, hits, kind, drafter=0 if drafted else None))
             if fixed is None:
                 self.group.observe(done)
 

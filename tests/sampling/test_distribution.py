@@ -5,6 +5,7 @@ The controls, argmax drafts that pose as drawn, must be rejected by the same tes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,16 +25,28 @@ from support.exact_distribution import (
 )
 from support.lossless import Scripted, emitted, first_difference, rounds
 
-from mlx_spec.drafters.model_free import Lookup
+from mlx_spec.drafters.earlier import TextRing
+from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Drafter
+
+
+def with_earlier() -> Lookup:
+    """Lookup of earlier answers that begin with every pair of tokens."""
+    drafter, ring = Lookup(1, 8), TextRing(1 << 12)
+    for first, second in itertools.product(range(V), repeat=2):
+        ring.add([PROMPT[-1], first, second, first, V - 1 - second])
+    drafter.copy_from(ring)
+    return drafter
+
 
 CASES: dict[str, Callable[[], float]] = {
     "drawn": lambda: excess(draft_model(), PLAIN, unseeded(PLAIN)),
     "drawn, filters and penalties": lambda: excess(draft_model(), FILTERED, unseeded(FILTERED)),
     "drawn with the target's noise": lambda: excess(draft_model(), FILTERED, seeded(FILTERED)),
     "not drawn, filters and penalties": lambda: excess(Lookup(2, 8), FILTERED, unseeded(FILTERED)),
+    "earlier answers": lambda: excess(with_earlier(), FILTERED, unseeded(FILTERED)),
     "no drafts": lambda: excess(Scripted([]), FILTERED, unseeded(FILTERED)),
 }
 

@@ -568,7 +568,7 @@ def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> N
     def of_a_busy_machine(one: ServedModel) -> Pair:
         pair = load_served(one)
         assert isinstance(pair.policies, AdaptivePolicies)
-        pair.policies.use(Table(0.01, {1: 0.01, 17: 0.17}, [{1: 0.5}, {1: 0.5}]))
+        pair.policies.use(Table(0.01, {1: 0.01, 17: 0.17}, [{1: 0.5}] * len(pair.policies.names)))
         pairs.append(pair)
         return pair
 

@@ -19,7 +19,7 @@ from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
-from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.errors import SpecError
 from mlx_spec.load import load
 from mlx_spec.pair import Pair, PairInfo
@@ -69,7 +69,8 @@ def make_pair(
     facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
     kv_bits = 8 if kind == "quantized" else None
     drafters = sources(drafter, model)
-    return Pair(facts, tokenizer, model, drafters, FixedPolicy(K if drafters else 0), kv_bits)
+    names = [name for source in drafters for name in source.names]
+    return Pair(facts, tokenizer, model, drafters, FixedPolicy(K if names else 0, names=names), kv_bits)
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:

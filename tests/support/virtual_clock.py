@@ -177,7 +177,9 @@ def decode(
             choice, right = found
             device.read(device.submit(device.passes[len(right) + 1]))
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
-            round = Round([0] * (accepted + 1), len(right), accepted, "draft", choice.source)
+            round = Round(
+                [0] * (accepted + 1), len(right), accepted, "draft", choice.source, drafter=choice.drafter
+            )
         else:
             done = device.submit(device.passes[1]) if queued is None else queued
             queued = device.submit(device.passes[1]) if queue_next and remaining > 1 else None

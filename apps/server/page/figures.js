@@ -8,12 +8,13 @@ const MAX_POSITIONS = 12; // bars that have space for their numbers
 const CANCEL_MS = 1000; // after which the server has counted an answer that was stopped
 const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16; // px, for the numbers below bars
-const BARS = new Set(["lookup", "grammar", "prediction"]); // drafters with a colour of their own
+const BARS = new Set(["lookup", "earlier", "grammar", "prediction"]); // drafters with a colour of their own
 const NOTHING = "not measured yet";
 
 // What users read for drafters; others are models, whose families do not matter.
 const SOURCES = {
   lookup: "copied from the text",
+  earlier: "from earlier answers",
   grammar: "forced by the format",
   prediction: "copied from the prediction",
 };

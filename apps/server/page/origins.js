@@ -4,6 +4,7 @@ import { element } from "./dom.js";
 const SHADES = 8; // classes k1 to k8 of the style sheet
 const SOURCES = {
   lookup: "lookup in the text so far",
+  earlier: "earlier answers",
   grammar: "forced by the grammar",
   prediction: "the client's prediction",
 };

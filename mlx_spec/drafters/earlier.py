@@ -1,0 +1,220 @@
+"""Earlier answers to copy from: suffix decoding over requests (arXiv:2411.04975), with memory that is fixed.
+
+A suffix tree finds every match and counts what followed; it takes 300 bytes a token and forgets by request.
+Here a ring holds the text, and a table for each of a few lengths says where a context of that length stood
+last. That finds the latest place of about the longest match. On recorded conversations of agents, frequencies
+and all other lengths add 1 % of the tokens.
+
+Answers tell of other answers: how many tokens were accepted says whether a text was there before
+(arXiv:2411.01076). So each API key has its own ring, and a file only where a folder is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_spec.checkpoint.files import one_line
+from mlx_spec.prompt import Prompt
+
+TAIL = 32  # tokens of a prompt before its answer: an answer's first tokens are found by them; longest match
+LENGTHS = (2, 4, 8, 16)  # tokens of the contexts that have a table
+TOKEN_BYTES = 4 * (1 + len(LENGTHS))  # of a ring, for each of its tokens
+MAX_TOKENS = 1 << 20  # of a ring: 21 MB
+MEMORY_SHARE = 1 / 500  # of the machine's memory for models: 8 GB of it get half of MAX_TOKENS
+MAX_ANSWER = 1 << 15  # tokens of one answer: entering them must not delay other requests
+MAX_RINGS = 4  # API keys whose answers are kept, for each target
+
+EMPTY = -1  # between two texts
+MASK = (1 << 64) - 1
+STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
+UNSTEP = pow(STEP, -1, 1 << 64)
+
+_log = logging.getLogger("mlx_spec")
+
+
+class TextRing:
+    """Texts one after the other, the oldest overwritten by the newest, and where contexts stood last.
+
+    The hash of n tokens is the sum of (the k-th from the end, plus 1) * STEP^k. A place is the index of the
+    token after a context. It counts only if the tokens before it are those of the context, so entries that
+    collide or are out of date cost a match and nothing else.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        """Make a ring of a power of two of tokens."""
+        self._text = np.full(tokens, EMPTY, np.int32)
+        self._tables = {n: np.zeros(tokens, np.int32) for n in LENGTHS}  # 0: no place
+        self._view = self._text.data
+        self._shift = 65 - tokens.bit_length()
+        self._end = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes."""
+        return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
+
+    def add(self, given: Sequence[int] | NDArray[np.int32]) -> None:
+        """Enter a text."""
+        text = np.asarray(given[-MAX_ANSWER:], np.int32)[-(len(self._text) // 4) :]
+        if not (size := len(text)):
+            return
+        if self._end + size >= len(self._text):
+            self._text[self._end :] = EMPTY
+            self._end = 1
+        start, self._end = self._end, self._end + size + 1
+        self._text[start : self._end - 1] = text
+        self._text[self._end - 1] = EMPTY
+        powers = np.cumprod(np.full(size, STEP, np.uint64))
+        sums = np.cumsum(
+            (text.astype(np.uint64) + np.uint64(1)) * np.cumprod(np.full(size, UNSTEP, np.uint64))
+        )
+        for n, table in self._tables.items():
+            if size > n:  # the hash of the n tokens up to the i-th, for all but the last, which none follows
+                up_to = sums[n - 1 : -1].copy()
+                up_to[1:] -= sums[: size - n - 1]
+                hashes = up_to * powers[n - 1 : -1] * np.uint64(STEP)
+                rows = hashes * np.uint64(MIX) >> np.uint64(self._shift)
+                table[rows] = np.arange(start + n, start + size, dtype=np.int32)
+
+    def find(self, last: Sequence[int]) -> tuple[int, int]:
+        """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
+        hashed, power, rows = 0, 1, dict[int, int]()
+        for n, token in enumerate(reversed(last[-LENGTHS[-1] :]), 1):
+            power = power * STEP & MASK
+            hashed += (token + 1) * power
+            if n in self._tables:
+                rows[n] = ((hashed & MASK) * MIX & MASK) >> self._shift
+        for n in reversed(rows):
+            place = int(self._tables[n][rows[n]])
+            if place >= n and self._view[place - n : place].tolist() == last[-n:]:
+                return place, self._match(place, last)
+        return 0, 0
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """Return at most `count` tokens from a place on, up to the end of its text."""
+        found = self._view[place : place + count].tolist()
+        return found[: found.index(EMPTY)] if EMPTY in found else found
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Return all texts, the oldest first, with EMPTY after each."""
+        return np.concatenate([self._text[self._end :], self._text[1 : self._end]])
+
+    def _match(self, place: int, last: Sequence[int]) -> int:
+        before = self._view[max(place - len(last), 0) : place].tolist()
+        pairs = zip(reversed(before), reversed(last), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(last)))
+
+
+class EarlierAnswers:
+    """The earlier answers of one target: a ring for each API key, and their files if there is a folder.
+
+    A file holds the text alone: tokens as int32, EMPTY after each answer. Answers are only appended, so
+    whenever a process ends, what it wrote can be read.
+    """
+
+    def __init__(self, ring_tokens: int) -> None:
+        self._ring_tokens = ring_tokens
+        self._rings: dict[str, TextRing] = {}  # by the digest of a key, the one used last at the end
+        self._folder: Path | None = None
+        self._name = ""  # of the target, in names of files
+        self._vocab_size = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all rings."""
+        return sum(ring.nbytes for ring in self._rings.values())
+
+    def ring(self, key: str) -> TextRing:
+        """Return the ring of an API key. The one that was used longest ago gives way to a new one."""
+        return self._ring(_digest(key))
+
+    def add(self, key: str, prompt: Prompt, answer: Sequence[int]) -> None:
+        """Enter an answer, with the end of its prompt as far as that is text."""
+        tail = prompt[max([len(prompt) - TAIL, *(span.end for span in prompt.spans), 0]) :]
+        ring, text = self.ring(key), [*tail, *answer[-MAX_ANSWER:]]
+        ring.add(text)
+        if self._folder is not None:
+            self._write(self._file(_digest(key)), ring, text)
+
+    def _ring(self, digest: str) -> TextRing:
+        ring = self._rings.pop(digest, None) or self._read(digest)
+        self._rings[digest] = ring
+        if len(self._rings) > MAX_RINGS:
+            del self._rings[next(iter(self._rings))]
+        return ring
+
+    # --- files
+
+    def keep_in(self, folder: Path, target: str, vocab_size: int, max_age_s: float) -> None:
+        """Keep the answers of `target`, a name, in a folder. Read those there; remove files that are old."""
+        self._folder, self._name, self._vocab_size = folder, _digest(target), vocab_size
+        ages = dict[Path, float]()
+        for file in folder.glob("*.answers"):
+            with suppress(OSError):  # another server removed it
+                ages[file] = time.time() - file.stat().st_mtime
+                if ages[file] > max_age_s:
+                    file.unlink()
+        own = [file for file, age in ages.items() if age <= max_age_s and file.name.startswith(self._name)]
+        for file in sorted(own, key=ages.__getitem__)[MAX_RINGS - 1 :: -1]:
+            self._ring(file.stem.removeprefix(f"{self._name}-"))
+
+    def _file(self, digest: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._name}-{digest}.answers"
+
+    def _read(self, digest: str) -> TextRing:
+        """Return a new ring, with what its file holds. A damaged file is removed."""
+        ring = TextRing(self._ring_tokens)
+        if self._folder is None or not (file := self._file(digest)).exists():
+            return ring
+        try:
+            data = file.read_bytes()
+            if len(data) % 4:  # the process ended while it wrote
+                os.truncate(file, len(data) // 4 * 4)
+            tokens = np.frombuffer(data, "<i4", len(data) // 4)[-self._ring_tokens :]
+            if tokens.size and not EMPTY <= tokens.min() <= tokens.max() < self._vocab_size:
+                raise ValueError("it holds tokens that the target does not have")
+        except (OSError, ValueError) as error:
+            _log.warning("%s is not used: %s", file, one_line(error))
+            with suppress(OSError):
+                file.unlink()
+            return ring
+        for text in np.split(tokens, np.flatnonzero(tokens == EMPTY)):
+            ring.add(text[text != EMPTY])
+        return ring
+
+    def _write(self, file: Path, ring: TextRing, text: Sequence[int]) -> None:
+        """Append a text; once a file has twice the tokens of its ring, write it anew. Stop at an error."""
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(os.open(file, flags, 0o600), "ab") as stream:
+                stream.write(np.array([*text, EMPTY], "<i4").tobytes())
+                is_long = stream.tell() > 8 * self._ring_tokens
+            if is_long:
+                temporary = file.with_suffix(".tmp")  # the server removes those that are left behind
+                with os.fdopen(os.open(temporary, flags | os.O_TRUNC, 0o600), "wb") as stream:
+                    stream.write(ring.tokens().astype("<i4").tobytes())
+                os.replace(temporary, file)
+        except OSError as error:  # most likely the disk is full
+            _log.warning("no more answers are kept in %s: %s", file.parent, one_line(error))
+            self._folder = None
+
+
+def ring_tokens(memory: int) -> int:
+    """Return the tokens of a ring on a machine with these bytes for models: a power of two."""
+    fitting = int(memory * MEMORY_SHARE / TOKEN_BYTES)
+    return min(MAX_TOKENS, 1 << max(fitting.bit_length() - 1, 10))
+
+
+def _digest(name: str) -> str:
+    """Return what stands for a key or a target in names of files."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
