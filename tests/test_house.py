@@ -54,6 +54,7 @@ SYNCS = {
     "mlx_spec/model/target_batch.py": "asks a model once whether it can share a pass; ends prompts",
     "mlx_spec/grammar/": "a grammar reads a draft before it is verified",
     "mlx_spec/ahead/drafter.py": "waits in a thread of its own",
+    "mlx_spec/drafters/earlier.py": "reads text in memory, nothing of the device",
     "mlx_spec/drafters/draft_model.py": "waits in that thread, when it drafts ahead",
     "mlx_spec/drafters/medusa.py": "reads a draft that was verified already",
     "mlx_spec/sampling/logprobs.py": "the one copy that reads the log-probabilities of a round",
