@@ -222,14 +222,13 @@ def layer_config(config: Config) -> dict[str, Any]:
 # Keys of published configs that change no number of a draft, in one version of transformers or another.
 INERT = frozenset(
     "architectures model_type auto_map dtype torch_dtype transformers_version _name_or_path name_or_path "
-    "use_cache bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-    "initializer_range _commit_hash attention_dropout max_window_layers tie_word_embeddings "
+    "use_cache initializer_range _commit_hash attention_dropout max_window_layers tie_word_embeddings "
     "pretraining_tp is_encoder_decoder id2label label2id return_dict _attn_implementation "
     "attn_implementation _attn_implementation_autoset max_length top_k top_p temperature num_beams "
     "num_beam_groups num_return_sequences length_penalty repetition_penalty typical_p "
     "chunk_size_feed_forward quantization_config speculators_config speculators_model_type "
     "speculators_version has_no_defaults_at_init num_anchors max_anchors max_position_embeddings "
-    "embed_requires_grad spd_type".split()
+    "embed_requires_grad spd_type do_sample early_stopping min_length confidence_head_alpha".split()
 )
 # Of the layers of EAGLE-3 and of the DFlash family; `sliding_window` counts in layers of that type only.
 LAYER_KEYS = frozenset(
@@ -237,22 +236,22 @@ LAYER_KEYS = frozenset(
     "rms_norm_eps num_hidden_layers hidden_act attention_bias rope_theta rope_scaling rope_parameters "
     "partial_rotary_factor layer_types sliding_window".split()
 )
-# Switches whose absence means what is given here.
-ON = {
-    key: True
-    for key in (
-        "rope_is_neox_style use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm "
-        "next_layer_regular"
-    ).split()
+# Switches, and what a checkpoint that lacks them has.
+ABSENT: dict[str, object] = {
+    "attention_mode": "gqa",
+    **dict.fromkeys(("rope_is_neox_style", "use_aux_hidden_state", "next_layer_regular"), True),
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), 1),
+    **dict.fromkeys(("parallel_draft_step", "parallel_draft_heads_num_layers"), 1),
 }
-ONES = dict.fromkeys(("input_embedding_scale", "output_multiplier", "parallel_draft_step"), 1)
 
 
 def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
     """Raise BadCheckpoint for a key that is set, and that neither `known` nor the lists above have."""
     for key, value in config.items():
-        absent = {**ON, **ONES}.get(key)
-        if key in known or key in INERT or value is None or (value == absent if absent else not value):
+        if key in known or key in INERT or key.endswith(("_token_id", "_token_index")) or value is None:
+            continue
+        if value == ABSENT[key] if key in ABSENT else not value:
             continue
         raise BadCheckpoint(
             f"config.json of {title} has {key} = {value!s:.60}, which this version does not know: its drafts "

@@ -34,7 +34,7 @@ KEYS = {
     *common.LAYER_KEYS,
     *"dflash_config transformer_layer_config is_causal causal sliding_window_non_causal use_sliding_window "
     "target_layer_ids aux_hidden_state_layer_ids num_target_layers draft_vocab_size target_hidden_size "
-    "mask_token_id block_size sample_from_anchor final_logit_softcapping".split(),
+    "block_size sample_from_anchor final_logit_softcapping projector_type".split(),
 }
 CONVOLVED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MARKOV = ("markov_rank", "markov_head_type")
@@ -138,6 +138,9 @@ def _convert(
     layer, special = common.layer_config(config), _special(config)
     for said in (special, layer):
         common.refuse_switches(title, said, KEYS | (keys or set()))
+    projector = special.get("projector_type")
+    if projector not in (None, name.removeprefix("gemma4_")):
+        raise BadCheckpoint(f"{title} has projector_type {projector!r}, so it is of another kind")
     capture, note = captured(title, special)
     vocab = common.size(layer, "vocab_size", title)
     sizes = common.check_captured(title, special, capture, target)

@@ -13,10 +13,19 @@ from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
 
-from .common import Config, Converted, Tensors, finish, read
+from .common import LAYER_KEYS, Config, Converted, Tensors, finish, read, refuse_switches
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
 HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
+KEYS = frozenset(
+    "backbone_hidden_size num_centroids centroid_intermediate_top_k use_ordered_embeddings text_config "
+    "block_size draft_vocab_size".split()
+) | {KEY}
+TEXT_KEYS = frozenset(
+    "attention_k_eq_v global_head_dim num_global_key_value_heads hidden_activation per_layer_config "
+    "num_kv_shared_layers use_bidirectional_attention vocab_size_per_layer_input num_experts top_k_experts "
+    "moe_intermediate_size sliding_window_pattern final_logit_softcapping".split()
+)
 # Chained steps read the post-projection's output. All of a round are at the position of its first token.
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", rope="target")
 
@@ -24,6 +33,8 @@ CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm", rope="target")
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:
     """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
     assistant = AssistantConfig.from_dict(config)
+    refuse_switches(TITLE, config, KEYS)
+    refuse_switches(TITLE, config["text_config"], {*LAYER_KEYS, *TEXT_KEYS})
     check_fit(assistant, target_config)
     source = read(TITLE, tensors, config)
     for name in {ORDER, DRAFT_IDS} & source.tensors.keys():

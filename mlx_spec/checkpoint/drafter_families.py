@@ -295,13 +295,28 @@ FEW = "few checkpoints have its heads, which are not implemented here"
 # Kinds that are known and refused: how one is recognized, and why it cannot be run.
 UNSUPPORTED: tuple[tuple[str, Recognizer, str], ...] = (
     ("LiLiCorr", marks("lilicorr"), "its transformer over the lattice of tokens is not implemented here"),
-    ("Domino", marks("domino", tensor=r"\bprefix_gru\b"), FEW),
+    (
+        "Domino",
+        lambda words, config, tensors: (
+            "domino" in words + str((config.get("dflash_config") or {}).get("projector_type")).lower()
+            or any("prefix_gru." in name for name in tensors)
+        ),
+        FEW,
+    ),
     ("DFly", marks("dfly"), FEW),
     ("XPress", marks("xpress"), FEW),
     ("D2SD", marks("d2sd"), FEW),
     ("FastMTP", marks("fastmtp"), FEW),
     ("EAGLE-4", marks("eagle4"), "its licence is not open"),
-    ("EAGLE", marks(r"eagle(?!3|draft)"), "it is older than EAGLE-3, which is read"),
+    (
+        "EAGLE",
+        lambda words, config, tensors: (
+            bool(re.search("(?<!p)eagle(?!3)", words))
+            and "draft_vocab_size" not in config
+            and not any(name.endswith("d2t") for name in tensors)
+        ),
+        "it is older than EAGLE-3, which is read",
+    ),
     (
         "Qwen4 MTP",
         marks(r"qwen4\w*mtp", tensor=r"\bmtp\.fc_(embedding|hidden)\b"),

@@ -8,6 +8,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from support import synthetic
+from support.checkpoints import read, stored
+from support.drafting import GOLDEN
 from support.synthetic import Checkpoint
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES, refuse_unsupported
@@ -330,6 +332,7 @@ NESTS = {
     "dflash2": ("dflash_config",),
     "dspark, rnn": ("dflash_config", "dspark_config"),
     "gemma4_dspark": (),
+    "gemma4_assistant": ("text_config",),
     "medusa": (),
     "mlp_speculator": (),
     "lstm_speculator": (),
@@ -337,7 +340,7 @@ NESTS = {
 }
 UNSUPPORTED = {
     "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"]}, ()),
-    "Domino": ({"dflash_config": {}}, ("prefix_gru.weight_ih_l0",)),
+    "Domino": ({"dflash_config": {"projector_type": "domino"}}, ("fc.weight",)),
     "DFly": ({"architectures": ["DFlyDraftModel"]}, ()),
     "XPress": ({"speculators_model_type": "xpress"}, ()),
     "EAGLE-4": ({"architectures": ["LlamaForCausalLMEagle4"]}, ()),
@@ -346,9 +349,14 @@ UNSUPPORTED = {
 }
 
 
+def assistant() -> Checkpoint:
+    folder, target = (GOLDEN / "12b" / part for part in ("assistant", "target"))
+    return Checkpoint(stored(folder / "model.safetensors"), read(folder), read(target))
+
+
 @pytest.mark.parametrize("name", NESTS)
 def test_an_unknown_switch_is_refused_by_name(name):
-    made = MADE[name][1]()
+    made = assistant() if name == "gemma4_assistant" else MADE[name][1]()
     for key, value in SWITCHES.items():
         for nest in (None, *NESTS[name]):
             inner = made.config.get(nest) if nest else None
@@ -375,9 +383,12 @@ def test_kinds_that_are_known_and_refused(kind):
 
 
 def test_no_supported_kind_is_refused():
+    """Neither as published nor in our form."""
     for _, make in MADE.values():
         made = make()
         refuse_unsupported(made.config, made.tensors)
+        result = converted(made)
+        refuse_unsupported(result.config, result.tensors)
 
 
 def test_an_unknown_family_is_named():
@@ -464,6 +475,10 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
     "sizes of several layers": (
         lambda: with_config(synthetic.mlp_speculator(), inner_dim="32.32"),
         "config.json of the MLP speculator has inner_dim '32.32': only one size is supported",
+    ),
+    "a projector of another kind": (
+        lambda: with_config(synthetic.dspark(), projector_type="linear"),
+        "the DSpark drafter has projector_type 'linear', so it is of another kind",
     ),
     "steps of an LSTM that are not tied": (
         lambda: with_config(synthetic.lstm_speculator(), tie_lstm_embs=False),

@@ -247,9 +247,10 @@ def test_who_is_causal(said, causal, tmp_path):
     assert [layer.self_attn._view.window for layer in source.network.layers] == [8, None]
 
 
+SPECFORGE = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
 ANCHORS: list[tuple[dict[str, Any], int]] = [
     ({}, 1),  # DeepSpec does not say it
-    ({"architectures": ["DSparkDraftModel"]}, 0),  # SpecForge
+    ({"architectures": ["DSparkDraftModel"], "dflash_config": SPECFORGE}, 0),
     ({"architectures": ["DSparkDraftModel"], "sample_from_anchor": True}, 1),
     ({"architectures": ["DSparkDraftModel"], "dflash_config": {"sample_from_anchor": True}}, 1),
     ({"sample_from_anchor": False}, 0),

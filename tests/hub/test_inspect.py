@@ -142,6 +142,7 @@ MASK = {"mask_hidden": ("BF16", (1, 1, 192))}
 CONVERTED = {"target": {"hidden_size": 96, "vocab_size": 99, "num_hidden_layers": 7, "rope": {}}}
 LAYER = {"model_type": "llama", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 1}
 VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "owner/target"}}}
+SPECULATOR = {"model_type": "mlp_speculator", "emb_dim": "64.64", "vocab_size": 320}
 FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
 
 
@@ -152,6 +153,10 @@ FLASH = {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 36}
         (LAYER, EAGLE, "EAGLE-3", (64, 320, None)),
         (LAYER, EAGLE | MASK, "P-EAGLE", (64, 320, None)),
         (LAYER | FLASH, DFLASH, "DFlash", (64, 320, 36)),
+        (LAYER | FLASH | {"architectures": ["DFlash2DraftModel"]}, DFLASH, "DFlash2", (64, 320, 36)),
+        (LAYER | FLASH | {"markov_rank": 8}, DFLASH, "DSpark", (64, 320, 36)),
+        (LAYER | {"architectures": ["Gemma4DSparkModel"]}, DFLASH, "Gemma 4 DSpark", (64, 320, None)),
+        (SPECULATOR, WEIGHT, "MLP speculator", (64, 320, None)),
         (LAYER | {"pard_token": 319}, WEIGHT, "PARD", (None, None, None)),
         ({"model_type": "llama", "medusa_num_heads": 2}, HEADS, "Medusa", (64, None, None)),
         (LAYER | {"model_type": "qwen3_5_mtp"}, WEIGHT, "MTP head", (64, 320, None)),
