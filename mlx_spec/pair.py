@@ -39,7 +39,6 @@ from mlx_spec.vision.conversation import NO_VISION, seeing
 from mlx_spec.vision.vision import Vision
 
 GREEDY = Sampling()
-MAX_PADDING_SHARE = 4  # a batch may leave 1 / MAX_PADDING_SHARE of the weights' bytes unused in its buffers
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class Pair:
         targets = None if self.batch_support.obstacle else self._target_batch
         group = None if policies is None else policies.group
         # A second pass would read the weights once more; padding is read, too, and takes memory.
-        return Batch(targets, max_running, group, self.info.target_bytes // MAX_PADDING_SHARE)
+        return Batch(targets, max_running, group, max_padding=self.info.target_bytes // 4)
 
     @cached_property
     def batch_support(self) -> BatchSupport:

@@ -39,7 +39,6 @@ from mlx_spec.types import (
 )
 
 PREFILL_STEP = 1024  # prompt tokens in one forward pass: bounds the memory of its activations
-CLEAR_INTERVAL = 256  # rounds between two `clear_cache`: freed buffers of many block lengths pile up
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
 Result = TypeVar("Result")
@@ -431,7 +430,7 @@ class Group:
     ) -> list[Round | Exception]:
         """Show the policies what the round took and accepted. Return it, or the error of a sequence."""
         self._rounds += 1
-        if self._rounds % CLEAR_INTERVAL == 0:
+        if self._rounds % 256 == 0:  # freed buffers of many block lengths pile up
             mx.clear_cache()
         done, shared = list[Round | Exception](), self._shared_policy
         longest = max(rounds, key=lambda round: round.nodes or round.drafted)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support import random_sources, tiny
+from support import random_sources, spans, tiny
 from support.pairs import KINDS, MODELS, alone, make_pair
 from support.served import DEMO, answer, body, closed, working
 from support.served import raw as raw_request
@@ -30,7 +30,7 @@ from mlx_spec.drafters.retokenized import retokenized_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.prompt import text_prompt
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Round
 
@@ -112,6 +112,24 @@ CASES = [
     ("recurrent", "other", 0),  # rejected tokens: the newest rows are replayed
     ("shared", "assistant", 30),
 ]
+
+
+def test_files_tell_pictures_apart(tmp_path: Path) -> None:
+    pair = spans.pair_of("31b", "assistant")
+    first, second = (spans.golden("31b", f"again.{turn}") for turn in range(2))
+    held, found = CachedSequence(pair.open()), files(pair, tmp_path)
+    held.rewind_to_prefix(first.prompt)
+    for round in decode(pair.prepare(held.parts, first.prompt, max_tokens=24)):
+        held.append(round.tokens)
+    found.offer(held)
+    found.close([])
+    restored = files(pair, tmp_path).restore(second.prompt, 0, pair.open)
+    assert restored is not None
+    assert restored.rewind_to_prefix(second.prompt) > first.prompt.spans[0].end
+    rounds = decode(pair.prepare(restored.parts, second.prompt, max_tokens=8))
+    assert [token for round in rounds for token in round.tokens] == second.greedy[:8]
+    others = tuple(replace(span, digest=b"another") for span in second.prompt.spans)
+    assert found.restore(Prompt(second.prompt.tokens, others), 0, pair.open) is None
 
 
 @pytest.mark.parametrize(("kind", "drafter", "cut"), CASES)

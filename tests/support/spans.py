@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
-from mlx_spec.drafters.model_free import lookup_source
+from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.model.read import read_model
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
