@@ -222,13 +222,14 @@ def layer_config(config: Config) -> dict[str, Any]:
 # Keys of published configs that change no number of a draft, in one version of transformers or another.
 INERT = frozenset(
     "architectures model_type auto_map dtype torch_dtype transformers_version _name_or_path name_or_path "
-    "use_cache initializer_range _commit_hash attention_dropout max_window_layers tie_word_embeddings "
-    "pretraining_tp is_encoder_decoder id2label label2id return_dict _attn_implementation "
-    "attn_implementation _attn_implementation_autoset max_length top_k top_p temperature num_beams "
-    "num_beam_groups num_return_sequences length_penalty repetition_penalty typical_p "
-    "chunk_size_feed_forward quantization_config speculators_config speculators_model_type "
-    "speculators_version has_no_defaults_at_init num_anchors max_anchors max_position_embeddings "
-    "embed_requires_grad spd_type do_sample early_stopping min_length confidence_head_alpha".split()
+    "base_model_name_or_path verifier_name_or_path use_cache initializer_range _commit_hash "
+    "attention_dropout max_window_layers tie_word_embeddings pretraining_tp is_encoder_decoder id2label "
+    "label2id return_dict _attn_implementation attn_implementation _attn_implementation_autoset "
+    "max_length top_k top_p temperature num_beams num_beam_groups num_return_sequences length_penalty "
+    "repetition_penalty typical_p chunk_size_feed_forward quantization_config speculators_config "
+    "speculators_model_type speculators_version has_no_defaults_at_init num_anchors max_anchors "
+    "max_position_embeddings embed_requires_grad spd_type do_sample early_stopping min_length "
+    "confidence_head_alpha".split()
 )
 # Of the layers of EAGLE-3 and of the DFlash family; `sliding_window` counts in layers of that type only.
 LAYER_KEYS = frozenset(

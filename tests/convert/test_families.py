@@ -364,7 +364,13 @@ def test_an_unknown_switch_is_refused_by_name(name):
             text = refusal(with_config(made, **changed))
             assert f"has {key} = {value}" in text and "which this version does not know" in text
     off = dict.fromkeys(SWITCHES, 0) | {"rope_is_neox_style": True, "input_embedding_scale": 1.0}
-    off |= {"output_multiplier": 1, "parallel_draft_step": 1, "hc_mult": None}
+    off |= {
+        "base_model_name_or_path": "owner/target",
+        "image_token_id": 3,
+        "output_multiplier": 1,
+        "parallel_draft_step": 1,
+        "hc_mult": None,
+    }
     assert converted(with_config(made, **off)).tensors.keys() == converted(made).tensors.keys()
 
 

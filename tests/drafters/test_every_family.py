@@ -67,22 +67,22 @@ def test_cold_start(family, tmp_path):
         assert drafter.draft(stranger, 4, sampler).tokens.size == 0
 
 
-@pytest.mark.parametrize("family", ["dflash", "peagle"])
+@pytest.mark.parametrize("family", ["dflash", "dspark", "peagle"])
 def test_reduced_vocabulary(family, tmp_path):
     """d2t holds offsets; other tokens have no probability."""
     kept = [i for i in range(256) if i % 5 == 2]
     head = mx.random.normal((len(kept), 64), key=mx.random.key(3))
     config = {"speculators_model_type": "dflash"} if family == "dflash" else {}
     made = MADE[family](draft_vocab_size=len(kept), **config)
-    source = opened(made.changed(lm_head__weight=head, d2t=mx.array(kept) - mx.arange(len(kept))), tmp_path)
+    biases = {"markov_head__markov_w2__weight": mx.random.normal((len(kept), 8), key=mx.random.key(4))}
+    heads = {"lm_head__weight": head, **(biases if family == "dspark" else {})}
+    source = opened(made.changed(**heads, d2t=mx.array(kept) - mx.arange(len(kept))), tmp_path)
     history, drafter = tiny.prompt(10), source.make(LMTarget(tiny.full()).parts)
     drafter.observe(history, Features(tuple(random_rows(9, 3))))
     logits = logits_of(drafter, history, 4)
     assert mx.isfinite(logits).sum(axis=-1).tolist() == [len(kept)] * 4
-    full = opened(
-        MADE[family]().changed(lm_head__weight=mx.zeros((256, 64)).at[mx.array(kept)].add(head)),
-        tmp_path / "full",
-    )
+    wide = {name: mx.zeros((256, t.shape[1])).at[mx.array(kept)].add(t) for name, t in heads.items()}
+    full = opened(MADE[family]().changed(**wide), tmp_path / "full")
     whole = full.make(LMTarget(tiny.full()).parts)
     whole.observe(history, Features(tuple(random_rows(9, 3))))
     assert largest(logits[:, mx.array(kept)], logits_of(whole, history, 4)[:, mx.array(kept)]) < 1e-4

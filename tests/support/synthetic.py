@@ -207,9 +207,10 @@ def dspark(
     hidden: int = D,
     vocab: int = V,
     kind: str = "vanilla",
+    **config: Any,
 ) -> Checkpoint:
     """As DeepSpec writes it: with its own tables, and a head that estimates acceptance."""
-    head = {"markov_rank": 8, "markov_head_type": kind, "enable_confidence_head": True}
+    head = {"markov_rank": 8, "markov_head_type": kind, "enable_confidence_head": True, **config}
     made = dflash(layers, capture, hidden, vocab, architectures=["Qwen3DSparkModel"], **head)
     forms = {f"{name}.weight": [vocab, hidden] for name in ("embed_tokens", "lm_head")}
     forms |= {"markov_head.markov_w1.weight": [vocab, 8], "markov_head.markov_w2.weight": [vocab, 8]}
