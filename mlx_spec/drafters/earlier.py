@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -73,17 +74,13 @@ class TextRing:
         start, self._end = self._end, self._end + size + 1
         self._text[start : self._end - 1] = text
         self._text[self._end - 1] = EMPTY
-        powers = np.cumprod(np.full(size, STEP, np.uint64))
-        sums = np.cumsum(
-            (text.astype(np.uint64) + np.uint64(1)) * np.cumprod(np.full(size, UNSTEP, np.uint64))
-        )
+        sums, places = np.zeros(size + 1, np.uint64), np.arange(start, start + size, dtype=np.int32)
+        np.cumsum((text.astype(np.uint64) + np.uint64(1)) * _powers(UNSTEP)[:size], out=sums[1:])
+        factors, shift = _powers(STEP)[:size] * np.uint64(STEP * MIX & MASK), np.uint64(self._shift)
         for n, table in self._tables.items():
-            if size > n:  # the hash of the n tokens up to the i-th, for all but the last, which none follows
-                up_to = sums[n - 1 : -1].copy()
-                up_to[1:] -= sums[: size - n - 1]
-                hashes = up_to * powers[n - 1 : -1] * np.uint64(STEP)
-                rows = hashes * np.uint64(MIX) >> np.uint64(self._shift)
-                table[rows] = np.arange(start + n, start + size, dtype=np.int32)
+            if size > n:  # the n tokens up to each one but the last, which none follows
+                hashes = (sums[n:-1] - sums[: -n - 1]) * factors[n - 1 : -1]
+                table[hashes >> shift] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
@@ -213,6 +210,12 @@ def ring_tokens(memory: int) -> int:
     """Return the tokens of a ring on a machine with these bytes for models: a power of two."""
     fitting = int(memory * MEMORY_SHARE / TOKEN_BYTES)
     return min(MAX_TOKENS, 1 << max(fitting.bit_length() - 1, 10))
+
+
+@cache
+def _powers(step: int) -> NDArray[np.uint64]:
+    """Return the first powers of a number modulo 2^64, for each token of an answer."""
+    return np.cumprod(np.full(MAX_ANSWER, step, np.uint64))
 
 
 def _digest(name: str) -> str:
