@@ -35,6 +35,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import Features
 
 BURST = 8  # tokens of a turn
 K = 16
@@ -274,6 +275,7 @@ def record(sessions: Sequence[Any], min_match: int, ring: TextRing | None) -> Re
                 history.append(token)
             if not is_answer:
                 history += text
+                lookup.observe(history, Features())
             elif ring is not None:
                 begun = time.thread_time()
                 ring.add([*tail, *text])

@@ -215,7 +215,7 @@ def ring_tokens(memory: int) -> int:
 @cache
 def _powers(step: int) -> NDArray[np.uint64]:
     """Return the first powers of a number modulo 2^64, for each token of an answer."""
-    return np.cumprod(np.full(MAX_ANSWER, step, np.uint64))
+    return np.cumprod(np.full(MAX_ANSWER, step, np.uint64), dtype=np.uint64)
 
 
 def _digest(name: str) -> str:
