@@ -21,7 +21,6 @@ from pathlib import Path
 from time import time as clock
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend, validator_for
@@ -35,7 +34,7 @@ from mlx_spec import demo
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable
-from mlx_spec.grammar.matcher import compile_grammar
+from mlx_spec.grammar.matcher import TokenBits, compile_grammar
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 LONGEST = 600  # tokens of an answer
@@ -67,8 +66,8 @@ def walk(grammar: Grammar, tokenizer: Tokenizer, draw: random.Random) -> str | N
 CLOSERS = ('"', "}", "]", '"}', '"]', "}}", "]}", ", ", "0", "a")
 
 
-def _allowed(row: mx.array) -> list[int]:
-    return [int(token) for token in np.flatnonzero(np.array(row))]
+def _allowed(bits: TokenBits) -> list[int]:
+    return [int(token) for token in np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))]
 
 
 def multiple_of(_: Any, divisor: float, value: Any, schema: Any) -> Iterator[ValidationError]:

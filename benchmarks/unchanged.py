@@ -68,31 +68,35 @@ for line in sys.stdin:
 
 
 class Checkout:
-    """A process with the code of one checkout."""
+    """A process that runs `child` with the code of one checkout. It reads a line, and answers each with one.
 
-    def __init__(self, folder: Path, arms: list[str]) -> None:
+    The first answer is the file of its package.
+    """
+
+    def __init__(self, folder: Path, child: str, opening: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
+            [sys.executable, "-c", child],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder)},
         )
-        found = Path(self._ask({arm: ARMS[arm] for arm in arms}))
+        found = Path(self.ask(opening))
         if not found.is_relative_to(folder.resolve()):
             sys.exit(f"the code of {folder} was not used, but {found}")
 
     def go(self, arm: str, prompt: str | None, count: int) -> tuple[float, list[int]]:
         """Return seconds and tokens of a turn; a prompt begins a new text."""
-        seconds, tokens = self._ask([arm, prompt, count])
+        seconds, tokens = self.ask([arm, prompt, count])
         return seconds, tokens
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
 
-    def _ask(self, question: object) -> Any:
+    def ask(self, question: object) -> Any:
+        """Return the answer to a question."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -152,7 +156,8 @@ def measure(folders: dict[str, Path], settings: argparse.Namespace) -> dict[str,
     found: dict[str, list[Turns]] = {arm: [] for arm in settings.arms}
     for repeat in range(settings.repeats):
         with ExitStack() as stack:
-            checkouts = {name: Checkout(folder, settings.arms) for name, folder in folders.items()}
+            arms = {arm: ARMS[arm] for arm in settings.arms}
+            checkouts = {name: Checkout(folder, CHILD, arms) for name, folder in folders.items()}
             for checkout in checkouts.values():
                 stack.callback(checkout.close)
             for arm in settings.arms:

@@ -234,18 +234,27 @@ class Sampler(Protocol):
         """Return True if it takes the largest of the logits as they are, and nothing else happens."""
 
     @property
+    def fits(self) -> Sequence[mx.array]:
+        """Return a bool [1] that is False if the last draw or verdict did not consider all tokens.
+
+        Then it counts for a drafter only, and the target asks again with `exact`. Empty if it always does.
+        """
+
+    @property
     def drafting(self) -> DraftingSampler:
         """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
 
     def draw(
-        self, logits: mx.array, history: Sequence[int], drafted: mx.array
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
     ) -> tuple[mx.array, mx.array | None]:
         """Draw one token a row. Returns tokens [T] int32 and the distribution [T, V] they were drawn from.
 
         The distribution is None for greedy draws, and for draws with noise shared with the target.
         """
 
-    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+    def verify(
+        self, logits: mx.array, history: Sequence[int], draft: Draft, *, exact: bool = False
+    ) -> mx.array:
         """Verify a draft by logits [K + 1, V]. Returns int32 [2]: row of the last token accepted, next token.
 
         In a chain, that row is the number of accepted tokens.

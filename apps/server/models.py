@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
@@ -23,7 +24,7 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
-from mlx_spec.grammar.matcher import compile_grammar
+from mlx_spec.grammar.matcher import compile_grammar, prepare_grammars
 from mlx_spec.hub.download import on_disk
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
@@ -255,6 +256,9 @@ class Models:
         self.loading = served.name
         try:
             pair = self._loader(served)
+            # Beside the other steps: a request with a grammar waits for it, and no other one does.
+            grammars = pair.tokenizer, pair.info.vocab_size
+            threading.Thread(None, prepare_grammars, "grammars", grammars, daemon=True).start()
             _warm_up(pair)
             files = self._prefix_files(served, pair)
             self._keep_answers(served, pair)

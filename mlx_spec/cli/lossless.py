@@ -16,7 +16,8 @@ import mlx.core as mx
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY
 from mlx_spec.sampling import Sampling
-from mlx_spec.sampling.sampling import gumbel, noise_key
+from mlx_spec.sampling.candidates import shortlist_length
+from mlx_spec.sampling.noise import seeded_noise
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ def token_gap(
     values = scores = logits.astype(mx.float32)
     if sampling.temperature > 0:
         assert sampling.seed is not None, "without a seed no two texts are the same"
-        key = mx.array(noise_key(sampling.seed, len(history)), dtype=mx.uint32)
-        scores = values + sampling.temperature * gumbel((values.shape[0],), key)
+        V = values.shape[0]
+        ids = mx.arange(V)[None] if shortlist_length(sampling.top_k, sampling.top_p, V) else None
+        scores = values + sampling.temperature * seeded_noise(sampling.seed, len(history), (1, V), ids)[0]
     first, second = tokens
     size = max(abs(float(values[first])), abs(float(values[second])))
     return _gap(abs(float(scores[first] - scores[second])), size, logits.dtype)

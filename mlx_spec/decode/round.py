@@ -16,6 +16,7 @@ from typing import Literal, TypeVar, cast
 
 import mlx.core as mx
 
+from mlx_spec.decode.blocks import Accepted, chain_of, limited, matched, round_of, rows_of
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target import LMTarget
@@ -42,7 +43,6 @@ PREFILL_STEP = 1024  # prompt tokens in one forward pass: bounds the memory of i
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
 Result = TypeVar("Result")
-Accepted = tuple[Sequence[int], list[int]]  # rows of a block, that of the pending token first; new tokens
 
 
 def generate(
@@ -194,14 +194,6 @@ class RunningSequence:
         """Return the last token of the history, [1] int32."""
         return mx.array(self.history[-1:], dtype=mx.int32)
 
-    def limited(self, decision: Decision) -> Decision:
-        """Return the decision, with limits that leave room for the token that ends the round."""
-        most = self.remaining - 1
-        if all(choice.limit <= most for choice in decision.choices):
-            return decision
-        choices = [replace(each, limit=min(each.limit, most)) for each in decision.choices if most]
-        return replace(decision, choices=tuple(choices))
-
     def request(self, choice: Choice) -> DraftRequest:
         """Return the request for the draft of a choice."""
         drafter = self._drafters[choice.drafter]
@@ -222,9 +214,9 @@ class RunningSequence:
             if choice.ahead and choice.drafter == draft.drafter:
                 self._drafters[choice.drafter].prepare(self.history, draft, self.sampler.drafting)
 
-    def draw(self, logits: mx.array, drafted: mx.array) -> mx.array:
+    def draw(self, logits: mx.array, drafted: mx.array, *, exact: bool = False) -> mx.array:
         """Draw the token after the history and `drafted`, [1] int32."""
-        return self.sampler.draw(logits, self.history, drafted)[0]
+        return self.sampler.draw(logits, self.history, drafted, exact=exact)[0]
 
     def until_stop(self, tokens: list[int]) -> list[int]:
         """Return the tokens up to the first stop token."""
@@ -263,6 +255,7 @@ class Group:
         self.targets = targets
         self._policy = policy  # of several sequences; if it is None, each decides for itself
         self.queued: mx.array | None = None  # [B] int32: the tokens after the pending ones, not yet read
+        self._unsure: list[tuple[RunningSequence, mx.array, mx.array]] = []  # of the last draws: logits, fits
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
@@ -288,6 +281,7 @@ class Group:
         """Remove a sequence; the last one takes its index."""
         if self.queued is not None:
             self.queued = self.queued[mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
+        self._unsure = [each for each in self._unsure if each[0] is not self.sequences[index]]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
 
@@ -311,7 +305,8 @@ class Group:
             if not may_probe:
                 plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
                 decisions = [plain if each.reason is Reason.PROBE else each for each in decisions]
-        return [each.limited(decision) for each, decision in zip(self.sequences, decisions, strict=True)]
+        pairs = zip(self.sequences, decisions, strict=True)
+        return [limited(decision, sequence.remaining - 1) for sequence, decision in pairs]
 
     def _draft(self, decisions: Sequence[Decision]) -> list[Draft]:
         """Return the draft of each sequence. All are empty while a queued token is to be emitted first."""
@@ -341,7 +336,7 @@ class Group:
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
                 drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
-        return drafts if len(drafts) == 1 else [_chain(draft) for draft in drafts]
+        return drafts if len(drafts) == 1 else [chain_of(draft) for draft in drafts]
 
     def _verify(self, drafts: Sequence[Draft], decisions: Sequence[Decision]) -> mx.array:
         """Write the pending token and the draft of each in one pass. Return logits [R, V]."""
@@ -358,33 +353,40 @@ class Group:
         """Return the accepted rows of each sequence and its new tokens: the one copy to the host."""
         takes_argmax = self._takes_argmax and drafts[0].parents is None
         if takes_argmax:
-            verdicts = [logits.argmax(axis=-1).astype(mx.int32)]
+            verdicts, unsure = [logits.argmax(axis=-1).astype(mx.int32)], []
         else:
             verdicts = self._verdicts(drafts, logits)
-        numbers = iter(_read(mx.concatenate([*verdicts, *(draft.tokens for draft in drafts)])))
+            unsure = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
+        tokens = [draft.tokens for draft in drafts]
+        numbers = iter(_read(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in unsure)])))
         lengths = [1 + draft.tokens.size if takes_argmax else 2 for draft in drafts]
         accepted = list[Accepted]()
         read = [list(itertools.islice(numbers, length)) for length in lengths]
-        for sequence, draft, verdict in zip(self.sequences, drafts, read, strict=True):
-            drafted = list(itertools.islice(numbers, draft.tokens.size))
-            row, last = _matched(verdict, drafted) if takes_argmax else verdict
+        drafted = [list(itertools.islice(numbers, draft.tokens.size)) for draft in drafts]
+        for (i, _), is_exact in zip(unsure, numbers, strict=True):
+            if not is_exact:
+                read[i] = _read(self._verdicts(drafts, logits, exact=i)[0])
+        for sequence, draft, verdict, guesses in zip(self.sequences, drafts, read, drafted, strict=True):
+            row, last = matched(verdict, guesses) if takes_argmax else verdict
             rows = range(row + 1) if draft.parents is None else tree_of(draft.parents).paths[row]
-            accepted.append((rows, sequence.until_stop([*(drafted[i - 1] for i in rows[1:]), last])))
+            accepted.append((rows, sequence.until_stop([*(guesses[i - 1] for i in rows[1:]), last])))
         return accepted
 
-    def _verdicts(self, drafts: Sequence[Draft], logits: mx.array) -> list[mx.array]:
-        """Return the row of the last accepted token and the token after it, [2] for each sequence."""
-        verdicts, start = list[mx.array](), 0
-        for sequence, draft in zip(self.sequences, drafts, strict=True):
-            end = start + 1 + draft.tokens.size
-            verify = partial(sequence.sampler.verify, logits[start:end], sequence.history, draft)
-            verdicts.append(sequence.attempt(verify, mx.zeros((2,), mx.int32)))
-            start = end
+    def _verdicts(self, drafts: Sequence[Draft], logits: mx.array, exact: int = -1) -> list[mx.array]:
+        """Return the row of the last accepted token and the token after it, [2] for each sequence.
+
+        Or only of the sequence `exact`, over the whole vocabulary.
+        """
+        verdicts, blocks = list[mx.array](), rows_of(drafts, logits)
+        for i, (sequence, draft, rows) in enumerate(zip(self.sequences, drafts, blocks, strict=True)):
+            if exact in (-1, i):
+                verify = partial(sequence.sampler.verify, rows, sequence.history, draft, exact=exact == i)
+                verdicts.append(sequence.attempt(verify, mx.zeros((2,), mx.int32)))
         return verdicts
 
     def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Round]:
         """Keep the rows of the new tokens, drop the others, and emit the tokens."""
-        rounds = [_round(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
+        rounds = [round_of(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
         kept = [rows[: len(tokens)] for rows, tokens in accepted]
         if drafts[0].parents is not None:
             return self._emit(rounds, [self.sequences[0].target.commit_path(kept[0])])
@@ -397,13 +399,24 @@ class Group:
         if tokens is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
             tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
+        unsure = self._unsure
         features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
             self.queued = self._draw(tokens, unread=1)
             mx.async_eval(tokens, self.queued)
+        numbers = _read(mx.concatenate([tokens, *(fits for _, _, fits in unsure)]) if unsure else tokens)
+        found = numbers[: tokens.size]
+        for (sequence, logits, _), is_exact in zip(unsure, numbers[tokens.size :], strict=True):
+            if is_exact:
+                continue
+            if self.queued is not None:  # its pass has read the token that is drawn again
+                self.targets.commit([0] * len(self.sequences))
+                self.queued, queue_next = None, False
+            draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
+            (found[self.sequences.index(sequence)],) = _read(sequence.attempt(draw, mx.array([0])))
         kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
-        return self._emit([Round([token], 0, 0, kind) for token in _read(tokens)], features)
+        return self._emit([Round([token], 0, 0, kind) for token in found], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
         """Write one token of each sequence and draw the next ones, [B] int32.
@@ -411,12 +424,15 @@ class Group:
         The last `unread` of the written ones, 0 or 1, are not in the histories yet.
         """
         logits = self.targets.verify(tokens, [1] * len(self.sequences))
+        self._unsure = []
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)
         drawn = []
         for i, sequence in enumerate(self.sequences):
-            draw = partial(sequence.draw, logits[i : i + 1], tokens[i : i + unread])
+            row = logits[i : i + 1]
+            draw = partial(sequence.draw, row, tokens[i : i + unread])
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
+            self._unsure += [(sequence, row, fits) for fits in sequence.sampler.fits]
         return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
 
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
@@ -459,34 +475,6 @@ class Group:
     def _takes_argmax(self) -> bool:
         """Return True if one argmax chooses the tokens of all sequences."""
         return all(sequence.sampler.is_argmax for sequence in self.sequences)
-
-
-def _matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
-    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return their number, and the next."""
-    pairs = enumerate(zip(chosen, drafted, strict=False))
-    accepted = next((i for i, (wanted, token) in pairs if wanted != token), len(drafted))
-    return accepted, chosen[accepted]
-
-
-def _round(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
-    """Return the round of a draft: its accepted rows, that of the pending token first, and its tokens."""
-    if draft.source is None:
-        return Round(tokens, 0, 0, "drained")
-    size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
-    of_draft = partial(Round, source=draft.source, drafter=draft.drafter, ahead=draft.ahead)
-    if draft.parents is None:
-        return of_draft(tokens, size, len(accepted), "draft")
-    tree = tree_of(draft.parents)
-    ranks = tuple(tree.ranks[row] for row in accepted)
-    return of_draft(tokens, tree.height, len(accepted), "draft", nodes=size, ranks=ranks)
-
-
-def _chain(draft: Draft) -> Draft:
-    """Return a chain as it is, and the likeliest path of a tree. That is exact without probabilities."""
-    if draft.parents is None:
-        return draft
-    length = len(tree_of(draft.parents).segments[0]) - 1
-    return Draft(draft.tokens[:length], source=draft.source, drafter=draft.drafter)
 
 
 def _read(array: mx.array) -> list[int]:

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, cast
@@ -107,7 +108,7 @@ class Matcher:
         if self._calls is not None:
             closing = [token for token in self._calls[1:] if token is not None]
             self._free_tokens = vocabulary.all_tokens & ~token_bits(closing, vocabulary.size)
-        self._unread: dict[State, tuple[int, mx.array, mx.array]] = {}
+        self._unread: dict[State, tuple[int, TokenBits, TokenBits]] = {}
         self._start = grammar.start
         self._parser = self._start.deep_copy()
         self._tokens: list[int] = []
@@ -116,8 +117,8 @@ class Matcher:
         self._rows: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
-    def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> mx.array:
-        """Return which tokens may stand in each of T rows, bool [T, V]. `types.Sampler` defines the rows.
+    def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> TokenBits:
+        """Return which tokens may stand in each of T rows, bits [T, W]. `types.Sampler` defines the rows.
 
         Every row allows some token, also after a draft token that is not allowed. Raises InvalidValue if the
         parser gives up.
@@ -130,7 +131,7 @@ class Matcher:
             if i < len(drafted):
                 self._consume(drafted[i])
         self._rewind(len(generated))
-        return self._masks(allowed)
+        return np.stack(allowed)
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
         """Return how many of the draft tokens may follow, up to the first that may not."""
@@ -156,10 +157,10 @@ class Matcher:
             place = self._marks.after(place, found[-1])
         return found
 
-    def after_unread(self, generated: Sequence[int]) -> tuple[int, mx.array, mx.array] | None:
+    def after_unread(self, generated: Sequence[int]) -> tuple[int, TokenBits, TokenBits] | None:
         """Return what may stand after a token that only the device knows, if one token decides that.
 
-        That token, and the masks [V] after it and after any other one. None if the host has to read.
+        That token, and the bits [W] after it and after any other one. None if the host has to read.
         """
         self._follow(generated)
         state, token = self._states[-1], None
@@ -170,11 +171,10 @@ class Matcher:
         if token is None:
             return None
         if state not in self._unread:
-            unchanged = self._next_tokens()  # after any other token
+            otherwise = self._next_tokens()
             self._consume(token)
-            after, otherwise = self._masks([self._next_tokens(), unchanged])
+            self._unread[state] = token, self._next_tokens(), otherwise
             self._rewind(len(generated))
-            self._unread[state] = token, after, otherwise
         return self._unread[state]
 
     def _follow(self, generated: Sequence[int]) -> None:
@@ -236,10 +236,6 @@ class Matcher:
             self._parser.rollback(surplus)
         del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
         del self._places[count + 1 :]
-
-    def _masks(self, rows: Sequence[TokenBits]) -> mx.array:
-        """Return rows of bits as bool [T, V]."""
-        return _unpack(mx.array(np.stack(rows)))[:, : self._vocabulary.size]
 
     def _next_tokens(self) -> TokenBits:
         """Return the tokens that may come next; all of them after an invalid one."""
@@ -313,12 +309,18 @@ def compile_grammar(
     return Grammar(tokenizer, vocabulary, start)
 
 
+def prepare_grammars(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Make what all grammars of a tokenizer share, and keep it: seconds for a large vocabulary."""
+    if find_spec("llguidance") is not None and tokenizer.eos:
+        _vocabulary(tokenizer, vocab_size)
+
+
 _vocabularies: WeakKeyDictionary[Tokenizer, dict[int, GrammarVocabulary]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GrammarVocabulary:
-    """Return the tokens of a tokenizer, made once: a large vocabulary takes half a second."""
+    """Return the tokens of a tokenizer, made once."""
     from llguidance import LLTokenizer
 
     with _lock:
@@ -339,7 +341,9 @@ def _small_tokenizer(serialized: str, size: int) -> tuple[str, int]:
 
     It stands for the full vocabulary in the sandbox.
     """
-    special = [token["content"] for token in json.loads(serialized)["added_tokens"] if token["special"]]
+    key = '"added_tokens":'  # it comes before a vocabulary that takes seconds to parse
+    added, _ = json.JSONDecoder().raw_decode(serialized, serialized.index(key) + len(key))
+    special = [token["content"] for token in added if token["special"]]
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: i for i, token in enumerate([*sorted(letters), *special])}
     small = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -356,10 +360,30 @@ def token_bits(tokens: Sequence[int] | frozenset[int], size: int) -> TokenBits:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-@mx.compile
-def _unpack(packed: mx.array) -> mx.array:
-    """Return words [T, W] as bool [T, 32 W]."""
-    return ((packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).flatten(1)
+def limits(bits: mx.array, size: int, dtype: mx.Dtype) -> mx.array:
+    """Return limits [..., V] of logits: -inf where bits, uint8 [..., N], are 0, and inf where they are 1.
+
+    Bit i % 8 of byte i // 8 is token i. Each byte is looked up in a table.
+    """
+    return _byte_limits(dtype)[bits].flatten(-2)[..., :size]
+
+
+def row_limits(rows: TokenBits, size: int, dtype: mx.Dtype) -> mx.array:
+    """Return the limits of rows [T, W] of bits: [T, V], or [1, V] if the rows are equal."""
+    found = [_known_limits(row.tobytes(), size, dtype) for row in rows]
+    return found[0][None] if all(each is found[0] for each in found) else mx.stack(found)
+
+
+@lru_cache(maxsize=16)  # a megabyte each of a large vocabulary; within a text of JSON the bits stay the same
+def _known_limits(bits: bytes, size: int, dtype: mx.Dtype) -> mx.array:
+    return limits(mx.array(np.frombuffer(bits, np.uint8)), size, dtype)
+
+
+@cache
+def _byte_limits(dtype: mx.Dtype) -> mx.array:
+    """Return the limits [256, 8] of eight logits for each byte."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return mx.array(np.where(bits, np.inf, -np.inf)).astype(dtype)
 
 
 def read_tokens(drafted: mx.array) -> list[int]:

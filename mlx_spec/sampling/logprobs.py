@@ -14,6 +14,8 @@ import mlx.core as mx
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
+from mlx_spec.sampling.candidates import likeliest
+from mlx_spec.sampling.normal import log_total
 from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
@@ -38,15 +40,23 @@ class LogprobRecorder:
     def drafting(self) -> DraftingSampler:
         return self._sampler.drafting
 
-    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
-        tokens, probs = self._sampler.draw(logits, history, drafted)
+    @property
+    def fits(self) -> Sequence[mx.array]:
+        return self._sampler.fits
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
+    ) -> Drawn:
+        tokens, probs = self._sampler.draw(logits, history, drafted, exact=exact)
         rows = self._record(logits, history, drafted, tokens)
         if len(rows) == 1:
             mx.async_eval(tokens, *rows)
         return tokens, probs
 
-    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
-        verdict = self._sampler.verify(logits, history, draft)
+    def verify(
+        self, logits: mx.array, history: Sequence[int], draft: Draft, *, exact: bool = False
+    ) -> mx.array:
+        verdict = self._sampler.verify(logits, history, draft, exact=exact)
         path, accepted = draft.tokens, verdict[:1]
         if draft.parents is not None:
             logits, path, accepted = _as_chain(logits, path, accepted, tree_of(draft.parents))
@@ -66,7 +76,8 @@ class LogprobRecorder:
         T = logits.shape[0]
         first = len(history) + drafted.shape[0] - T + 1
         scores = self._sampler.processor.process(logits, history, drafted)
-        rows = [_pack(scores[j : j + 1], tokens[j : j + 1], self._top) for j in range(T)]
+        packed = _pack(scores, tokens, self._top)
+        rows = [packed[j : j + 1] for j in range(T)]
         self._rows = {position: row for position, row in self._rows.items() if position < first}
         self._rows |= {first + j: row for j, row in enumerate(rows)}
         return rows
@@ -104,17 +115,15 @@ def score_prompt(
 def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     """Return the values to read of scores [T, V] for `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
 
-    They are the log-probability of the token, those of the `top` likeliest tokens in no order, and the ids of
-    these, which are exact up to 2**24.
+    They are the log-probability of the token, those of the `top` likeliest tokens, and the ids of these.
+    Ids are exact up to 2**24.
     """
-    scores = scores.astype(mx.float32)
-    logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-    own = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
-    count = min(top, scores.shape[-1])
-    if count == 0:
-        return own
-    best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
-    return mx.concatenate([own, mx.take_along_axis(logprobs, best, -1), best.astype(mx.float32)], axis=-1)
+    own = mx.take_along_axis(scores, tokens[:, None], axis=-1)
+    if top := min(top, scores.shape[-1]):
+        best = likeliest(scores, top)
+        own = mx.concatenate([own, mx.take_along_axis(scores, best, axis=-1)], axis=-1)
+    logprobs = own.astype(mx.float32) - log_total(scores)
+    return mx.concatenate([logprobs, best.astype(mx.float32)], axis=-1) if top else logprobs
 
 
 def _read(rows: mx.array, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:

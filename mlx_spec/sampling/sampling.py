@@ -2,8 +2,6 @@
 
 Order: repetition penalty, presence and frequency penalty, logit bias, grammar, temperature, top_k, top_p,
 min_p. It is the order of Hugging Face; vLLM adds the bias first and applies min_p before the other two.
-Tokens tied with the last one that a filter keeps stay too: the distribution does not depend on how a sort
-breaks ties.
 """
 
 from __future__ import annotations
@@ -12,18 +10,20 @@ import copy
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Self
 
 import mlx.core as mx
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar import Grammar, Matcher, read_tokens
+from mlx_spec.grammar import Grammar
 from mlx_spec.model.tree import Tree, tree_of
-from mlx_spec.sampling.verify import MIN_NORMAL, accept_block, accept_recursive, match, recover, walk
+from mlx_spec.sampling.candidates import FILTERS, Candidates, likeliest, shortlist_length
+from mlx_spec.sampling.logits import GrammarMask, Penalties
+from mlx_spec.sampling.noise import draw_by_weight, noise_key, seeded_noise
+from mlx_spec.sampling.verify import accept_block, accept_recursive, match, walk
 from mlx_spec.types import Draft, TokenLogprob
 
 # Tokens [T] and the distribution [T, V] that they were drawn from, as `types.Sampler.draw` returns them.
@@ -89,8 +89,13 @@ class LogitsProcessor:
     def __init__(self, sampling: Sampling, prompt_length: int, vocab_size: int) -> None:
         self.sampling = sampling
         self.prompt_length = prompt_length
-        added = sampling.presence_penalty or sampling.frequency_penalty
-        self._penalises = bool(added) or sampling.repetition_penalty != 1
+        self._penalties = Penalties(
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            prompt_length,
+            vocab_size,
+        )
         self._bias = _bias_vector(sampling.logit_bias, vocab_size)
         late = {token: -math.inf for token in sampling.late_tokens if token < vocab_size}
         self._late_ban = _bias_vector(late if sampling.min_tokens else None, vocab_size)
@@ -100,52 +105,63 @@ class LogitsProcessor:
             self._grammar_mask = GrammarMask(sampling.grammar, prompt_length)
             self.without_grammar = LogitsProcessor(replace(sampling, grammar=None), prompt_length, vocab_size)
         self._vocab_size = vocab_size
-        self._counted = 0  # tokens of the history that the counts below include
-        self._in_prompt: mx.array | None = None  # [V] bool, tokens of the prompt
-        self._generated: mx.array | None = None  # [V] float32, how often each token was generated
+        self._last: tuple[mx.array, mx.array, int, mx.array] | None = (
+            None  # arguments and result of `process`
+        )
 
     @property
     def is_idle(self) -> bool:
-        """Return True if `scores` returns the logits as they are."""
+        """Return True if the logits stay as they are, and the largest one is taken."""
         changes = self._bias, self._late_ban, self._grammar_mask
-        is_changed = self._penalises or any(change is not None for change in changes)
+        is_changed = not self._penalties.is_idle or any(change is not None for change in changes)
         return self.sampling.temperature == 0 and not is_changed
 
     def fresh(self) -> LogitsProcessor:
         """Return a processor without a grammar that has counted nothing."""
         free = copy.copy(self.without_grammar)
-        free.without_grammar, free._counted, free._in_prompt, free._generated = free, 0, None, None
+        free.without_grammar, free._last = free, None
+        free._penalties = self._penalties.fresh()
         return free
 
-    def scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return scores [T, V] of logits [T, V], -inf where masked. `types.Sampler` defines the rows.
+    def candidates(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
+    ) -> Candidates:
+        """Return the candidates of logits [T, V] at a temperature above 0. Rows are as in `types.Sampler`.
 
-        They are float32, but greedy decoding without penalties, bias and grammar returns the logits as they
-        are.
+        With `exact` they hold every nucleus, however large.
         """
-        sampling, logits = self.sampling, self.process(logits, history, drafted)
-        if sampling.temperature == 0:
-            return logits
-        scores = logits.astype(mx.float32) / sampling.temperature
-        candidates = scores
-        if 0 < sampling.top_k < self._vocab_size:
-            candidates = mx.topk(scores, sampling.top_k)
-            scores = _keep_top_k(scores, candidates)
+        sampling, processed = self.sampling, self.process(logits, history, drafted)
+        length = shortlist_length(sampling.top_k, sampling.top_p, self._vocab_size)
+        if exact and length < (sampling.top_k or self._vocab_size):
+            length = 0
+        found = Candidates.of(processed, sampling.top_k, sampling.temperature, length)
         for name, each in FILTERS.items():
             if (value := vars(sampling)[name]) != each.off:
-                scores = each.keep(scores, candidates, value)
-        return scores
+                found = each.keep(found, value)
+        return found
 
     def process(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return logits [T, V] with penalties, bias and grammar, before temperature and filters."""
-        mask = None if self._grammar_mask is None else self._grammar_mask.mask(logits, history, drafted)
-        if self._penalises:
-            logits = self._penalise(logits.astype(mx.float32), history, drafted)
+        """Return logits [T, V] with penalties, bias and grammar, before temperature and filters.
+
+        Idle settings return the logits as they are. Log-probabilities want the rows of a draw again: the last
+        ones are kept.
+        """
+        last = self._last
+        if last is None or last[0] is not logits or last[1] is not drafted or last[2] != len(history):
+            found = self._processed(logits, history, drafted)
+            self._last = last = logits, drafted, len(history), found
+        return last[3]
+
+    def _processed(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        mask = self._grammar_mask
+        most = None if mask is None else mask.limits(logits, history, drafted)
+        if not self._penalties.is_idle:
+            logits = self._penalties.apply(logits.astype(mx.float32), history, drafted)
         if (bias := self._row_bias(logits.shape[0], len(history) + drafted.shape[0])) is not None:
             # bias of a banned token: it is drawn only if the grammar allows no other
-            bias = bias if mask is None else mx.maximum(bias, -1e30)
+            bias = bias if most is None else mx.maximum(bias, -1e30)
             logits = logits.astype(mx.float32) + bias
-        return logits if mask is None else mx.where(mask, logits, -mx.inf)
+        return logits if most is None else mx.minimum(logits, most)
 
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
@@ -157,71 +173,13 @@ class LogitsProcessor:
         ban = mx.where(mx.arange(rows)[:, None] < early, self._late_ban, 0.0)
         return ban if self._bias is None else self._bias + ban
 
-    def _penalise(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return logits [T, V] less the penalties for the prompt, the output and each row's draft tokens."""
-        sampling = self.sampling
-        in_prompt, generated = self._count(history)
-        counts = _with_drafted(generated, drafted, logits.shape[0])
-        if sampling.repetition_penalty != 1:  # arXiv:1909.05858, as in Hugging Face and vLLM
-            penalty = sampling.repetition_penalty
-            penalised = mx.where(logits > 0, logits / penalty, logits * penalty)
-            logits = mx.where(in_prompt | (counts > 0), penalised, logits)
-        if sampling.presence_penalty:
-            logits = logits - sampling.presence_penalty * (counts > 0)
-        if sampling.frequency_penalty:
-            logits = logits - sampling.frequency_penalty * counts
-        return logits
-
-    def _count(self, history: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return the prompt tokens, bool [V], and the counts of generated ones [V]. Copy only new tokens."""
-        assert len(history) >= max(self._counted, self.prompt_length), "a history only grows"
-        if self._in_prompt is None or self._generated is None:
-            self._in_prompt = mx.zeros((self._vocab_size,), dtype=mx.bool_)
-            self._generated = mx.zeros((self._vocab_size,))
-            if self.prompt_length:
-                self._in_prompt[mx.array(list(history[: self.prompt_length]))] = True
-        if fresh := list(history[max(self._counted, self.prompt_length) :]):
-            self._generated = self._generated.at[mx.array(fresh)].add(1.0)
-        self._counted = len(history)
-        return self._in_prompt, self._generated
-
-
-class GrammarMask:
-    """The masks of one generation, whose history starts with `prompt_length` prompt tokens."""
-
-    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
-        self._grammar = grammar
-        self._prompt_length = prompt_length
-        self._matcher: Matcher | None = None
-        self._key: tuple[int, list[int], int] | None = None  # the arguments of the last mask
-        self._mask = mx.array(True)
-
-    def mask(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return which of logits [T, V] are allowed, bool [T, V]. Waits for the draft, not for the logits.
-
-        It does not wait where the device can tell by the drafted token itself.
-        """
-        if self._matcher is None:
-            self._matcher = self._grammar.matcher(history[: self._prompt_length])
-        if logits.shape[0] == drafted.shape[0] == 1:  # after a queued token
-            found = self._matcher.after_unread(history[self._prompt_length :])
-            if found is not None:
-                token, after, otherwise = found
-                return mx.where(drafted[0] == token, after, otherwise)[None]
-        mx.async_eval(drafted)  # apart from the logits: arrays evaluated together are ready together
-        mx.async_eval(logits)  # the device runs the target's pass while the host follows the draft
-        key = (len(history), read_tokens(drafted), logits.shape[0])
-        if key != self._key:
-            self._key = key
-            self._mask = self._matcher.allowed(history[self._prompt_length :], *key[1:])
-        return self._mask
-
 
 class Greedy:
     """Takes the token with the highest score. It accepts the draft tokens that it would have taken itself."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
+        self.fits: list[mx.array] = []  # see `types.Sampler`
 
     @property
     def is_argmax(self) -> bool:
@@ -237,25 +195,30 @@ class Greedy:
         return self._with(self.processor.fresh())
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
-        return likeliest(self._known_scores(logits, history, drafted), count)
+        return likeliest(self.processor.process(logits, history, drafted), count)
 
-    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
-        return self._known_scores(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
+    ) -> Drawn:
+        return self.processor.process(logits, history, drafted).argmax(axis=-1).astype(mx.int32), None
 
-    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+    def verify(
+        self, logits: mx.array, history: Sequence[int], draft: Draft, *, exact: bool = False
+    ) -> mx.array:
         if draft.parents is None:
-            return match(self.draw(logits, history, draft.tokens)[0], draft.tokens)
-        tree = tree_of(draft.parents)
-        runs = _runs(tree, logits, draft.tokens)
-        chosen = mx.concatenate([self.draw(rows, history, path)[0] for rows, path in runs])
-        return walk(chosen, draft.tokens, tree)
+            verdict = match(self.draw(logits, history, draft.tokens, exact=exact)[0], draft.tokens)
+            unused = mx.arange(logits.shape[0]) > verdict[0]  # rows behind a rejected token
+            self.fits = [(fits | unused).all(keepdims=True) for fits in self.fits]
+            return verdict
+        tree, chosen, fits = tree_of(draft.parents), list[mx.array](), list[mx.array]()
+        for rows, path in _runs(tree, logits, draft.tokens):
+            chosen.append(self.draw(rows, history, path, exact=exact)[0])
+            fits += self.fits
+        self.fits = _all(fits)
+        return walk(mx.concatenate(chosen), draft.tokens, tree)
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         return ()
-
-    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return scores [T, V] with the noise that is known before it is drawn."""
-        return self.processor.scores(logits, history, drafted)
 
     def _with(self, processor: LogitsProcessor) -> Self:
         other = copy.copy(self)
@@ -273,12 +236,25 @@ class Seeded(Greedy):
         super().__init__(processor)
         self._seed = seed
 
-    def _known_scores(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        T, V = logits.shape
-        first = len(history) + drafted.shape[0] - T + 1  # position of the token that row 0 draws
-        keys = mx.array([noise_key(self._seed, first + j) for j in range(T)], dtype=mx.uint32)
-        noise = mx.vmap(partial(gumbel, (V,)))(keys)
-        return self.processor.scores(logits, history, drafted) + noise
+    def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
+        candidates, scores = self._noisy(logits, history, drafted)
+        return likeliest(candidates.over_vocabulary(scores, -math.inf, logits.shape[-1]), count)
+
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
+    ) -> Drawn:
+        candidates, scores = self._noisy(logits, history, drafted, exact)
+        self.fits = candidates.fits
+        return candidates.tokens(scores.argmax(axis=-1)), None
+
+    def _noisy(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, exact: bool = False
+    ) -> tuple[Candidates, mx.array]:
+        """Return the candidates and their scores [T, C] with the noise, which is known before a draw."""
+        candidates = self.processor.candidates(logits, history, drafted, exact=exact)
+        first = len(history) + drafted.shape[0] - logits.shape[0] + 1  # position of the token of row 0
+        T, C = candidates.scores.shape
+        return candidates, candidates.scores + seeded_noise(self._seed, first, (T, C), candidates.ids)
 
 
 class Unseeded(Greedy):
@@ -289,26 +265,46 @@ class Unseeded(Greedy):
         self._seed = secrets.randbits(64) if key is None else key
         self._indices = itertools.count(1)  # shared with `drafting`, so that no noise is used twice
 
-    def draw(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> Drawn:
-        scores = self.processor.scores(logits, history, drafted)
-        noise = gumbel(tuple(scores.shape), self._next_key())
-        return (scores + noise).argmax(axis=-1).astype(mx.int32), mx.softmax(scores, axis=-1)
+    def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
+        candidates = self.processor.candidates(logits, history, drafted)
+        return likeliest(candidates.over_vocabulary(candidates.scores, -math.inf, logits.shape[-1]), count)
 
-    def verify(self, logits: mx.array, history: Sequence[int], draft: Draft) -> mx.array:
+    def draw(
+        self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
+    ) -> Drawn:
+        candidates = self.processor.candidates(logits, history, drafted, exact=exact)
+        self.fits = candidates.fits
+        tokens = candidates.tokens(draw_by_weight(candidates.weights, self._next_key()))
+        return tokens, candidates.over_vocabulary(candidates.probs, 0.0, logits.shape[-1])
+
+    def verify(
+        self, logits: mx.array, history: Sequence[int], draft: Draft, *, exact: bool = False
+    ) -> mx.array:
         if draft.probs is None:
-            return super().verify(logits, history, draft)
+            return super().verify(logits, history, draft, exact=exact)
+        uniform = mx.random.uniform(shape=draft.tokens.shape, key=self._next_key())
         tree = None if draft.parents is None else tree_of(draft.parents)
         runs = [(logits, draft.tokens)] if tree is None else _runs(tree, logits, draft.tokens)
-        scores = mx.concatenate([self.processor.scores(rows, history, path) for rows, path in runs])
-        p = mx.softmax(scores, axis=-1)
-        uniform = mx.random.uniform(shape=draft.tokens.shape, key=self._next_key())
-        noise = gumbel(p.shape[-1:], self._next_key())
+        found = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in runs]
+        self.fits = _all([fits for candidates in found for fits in candidates.fits])
+        ids: mx.array | None = None
         if tree is None:
-            return recover(*accept_block(p, draft.tokens, draft.probs, uniform), noise)
-        return recover(*accept_recursive(p, draft.tokens, draft.probs, uniform, tree), noise)
+            beside, columns, q = found[0].beside(draft.tokens, draft.probs)
+            n, weights = accept_block(beside.probs, columns, q, uniform)
+            ids = beside.ids
+        else:
+            p = mx.concatenate([each.over_vocabulary(each.probs, 0.0, logits.shape[-1]) for each in found])
+            n, weights = accept_recursive(p, draft.tokens, draft.probs, uniform, tree)
+        token = draw_by_weight(weights[None], self._next_key())
+        return mx.concatenate([n[None], token if ids is None else ids[n][token]])
 
     def _next_key(self) -> mx.array:
         return mx.array(noise_key(self._seed, next(self._indices)), dtype=mx.uint32)
+
+
+def _all(fits: list[mx.array]) -> list[mx.array]:
+    """Return whether all rows fit, as `types.Sampler.fits`."""
+    return [mx.concatenate(fits).all(keepdims=True)] if fits else []
 
 
 def _runs(tree: Tree, logits: mx.array, tokens: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
@@ -316,89 +312,6 @@ def _runs(tree: Tree, logits: mx.array, tokens: mx.array) -> Iterator[tuple[mx.a
     for run in tree.segments:
         path = [row - 1 for row in tree.paths[run[-1]][1:]]
         yield logits[run[0] : run[-1] + 1], tokens[mx.array(path, dtype=mx.int32)]
-
-
-def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
-    """Return Gumbel noise, float32, always finite.
-
-    The token that wins has a small exponential. -log1p(-u) has a spacing of 2**-32 there; -log(u) would have
-    2**-24, too coarse for a distribution over 262,144 tokens.
-    """
-    # half the spacing of `mx.random.uniform` near 0
-    uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), 2.0**-33)
-    return -mx.log(-mx.log1p(-uniform))
-
-
-def noise_key(seed: int, index: int) -> list[int]:
-    """Return two 32-bit words, another pair for each (seed, index): splitmix64 from the mixed seed on."""
-    start = _mix(seed % 2**64)
-    word = _mix((start + index * 0x9E3779B97F4A7C15) % 2**64)
-    return [word >> 32, word % 2**32]
-
-
-def _mix(word: int) -> int:
-    """Apply the finaliser of splitmix64, a bijection of 64-bit words."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
-
-
-def _keep_top_k(scores: mx.array, largest: mx.array) -> mx.array:
-    """Mask scores [T, V] below the least of the k largest [T, k]. Ties with it stay."""
-    return mx.where(scores < largest.min(axis=-1, keepdims=True), -mx.inf, scores)
-
-
-def _keep_top_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
-    """Mask scores [T, V] of the tokens not needed to reach the mass p. At least one stays, and all its ties.
-
-    candidates [T, k] hold the k largest scores, and nothing but ties with the k-th is finite beyond them.
-    """
-    ordered = -mx.sort(-candidates, axis=-1)
-    probs = mx.exp(ordered - mx.logsumexp(scores, axis=-1, keepdims=True))
-    before = mx.cumsum(probs, axis=-1, inclusive=False)  # mass of all more likely tokens
-    kept = before < max(p, MIN_NORMAL)  # less than that is 0 in float32
-    least = mx.where(kept, ordered, mx.inf).min(axis=-1, keepdims=True)
-    return mx.where(scores < least, -mx.inf, scores)
-
-
-def _keep_min_p(scores: mx.array, candidates: mx.array, p: float) -> mx.array:
-    """Mask scores [T, V] of tokens less than p times as likely as the most likely one."""
-    return mx.where(scores < scores.max(axis=-1, keepdims=True) + math.log(p), -mx.inf, scores)
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A filter of scores [T, V], which sets those of tokens that it drops to -inf.
-
-    `keep(scores, candidates, value)` returns them; the largest scores are among candidates [T, k], too.
-    """
-
-    keep: Callable[[mx.array, mx.array, float], mx.array]
-    off: float  # the value that drops nothing
-    least: float
-    most: float
-
-
-# Field of `Sampling` -> its filter, in the order in which they are applied, after top_k.
-FILTERS = {"top_p": Filter(_keep_top_p, 1, 0, 1), "min_p": Filter(_keep_min_p, 0, 0, 1)}
-
-
-def _with_drafted(counts: mx.array, drafted: mx.array, rows: int) -> mx.array:
-    """Return counts [T, V]: those given, [V], plus the draft tokens that each of T rows is conditioned on."""
-    K = drafted.shape[0]
-    counts = mx.broadcast_to(counts, (rows, counts.shape[0]))
-    if K == 0:
-        return counts
-    row = mx.arange(rows)[:, None]
-    within = mx.arange(K) <= row + (K - rows)  # [T, K]
-    return counts.at[row, drafted].add(within.astype(mx.float32))
-
-
-def likeliest(scores: mx.array, count: int) -> mx.array:
-    """Return the `count` tokens [T, count] of the largest scores [T, V], the largest first."""
-    best = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(scores, best, axis=-1), axis=-1)
-    return mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
 
 
 def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array | None:

@@ -50,11 +50,6 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
     return n, _residual(p, q, n, mx.concatenate([mx.array([1.0]), mass])[n])
 
 
-def recover(n: mx.array, weights: mx.array, gumbel: mx.array) -> mx.array:
-    """Draw the next token from weights [V], which need no normalising. Return int32 [2]: n and the token."""
-    return mx.stack([n, (mx.log(weights) + gumbel).argmax().astype(mx.int32)])
-
-
 def _probability(rows: mx.array, tokens: mx.array) -> mx.array:
     """Return the probability [K] of each draft token in its row."""
     return mx.take_along_axis(rows[: tokens.shape[0]], tokens[:, None], axis=-1)[:, 0]

@@ -110,11 +110,11 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return self.count if name == self.method else getattr(self.sampler, name)
 
-    def count(self, *given: Any) -> Any:
+    def count(self, *given: Any, **options: Any) -> Any:
         self.after -= 1
         if not self.after:
             raise InvalidValue("this sampler fails")
-        return getattr(self.sampler, self.method)(*given)
+        return getattr(self.sampler, self.method)(*given, **options)
 
 
 @pytest.mark.parametrize(("method", "num_draft_tokens"), [("draw", 0), ("verify", 3)])

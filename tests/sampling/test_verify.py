@@ -118,14 +118,6 @@ def test_match_of_an_empty_draft() -> None:
     assert verdict.dtype == mx.int32 and verdict.tolist() == [0, 5]
 
 
-def test_recovered_token_follows_the_weights() -> None:
-    """The drawn token changes where the noise makes up for log(3); a token of no mass is never drawn."""
-    weights = mx.array([0.1, 0.3, 0.0])
-    for surplus, token in [(1.0985, 1), (1.0987, 0)]:
-        noise = mx.array([surplus, 0.0, 50.0])
-        assert verify.recover(mx.array(2, dtype=mx.int32), weights, noise).tolist() == [2, token]
-
-
 def judged(p: mx.array, tokens: list[int], q: mx.array, uniform: float) -> tuple[int, Array]:
     """Return n and the weights of the next token, with the same uniform everywhere."""
     n, weights = verify.accept_block(p, mx.array(tokens, dtype=mx.int32), q, mx.full((len(tokens),), uniform))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_spec.apps.server.answers import RoundDone
 from mlx_spec.apps.server.engine_thread import EngineThread
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Models, load_served, need_of, next_in_queue
+from mlx_spec.apps.server.request import OutputFormat
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
 from mlx_spec.hub.catalog import PairSpec
@@ -84,6 +86,13 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     assert NEED.context == pair.info.context_length == 4096
     assert need_of(ServedModel("one", PairSpec("demo", "none"))).weights < NEED.weights
     assert memory_for_models() > 10**8
+
+
+def test_what_grammars_share_is_made_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with working(settings(ONE)) as engine:
+        wait_until(lambda: "grammars" not in {thread.name for thread in threading.enumerate()})
+        monkeypatch.setattr("llguidance.LLTokenizer", None)
+        closed(answer(engine, chat(QUESTION, model="one", format=OutputFormat("regex", "[a-f]{4}"))))
 
 
 def test_the_model_used_longest_ago_makes_room() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -50,9 +51,9 @@ def next_letters(words: Iterable[str], before: str) -> set[str]:
     return {word[len(before)] for word in words if word.startswith(before) and len(word) > len(before)}
 
 
-def tokens_of(row: mx.array) -> set[int]:
-    """Return the tokens that a row allows."""
-    return {i for i, allowed in enumerate(row.tolist()) if allowed}
+def tokens_of(row: np.ndarray | mx.array) -> set[int]:
+    """Return the tokens that a row of bits allows."""
+    return set(np.nonzero(np.unpackbits(np.array(row).view(np.uint8), bitorder="little"))[0].tolist())
 
 
 def row(matcher: Matcher, generated: Sequence[int], drafted: Sequence[int] = ()) -> set[int]:

@@ -1,0 +1,62 @@
+"""Blocks of a pass: the pending token of a sequence and its draft, a chain or a tree.
+
+These rules need neither a target nor a sampler: how long a draft may be, which rows of a block are accepted,
+what part of a tree is a chain, and the round that a verified block makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import mlx.core as mx
+
+from mlx_spec.model.tree import tree_of
+from mlx_spec.types import Decision, Draft, Round
+
+# The accepted rows of a block, that of the pending token first, and the new tokens.
+Accepted = tuple[Sequence[int], list[int]]
+
+
+def limited(decision: Decision, most: int) -> Decision:
+    """Return the decision, with drafts of at most `most` tokens."""
+    if all(choice.limit <= most for choice in decision.choices):
+        return decision
+    choices = [replace(each, limit=min(each.limit, most)) for each in decision.choices if most]
+    return replace(decision, choices=tuple(choices))
+
+
+def rows_of(drafts: Sequence[Draft], logits: mx.array) -> list[mx.array]:
+    """Return the rows of each block, [K + 1, V], of the logits [R, V] of a pass."""
+    ends = accumulate(1 + draft.tokens.size for draft in drafts)
+    return [logits[end - 1 - draft.tokens.size : end] for draft, end in zip(drafts, ends, strict=True)]
+
+
+def matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
+    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return their number, and the next."""
+    pairs = enumerate(zip(chosen, drafted, strict=False))
+    accepted = next((i for i, (wanted, token) in pairs if wanted != token), len(drafted))
+    return accepted, chosen[accepted]
+
+
+def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
+    """Return the round of a draft: its accepted rows, that of the pending token first, and its tokens."""
+    if draft.source is None:
+        return Round(tokens, 0, 0, "drained")
+    size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
+    of_draft = partial(Round, source=draft.source, drafter=draft.drafter, ahead=draft.ahead)
+    if draft.parents is None:
+        return of_draft(tokens, size, len(accepted), "draft")
+    tree = tree_of(draft.parents)
+    ranks = tuple(tree.ranks[row] for row in accepted)
+    return of_draft(tokens, tree.height, len(accepted), "draft", nodes=size, ranks=ranks)
+
+
+def chain_of(draft: Draft) -> Draft:
+    """Return a chain as it is, and the likeliest path of a tree. That is exact without probabilities."""
+    if draft.parents is None:
+        return draft
+    length = len(tree_of(draft.parents).segments[0]) - 1
+    return Draft(draft.tokens[:length], source=draft.source, drafter=draft.drafter)

@@ -1,0 +1,204 @@
+"""The tokens that a row may draw: a shortlist of the likeliest ones, or the vocabulary; and filters of them.
+
+Filters keep the first tokens in one order: the larger score first, and of equal scores the smaller id. A
+vocabulary is never sorted. Everything is lazy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.sampling import normal
+from mlx_spec.sampling.verify import MIN_NORMAL
+
+MAX_SHORTLIST = 4096  # tokens; beyond that, thresholds over the vocabulary cost about as much as sorting
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens that each of T rows may draw, and their distribution."""
+
+    scores: mx.array  # [T, C] float32: the logarithm of the distribution, up to a constant; -inf if dropped
+    weights: mx.array  # [T, C] float32: in proportion to the distribution
+    ids: mx.array | None = None  # [T, C] int32, in order; None if column i is token i
+    mass: mx.array | None = None  # [T, 1] weight of the vocabulary, if a shortlist stands for all of it
+    # [T] bool, False if a shortlist ends before the nucleus; empty if that cannot be
+    fits: list[mx.array] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, logits: mx.array, top_k: int, temperature: float, length: int) -> Candidates:
+        """Return the first `top_k` tokens of logits [T, V], or all if it is 0, at a temperature.
+
+        With a length, they are a shortlist. For a nucleus of all tokens it may be too short.
+        """
+        V = logits.shape[-1]
+        if not length:
+            scores = logits.astype(mx.float32) / temperature
+            found = cls(scores, normal.weights(scores))
+            if 0 < top_k < V:
+                return found.only(found.first(mx.ones_like(scores), mx.array(float(top_k))))
+            return found
+        ids = likeliest(logits, length)
+        scores = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32) / temperature
+        mass = None
+        if length < min(top_k or V, V):
+            mass = normal.total(normal.weights(logits.astype(mx.float32) / temperature))
+        return cls(scores, normal.weights(scores), ids, mass)
+
+    @property
+    def probs(self) -> mx.array:
+        """Return the distribution [T, C] over the columns."""
+        return self.weights / normal.total(self.weights)
+
+    def tokens(self, columns: mx.array) -> mx.array:
+        """Return the tokens [T] int32 of one column of each row."""
+        if self.ids is not None:
+            columns = mx.take_along_axis(self.ids, columns[:, None], axis=-1)[:, 0]
+        return columns.astype(mx.int32)
+
+    def over_vocabulary(self, values: mx.array, fill: float, vocab_size: int) -> mx.array:
+        """Return values [T, C] of the candidates as [T, V], with `fill` for all other tokens."""
+        if self.ids is None:
+            return values
+        rest = mx.full((values.shape[0], vocab_size), fill)
+        return mx.put_along_axis(rest, self.ids, values, axis=-1)
+
+    def beside(self, tokens: mx.array, q: mx.array) -> tuple[Candidates, mx.array, mx.array]:
+        """Return these candidates with the draft tokens [K], their columns [K], and q [K, C].
+
+        q [K, V] is the distribution that the tokens were drawn from. Only candidates are ever drawn, so that
+        the rest of q does not matter. T is K + 1.
+        """
+        if self.ids is None:
+            return self, tokens, q
+        K = tokens.shape[0]
+        drafted = mx.concatenate([tokens, mx.array([-1], dtype=mx.int32)])[:, None]  # none in the last row
+        ids = mx.concatenate([self.ids, drafted], axis=-1)
+        columns = (ids[:K] == drafted[:K]).argmax(axis=-1)  # the first one: of a candidate, its own
+        scores = mx.pad(self.scores, [(0, 0), (0, 1)], constant_values=mx.array(-math.inf))
+        weights = mx.pad(self.weights, [(0, 0), (0, 1)])
+        return (
+            replace(self, scores=scores, weights=weights, ids=ids),
+            columns,
+            mx.take_along_axis(q, ids[:K], axis=-1),
+        )
+
+    def only(self, kept: mx.array) -> Candidates:
+        """Return the candidates that are kept, bool [T, C]."""
+        return replace(self, scores=mx.where(kept, self.scores, -mx.inf), weights=self.weights * kept)
+
+    def first(self, amounts: mx.array, goal: mx.array) -> mx.array:
+        """Return the fewest first tokens whose amounts [T, C] reach the goal [T, 1], bool [T, C].
+
+        A token is kept if the amounts before it are less than the goal. Equal scores have equal amounts.
+        """
+        if self.ids is not None:
+            return mx.cumsum(amounts, axis=-1, inclusive=False) < goal
+        last = _last_score(self.scores, amounts, goal)
+        above, ties = self.scores > last, self.scores == last
+        before = normal.total(amounts * above)
+        amount = (amounts * ties).max(axis=-1, keepdims=True)
+        rank = mx.cumsum(ties.astype(mx.int32), axis=-1, inclusive=False)
+        return above | (ties & (before + amount * rank < goal))
+
+
+def shortlist_length(top_k: int, top_p: float, vocab_size: int, *, nucleus: int = 2048) -> int:
+    """Return how many candidates are listed; 0 if the vocabulary is.
+
+    Nearly all nuclei of a model that was trained have less than 2,048 tokens.
+    """
+    if 0 < top_k < vocab_size:
+        return top_k if top_k <= MAX_SHORTLIST else 0
+    return min(nucleus, vocab_size) if top_p < 1 else 0
+
+
+def likeliest(scores: mx.array, count: int) -> mx.array:
+    """Return the first `count` tokens [T, count] int32 of scores [T, V], in order.
+
+    They lie in the first `count` chunks, in the order of the chunks' maxima: each of these chunks has a token
+    that comes before all tokens of another chunk.
+    """
+    T, V = scores.shape
+    ids, values, wanted = mx.arange(V)[None], scores, math.isqrt(V // count)
+    if wanted > 3:  # else most chunks would be taken
+        size = normal.chunk_size(V, wanted)
+        chunks = normal.in_chunks(scores, size, -math.inf)
+        best = chunks.max(axis=-1)
+        taken = _first(best, mx.arange(best.shape[1])[None], count)
+        values = mx.take_along_axis(chunks, taken[..., None], axis=1).reshape(T, -1)
+        ids = (taken[..., None] * size + mx.arange(size)).reshape(T, -1)
+    return _first(values, ids, count)
+
+
+def _first(values: mx.array, ids: mx.array, count: int) -> mx.array:
+    """Return the first `count` ids [T, count] int32, in order, by their values [T, N].
+
+    A key is a value and its id in one number, so that no sort has to be stable.
+    """
+    scale = mx.array(2**32, mx.int64)
+    keys = ids.astype(mx.int64) - _rank(values).astype(mx.int64) * scale
+    if 2 * count < keys.shape[-1]:
+        keys = mx.partition(keys, count - 1, axis=-1)[:, :count]
+    return (mx.sort(keys, axis=-1)[:, :count] & (scale - 1)).astype(mx.int32)
+
+
+def _rank(values: mx.array) -> mx.array:
+    """Return integers int32 in the order of values."""
+    bits = (values.astype(mx.float32) + 0.0).view(mx.int32)  # -0.0 and 0.0 are equal
+    return mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _value(ranks: mx.array) -> mx.array:
+    """Return the float32 values of ranks."""
+    return mx.where(ranks < 0, ranks ^ 0x7FFFFFFF, ranks).view(mx.float32)
+
+
+def _last_score(scores: mx.array, amounts: mx.array, goal: mx.array) -> mx.array:
+    """Return the largest score [T, 1] down to which amounts [T, V] reach the goal; -inf if all are less.
+
+    Bisects the 32 bits of a score: 32 passes over the vocabulary, whatever the scores are.
+    """
+    high = _rank(scores.max(axis=-1, keepdims=True))
+    low = mx.full(high.shape, _rank(mx.array(-math.inf)), mx.int32)
+    for _ in range(32):
+        middle = (low | high) - ((low ^ high) >> 1)  # of two 32-bit numbers, rounded up
+        is_reached = normal.total(amounts * (scores >= _value(middle))) >= goal
+        low, high = mx.where(is_reached, middle, low), mx.where(is_reached, high, middle - 1)
+    return _value(low)
+
+
+def _top_p(candidates: Candidates, p: float) -> Candidates:
+    """Keep the fewest tokens whose probabilities reach p together."""
+    share = np.float32(p)
+    if share > p:  # a token that is not needed must not be kept because of a rounded p
+        share = np.nextafter(share, np.float32(0))
+    listed = normal.total(candidates.weights)
+    mass = listed if candidates.mass is None else candidates.mass
+    goal = mass * max(float(share), MIN_NORMAL)  # less is 0 in float32, and no token would be kept
+    fits = [] if candidates.mass is None else [(listed >= goal)[:, 0]]
+    return replace(candidates.only(candidates.first(candidates.weights, goal)), fits=fits)
+
+
+def _min_p(candidates: Candidates, p: float) -> Candidates:
+    """Keep the tokens that are at least p times as likely as the likeliest one."""
+    scores = candidates.scores
+    return candidates.only(scores >= scores.max(axis=-1, keepdims=True) + math.log(p))
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter of candidates: `keep(candidates, value)` returns those that stay."""
+
+    keep: Callable[[Candidates, float], Candidates]
+    off: float  # the value that drops nothing
+    least: float
+    most: float
+
+
+# Field of `Sampling` -> its filter, in the order in which they are applied, after top_k.
+FILTERS = {"top_p": Filter(_top_p, 1, 0, 1), "min_p": Filter(_min_p, 0, 0, 1)}

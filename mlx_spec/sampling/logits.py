@@ -1,0 +1,99 @@
+"""Penalties and grammar masks of logits, before a distribution is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.grammar import Grammar, Matcher, limits, read_tokens, row_limits
+
+
+class Penalties:
+    """Lowers the logits of tokens that occurred. It counts those of one generation."""
+
+    def __init__(
+        self, repetition: float, presence: float, frequency: float, prompt_length: int, vocab_size: int
+    ) -> None:
+        self._repetition, self._presence, self._frequency = repetition, presence, frequency
+        self._prompt_length, self._vocab_size = prompt_length, vocab_size
+        self._counted = 0  # tokens of the history that the fields below include
+        self._known: set[int] = set()
+        self._seen = mx.array([], dtype=mx.int32)  # [N], the same tokens
+        self._in_prompt = mx.zeros((vocab_size,), dtype=mx.bool_)  # tokens of the prompt
+        self._generated = mx.zeros((vocab_size,))  # how often each token was generated
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if logits stay as they are."""
+        return self._repetition == 1 and not self._presence and not self._frequency
+
+    def fresh(self) -> Penalties:
+        """Return penalties that have counted nothing."""
+        sizes = self._prompt_length, self._vocab_size
+        return Penalties(self._repetition, self._presence, self._frequency, *sizes)
+
+    def apply(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        """Return logits [T, V] less the penalties for the prompt, the output and each row's draft tokens.
+
+        Only tokens that occurred are touched.
+        """
+        T, K = logits.shape[0], drafted.shape[0]
+        self._count(history)
+        ids = mx.concatenate([self._seen, drafted])  # [N]; equal ids get equal values
+        if not ids.size:
+            return logits
+        counts = mx.broadcast_to(self._generated[ids], (T, ids.size))
+        if K:
+            within = mx.arange(K) <= mx.arange(T)[:, None] + (K - T)  # [T, K]: the row follows the token
+            counts = counts + (within[..., None] & (drafted[:, None] == ids)).sum(axis=1)
+        found = logits[:, ids]
+        if self._repetition != 1:  # arXiv:1909.05858, as in Hugging Face and vLLM
+            penalty = self._repetition
+            penalised = mx.where(found > 0, found / penalty, found * penalty)
+            found = mx.where(self._in_prompt[ids] | (counts > 0), penalised, found)
+        found = found - self._presence * (counts > 0) - self._frequency * counts
+        return mx.put_along_axis(logits, mx.broadcast_to(ids, found.shape), found, axis=-1)
+
+    def _count(self, history: Sequence[int]) -> None:
+        """Count the tokens of a history. Copy only new ones to the device."""
+        assert len(history) >= max(self._counted, self._prompt_length), "a history only grows"
+        if self._counted < self._prompt_length:
+            self._in_prompt[mx.array(list(history[: self._prompt_length]))] = True
+        if fresh := list(history[max(self._counted, self._prompt_length) :]):
+            self._generated = self._generated.at[mx.array(fresh)].add(1.0)
+        new = list(dict.fromkeys(token for token in history[self._counted :] if token not in self._known))
+        if new:
+            self._seen = mx.concatenate([self._seen, mx.array(new, dtype=mx.int32)])
+            self._known.update(new)
+        self._counted = len(history)
+
+
+class GrammarMask:
+    """The masks of one generation, whose history starts with `prompt_length` prompt tokens."""
+
+    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
+        self._grammar = grammar
+        self._prompt_length = prompt_length
+        self._matcher: Matcher | None = None
+
+    def limits(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
+        """Return limits of logits [T, V], -inf for tokens that are not allowed. Waits for the draft only.
+
+        It does not wait where the device can tell by the drafted token itself.
+        """
+        if self._matcher is None:
+            self._matcher = self._grammar.matcher(history[: self._prompt_length])
+        if logits.shape[0] == drafted.shape[0] == 1:  # after a queued token
+            found = self._matcher.after_unread(history[self._prompt_length :])
+            if found is not None:
+                token, *either = found
+                after, otherwise = (mx.array(bits.view(np.uint8)) for bits in either)
+                bits = mx.where(drafted[0] == token, after, otherwise)
+                return limits(bits[None], logits.shape[-1], logits.dtype)
+        mx.async_eval(drafted)  # apart from the logits: arrays evaluated together are ready together
+        mx.async_eval(logits)  # the device runs the target's pass while the host follows the draft
+        generated = history[self._prompt_length :]
+        allowed = self._matcher.allowed(generated, read_tokens(drafted), logits.shape[0])
+        return row_limits(allowed, logits.shape[-1], logits.dtype)
