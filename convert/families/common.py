@@ -250,7 +250,11 @@ ABSENT: dict[str, object] = {
 def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
     """Raise BadCheckpoint for a key that is set, and that neither `known` nor the lists above have."""
     for key, value in config.items():
-        if key in known or key in INERT or key.endswith(("_token_id", "_token_index")) or value is None:
+        if (
+            key in {*known, *INERT, *STORAGE_KEYS}
+            or key.endswith(("_token_id", "_token_index"))
+            or value is None
+        ):
             continue
         if value == ABSENT[key] if key in ABSENT else not value:
             continue
