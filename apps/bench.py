@@ -225,7 +225,7 @@ def speed_table(found: Sequence[Speed]) -> list[str]:
     return [
         *table([head, *map(_row, found)], right=(1, 2)),
         "",
-        "× plain: tokens/s by those of plain decoding, in the same turns",
+        "× plain: tokens/s divided by the tokens/s of plain decoding in the same turns",
         "middle half: that ratio in one half of the answers; a quarter is below, a quarter above",
         "accepted: of the draft tokens; tokens a round: of the rounds that drafted",
     ]

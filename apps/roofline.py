@@ -27,10 +27,7 @@ from mlx_spec.hub.catalog import DEMO, PairSpec
 # 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
 # 650 to 690 GB/s (mlx#3266), M1 Ultra 18 tokens/s with 17.3 GB (mlxcel).
 SUSTAINED = {"": 0.82, "Pro": 0.9, "Max": 0.95, "Ultra": 0.83, "M1 Ultra": 0.45}
-ROW_RATE, MATMUL_RATE = 0.31, 0.75  # of the peak, fitted to mlx#3839, #3852, #3863 and mlxcel's LM head
-MAX_DRAFT_TOKENS, MAX_NARROW_DRAFT = 8, 4  # kernels for more rows, and those for 6 on M1 and M2, are others
-PROBE_BYTES, PROBE_SECONDS = 2**28, 1.0  # a buffer beyond all caches; how long it is read
-PASSES, WIDTH = 8, 4096  # passes handed over at once; numbers in a row of the matrix
+MAX_DRAFT_TOKENS = 8  # more rows take other kernels
 SIZE = re.compile(r"(\d*\.?\d+) ?GB", re.IGNORECASE)
 
 
@@ -116,7 +113,8 @@ def this_chip() -> Chip | None:
 def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:
     """Return the gain over plain decoding by draft tokens from 0 (Leviathan, arXiv:2211.17192)."""
     is_narrow = target.format.group_size is not None and not chip.is_wide(target.format)
-    lengths = range(1 + (MAX_NARROW_DRAFT if is_narrow else MAX_DRAFT_TOKENS))
+    # M1 and M2 take another kernel for 6 rows.
+    lengths = range(1 + (4 if is_narrow else MAX_DRAFT_TOKENS))
     return [sum(acceptance**i for i in range(k + 1)) / round_cost(chip, target, drafter, k) for k in lengths]
 
 
@@ -137,26 +135,28 @@ def pass_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
 
 def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of the matrix multiplications of a pass."""
-    reads, rate, computed = 1.0, ROW_RATE, rows
+    # Rates are shares of the peak, fitted to mlx#3839, #3852, #3863 and mlxcel's LM head.
+    reads, rate, computed = 1.0, 0.31, rows
     if chip.is_wide(model.format):
         reads = math.ceil(rows / 5)  # rows for which qmv_wide reads the weights once
     elif model.format.group_size is not None:
         # of a pass, for each further row of qmv: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel)
         reads += 0.8 * (rows - 1)
     elif rows > 1:
-        rate, computed = MATMUL_RATE, 32  # rows of a matmul tile: fewer cost as much
+        rate, computed = 0.75, 32  # rows of a matmul tile: fewer cost as much
     shared = model.read - model.experts
     arithmetic = 2 * computed / model.format.bytes_per_weight / (rate * chip.tflops * 1e12) * shared
     experts = rows * model.experts / chip.sustained  # gather_qmv reads them row by row
     return max(reads * shared / chip.sustained, arithmetic) + experts
 
 
-def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> float:
+def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) -> float:
     """Return the GB/s with which one row is multiplied by `size` bytes of weights, as in plain decoding."""
     import mlx.core as mx
 
     settings: dict[str, Any] = {"group_size": format.group_size, "bits": format.bits, "mode": format.mode}
-    row = mx.ones((1, WIDTH), mx.bfloat16)
+    passes = 8  # handed over at once
+    row = mx.ones((1, 4096), mx.bfloat16)
     try:
         parts: Any = mx.quantize(row, **settings)
     except ValueError:  # not quantized, or without a kernel: bfloat16 instead
@@ -166,12 +166,12 @@ def measure(format: WeightFormat, *, size: int = PROBE_BYTES, seconds: float = P
     weights: list[Any] = [mx.repeat(part, rows, axis=0) for part in parts]
     while len(times) < 3 or sum(times) < seconds:  # the first also makes the weights: the median is another
         start, result = time.perf_counter(), row
-        for _ in range(PASSES):  # each waits for the one before it
+        for _ in range(passes):  # each waits for the one before it
             product = mx.quantized_matmul(result, *weights, **settings) if settings else result @ weights[0].T
             result = row * product[:, :1]
         mx.eval(result)
         times.append(time.perf_counter() - start)
-    return PASSES * rows * row_bytes / statistics.median(times) / 1e9
+    return passes * rows * row_bytes / statistics.median(times) / 1e9
 
 
 def _run(options: Options) -> int:

@@ -26,7 +26,7 @@ from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 from .bench import Question, arm, chat_questions
 
 SEEDED = Sampling(temperature=0.8, seed=11)
-K, SCRIPTED_K = 4, 7  # draft tokens
+K = 4  # draft tokens
 OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
 PATH = re.compile(r"(/[\w.@+~-]+){2,}")  # in an error: not to be shown to others
 
@@ -218,7 +218,7 @@ class _Tester:
 
     def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> SequenceParts:
         drafter = ScriptedDrafter(truth, spoil_vocab_size)
-        return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(SCRIPTED_K))
+        return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(7))
 
     def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, SequenceParts]]:
         """Yield ways to decode with drafts: the pair's own drafts, and drafts that are partly wrong."""

@@ -117,7 +117,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
 def _recording_sanitize(
     model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]
 ) -> Callable[..., Any]:
-    """Wrap `sanitize`: record all tensors, pass on those of the model's own layers."""
+    """Wrap `sanitize`: record all tensors, pass on the tensors of the model's own layers."""
     text = text_config(config)
     layers = text["num_hidden_layers"] if text.get("num_nextn_predict_layers") else sys.maxsize
 

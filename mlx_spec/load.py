@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.vision.vision import Vision
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file, to compare it: a fine-tune differs in most of them
 WITHOUT = 'drafter="none" decodes without one'
 
 
@@ -223,15 +222,16 @@ def _find_target(paths: PairSpec, ranks: Ranks | None) -> tuple[Path, Mapping[st
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
+    samples, sample_bytes = 64, 4096  # of each weight file: a fine-tune differs in most of them
     found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
     files = [folder / name for name in ("config.json", *TOKENIZERS)]
     for file in [*filter(Path.is_file, files), *read_headers(folder).files]:
         size = file.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with file.open("rb") as stream:
-            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+            for at in range(0, size, max(size // samples, sample_bytes)):
                 stream.seek(at)
-                digest.update(stream.read(SAMPLE_BYTES))
+                digest.update(stream.read(sample_bytes))
         found[file.name] = digest.hexdigest()[:12]
     return found
 

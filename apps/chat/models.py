@@ -44,7 +44,7 @@ from .arguments import Options
 
 
 def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:
-    """Return the choice of a command line, without a target that of a past conversation.
+    """Return the pair of a command line, or of a past conversation if no target is given.
 
     Without either it is the pair used last, or else the demo.
     """

@@ -23,7 +23,7 @@ from mlx_spec.errors import InvalidValue
 if TYPE_CHECKING:
     from mlx_spec.tokenizer.stream import TokenText
 
-# Parameters of SGR escape codes. Colours are those of the 256; text of the target has none.
+# Parameters of SGR escape codes. Colours are from the table of 256; text of the target has none.
 DIM = "2"
 DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
 COPIED, FORCED = "38;5;172", "38;5;170"

@@ -11,7 +11,6 @@ from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
 MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
-MESSAGE_WIDTH, MAX_MESSAGE_LINES = 60, 5  # characters and lines of a message
 DRAFTERS = {None: "auto", NONE: "off", LOOKUP: "lookup"}
 
 
@@ -205,7 +204,7 @@ def _item(
 def _wrapped(text: str | None) -> list[str]:
     """Return a message in lines; the end of a very long one is lost."""
     words = " ".join((text or "").split())
-    return textwrap.wrap(words, MESSAGE_WIDTH, max_lines=MAX_MESSAGE_LINES, placeholder="…")
+    return textwrap.wrap(words, width=60, max_lines=5, placeholder="…")
 
 
 def _shortened(text: str) -> str:

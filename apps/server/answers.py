@@ -97,7 +97,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Measurements of a request; those of several choices are added up."""
+    """Measurements of a request, summed over its choices."""
 
     statistics: Statistics
     draft_kind: str | None  # names of the drafters that drafted, joined by "+"; None if none did
@@ -140,7 +140,7 @@ class AnswerPart:
         return "".join(delta.text for delta in self.deltas if delta.kind == kind)
 
     def logprobs(self) -> list[TokenLogprob]:
-        """Return the logprobs of the answer, without those of thinking."""
+        """Return the logprobs of the answer, without thinking."""
         return [token for delta in self.deltas if delta.kind == "answer" for token in delta.logprobs]
 
 

@@ -70,7 +70,7 @@ class ToolChoiceField(Fields):
 
 
 class PromptBody(ThinkingFields):
-    """The fields that make up the prompt: those of `count_tokens`."""
+    """The fields that make up the prompt, which are all that `count_tokens` takes."""
 
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1)

@@ -85,7 +85,7 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
-    # A handler of all exceptions among those of the application would let Starlette raise them again.
+    # As a handler of the application, one of all exceptions would let Starlette raise them again.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: answer_error})
     app.add_middleware(Guards, settings=settings, bodies=bodies or Bodies())
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))

@@ -1,6 +1,6 @@
 """Ollama's native API: `/api/chat`, `/api/generate`, and what its clients ask about models.
 
-Bodies become the same requests as those of the other protocols. Streams are lines of JSON.
+Bodies become the same requests as in the other protocols. Streams are lines of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`/v1/completions`, OpenAI's text completions, and `/infill`, those of llama.cpp for its editor plugins."""
+"""`/v1/completions`, OpenAI's text completions, and `/infill`, as llama.cpp's editor plugins ask."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class InfillBody(CompletionBody):
     prompt: str | None = None  # the beginning of the middle
     response_fields: list[str] | None = None  # paths of the fields to return, such as timings/prompt_n
 
-    # Accepted without effect. The samplers are those of every request here.
+    # Accepted without effect: every request here has the same samplers.
     samplers: list[str] | None = None
     n_indent: int | None = None
     t_max_prompt_ms: int | None = None

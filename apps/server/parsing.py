@@ -264,7 +264,7 @@ class SchemaForm(Fields):
     maxLength: Count | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Raise ValueError, which is a problem of this schema as those of its fields are."""
+        """Raise ValueError, which pydantic reports like a problem of a field."""
         if self.maxItems is not None and self.minItems > self.maxItems:
             raise ValueError("minItems must not be more than maxItems")
         if self.maxLength is not None and self.minLength > self.maxLength:
@@ -315,7 +315,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
 class ConversationBuilder:
     """Collects the turns of a conversation, as chat templates take them.
 
-    Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, those of the model
+    Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, texts of the model
     stay as they were generated. Results of tools stay apart. A call whose arguments are not a JSON object is
     text: a client that read a stream to its limit has such a call and sends it back.
     """

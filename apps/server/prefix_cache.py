@@ -368,7 +368,7 @@ class PrefixFiles:
             raise ValueError("its content was changed")
         arrays, content = self._open(name)
         if _slots(arrays) != self._slots:
-            raise ValueError("its arrays are not those of this model")
+            raise ValueError("its arrays belong to another model")
         sequence.restore(content["tokens"], CacheState(arrays, content["numbers"]))
         del arrays
         kept = sequence.rewind_to_prefix(prompt)

@@ -90,7 +90,7 @@ def _grammar(
 ) -> Grammar | None:
     """Return the grammar of what the request asks for, combined with what its tools need.
 
-    None if all is free, or if the grammar is that of calls, only wanted, and does not compile.
+    None if all is free, or if a grammar of calls was only wanted and does not compile.
     """
     format = request.format
     if use is not None and dialect is not None:

@@ -36,9 +36,10 @@ class ToolUse:
 class Chat:
     """A conversation to answer.
 
-    `messages` are those of a chat template: dicts with "role" (system, user, assistant or tool), "content" (a
-    string, or None beside tool calls), and optionally "reasoning_content", "name", "tool_call_id" and
-    "tool_calls", whose "arguments" are parsed JSON (an object). `places` are their fields in the body.
+    `messages` are as a chat template takes them: dicts with "role" (system, user, assistant or tool),
+    "content" (a string, or None beside tool calls), and optionally "reasoning_content", "name",
+    "tool_call_id" and "tool_calls", whose "arguments" are parsed JSON (an object). `places` are their fields
+    in the body.
     """
 
     messages: tuple[Mapping[str, Any], ...]

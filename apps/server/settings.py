@@ -126,7 +126,7 @@ def origin_names(origin: str) -> set[str]:
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Return True if name and port of a page's origin are those of the request that it sends."""
+    """Return True if a page's origin has the name and port that its request is sent to."""
     scheme = urlsplit(origin).scheme if normal_origin(origin) else ""
     return scheme in DEFAULT_PORTS and _name_and_port(origin) == _name_and_port(f"{scheme}://{host}")
 
@@ -185,7 +185,7 @@ class Options(LoadOptions):
         network_option(
             value="ORIGIN",
             help="web pages that may use the server, such as http://localhost:3000",
-            default="its own, and those of installed applications",
+            default="its own pages, and installed applications",
         ),
     ] = None
     allow_extra_parameters: Annotated[

@@ -24,7 +24,7 @@ class ThinkingField(Fields):
 
 
 class ThinkingFields(Fields):
-    """The fields beside those of each protocol, which have the same meaning."""
+    """The fields that mean the same in every protocol."""
 
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`

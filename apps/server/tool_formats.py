@@ -263,7 +263,7 @@ def _before(text: str, mark: str) -> str:
 
 
 def _syntaxes() -> list[Syntax]:
-    """All syntaxes; those of mlx-lm last, because some of its parsers read a call in nearly any text."""
+    """Return all syntaxes, mlx-lm's last: some of its parsers read a call in nearly any text."""
     seed = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read_coder, "\n")
     found = [*SYNTAXES, seed, *JSON_SYNTAXES]
     # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other

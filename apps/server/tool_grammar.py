@@ -36,7 +36,7 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
-MAX_SCHEMAS = 5000  # different ones within those of all tools which are enforced; each is a rule
+MAX_SCHEMAS = 5000  # different parts of the schemas of all tools; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 GEMMA_QUOTE = '<|"|>'
 CODER_CLOSE = "</parameter>"

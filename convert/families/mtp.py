@@ -272,7 +272,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     name = _nextn_of(config, tensors.keys())
     if name is None:
         raise BadCheckpoint(
-            f"the MTP head of a {config.get('model_type')} is not known: those of Qwen, DeepSeek and GLM are"
+            f"the MTP head of a {config.get('model_type')} is not known, only Qwen, DeepSeek and GLM"
         )
     title, origin, _ = NEXTN[name]
     return _convert_nextn(name, title, origin, tensors, config, target)

@@ -57,9 +57,8 @@ from .answers import AnswerPlan, TrainingPrompt, encode, own_prompts, recording
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
-SETTINGS, REPORT = "run.json", "training.json"
 LAYERS = 2  # of a new drafter: they cost a few percent of a small target, and a third one gains little
-TESTS, TEST_TOKENS = 32, 96  # held-out prompts for the real engine, at least, and tokens of each answer
+TEST_TOKENS = 96  # of each answer in the test with the real engine
 
 
 def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
     network, config = _network(pair, options)
     work.mkdir(parents=True, exist_ok=True)
     with locked(work):
-        _check_settings(work / SETTINGS, _settings(options))
+        _check_settings(work / "run.json", _settings(options))
         check_space(out.name, _announce(pair, plan, options), work, "give another OUT")
         _record(pair, plan, options, progress)
         files = plan.answers(held_out=False), plan.answers(held_out=True)
@@ -292,7 +291,8 @@ def _test(
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"])
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
-    prompts, limit = of_all_kinds(plan.tests(pair), TESTS), min(TEST_TOKENS, plan.max_tokens)
+    # At least 32 held-out prompts for the real engine.
+    prompts, limit = of_all_kinds(plan.tests(pair), 32), min(TEST_TOKENS, plan.max_tokens)
     results = {}
     temperatures = 0.0, 0.8  # at which acceptance is measured
     for temperature in temperatures:
@@ -348,4 +348,4 @@ def _write(
     }
     write_safetensors(folder / "model.safetensors", tensors)
     write_json(folder / "config.json", config)
-    write_json(folder / REPORT, report)
+    write_json(folder / "training.json", report)

@@ -25,7 +25,7 @@ from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO, PairSpec
 from mlx_spec.hub.names import resolve
 
-ERROR, BAD_OPTION, INTERRUPTED = 1, 2, 130  # 130 is 128 + SIGINT
+ERROR, INTERRUPTED = 1, 130  # 2 is a bad option, 130 is 128 + SIGINT
 STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
@@ -221,7 +221,7 @@ def refuse(name: str, problem: str) -> NoReturn:
     """Exit with status 2 and one line on stderr: the problem, and where help is."""
     text = " ".join(problem.split()).removesuffix(".")
     tell(f"{text[:1].lower()}{text[1:]} (see {name} --help)")
-    raise SystemExit(BAD_OPTION)
+    raise SystemExit(2)
 
 
 def expanded(value: Path | None) -> Path | None:

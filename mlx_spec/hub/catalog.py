@@ -98,6 +98,6 @@ def find_alias(name: str) -> PairSpec | None:
 
 
 def suggested_drafter(repository: str) -> str | None:
-    """Return the drafter made for a target repository, or that of its short name, or None."""
+    """Return the drafter made for a target repository, else the one of its short name, or None."""
     pairs = (pair for pair in aliases().values() if pair.target.lower() == repository.lower())
     return made_for(repository) or next((pair.drafter for pair in pairs), None)

@@ -189,8 +189,8 @@ def law_drafter(source: DrafterSource) -> Drafter:
 def conditional_excess(drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler]) -> float:
     """Return the excess of the tokens at each place, each against its distribution after those before it.
 
-    21 degrees of freedom at most in place of the joint distribution's 40 show the weakest of the lies in the
-    tests, 1.29 times the quantile after 300 generations, at 1.6 times it after 120.
+    With 21 degrees of freedom at most, 120 generations show the weakest of the lies in the tests, of DFlash,
+    at 1.3 times the quantile. The joint distribution, with 40, takes 300 generations for that.
     """
     p = exact(law_target(), sampling)
     found = np.array(texts(drafter, sampler, LAW, law_target()))
