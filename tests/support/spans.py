@@ -19,7 +19,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt, Sight
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.vision.pictures import read_picture
-from mlx_spec.vision.vision import Vision, read_vision
+from mlx_spec.vision.vision import Picture, Vision, read_vision
 from support.checkpoints import read
 from support.drafting import GOLDEN
 
@@ -47,11 +47,16 @@ def file(name: str) -> bytes:
     return (ROOT / f"{name}.png").read_bytes()
 
 
+@cache
+def picture(variant: str, name: str) -> Picture:
+    return vision_of(variant).prepare(read_picture(file(name)))
+
+
 def golden(variant: str, case: str) -> Golden:
     found, arrays = facts(variant)
     name, turn = case.split(".")
     told, vision = found[name][int(turn)], vision_of(variant)
-    pictures = [vision.prepare(read_picture(file(each))) for each in told["pictures"]]
+    pictures = [picture(variant, each) for each in told["pictures"]]
     return Golden(vision.prompt(told["ids"], pictures), told["greedy"], arrays[f"logits.{case}"])
 
 
