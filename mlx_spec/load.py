@@ -325,13 +325,15 @@ def _policies(
     from mlx_spec.device import device_name
     from mlx_spec.policy import FixedPolicy, Key, saved_costs
     from mlx_spec.policy.batch import BatchPolicies
+    from mlx_spec.policy.ratios import Ratios
     from mlx_spec.types import Reason
 
     if not offered or spec.num_draft_tokens == 0:
         return FixedPolicy(0, Reason.DISABLED)
     if spec.num_draft_tokens is not None:
         first = offered[0]
-        return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=first.own_costs is not None)
+        ahead = first.own_costs is not None
+        return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=ahead, ratios=Ratios())
     folders = {name: source.folder for source in offered for name in source.names}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
     key = Key(device_name(), fingerprint(target), prints, quantization, spec.kv_bits, version("mlx"))

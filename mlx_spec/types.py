@@ -176,7 +176,7 @@ class Decision:
     choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
     plain_seconds: float | None = None  # time of one plain token here; None if not known
-    cost: Callable[[int, int], Cost] | None = None  # of a round, by its drafter and draft tokens
+    cost: Callable[[int, int], Cost | None] | None = None  # of a round, by its drafter and draft tokens
 
     def cost_of(self, longest: Round) -> Cost | None:
         """Return what a pass with this longest draft takes: one plain token if nothing was drafted."""

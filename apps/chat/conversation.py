@@ -12,6 +12,7 @@ from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.ratios import Ratios
 from mlx_spec.session import Piece
 from mlx_spec.types import Reason
 
@@ -124,9 +125,8 @@ class Conversation:
             return False
         if choice.num_draft_tokens is not None:
             length = choice.num_draft_tokens if self.pair.drafter_names else 0
-            self.pair.policies = FixedPolicy(
-                length, Reason.FIXED if length else Reason.DISABLED, self.pair.fixed_names
-            )
+            reason = Reason.FIXED if length else Reason.DISABLED
+            self.pair.policies = FixedPolicy(length, reason, self.pair.fixed_names, ratios=Ratios())
         elif isinstance(self._own, AdaptivePolicies):
             self.pair.policies = self._own
         else:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -142,14 +142,16 @@ class AdaptivePolicy:
             self._choices = ()
             return Decision((), Reason.LEARNING if self._proposals else Reason.NO_DRAFTER)
         self._choices, reason = self._choose(history, self._costs)
+        if self._choices and self._shared.ratios.wants_plain():
+            self._choices = ()
         return Decision(self._choices, reason, self._costs.plain, self._cost)
 
-    def _cost(self, index: int, rows: int) -> Cost:
+    def _cost(self, index: int, rows: int) -> Cost | None:
         """Return what a round with a draft of this drafter takes."""
         assert self._costs is not None
         rows = min(rows, MAX_DRAFT_TOKENS)
         measured = self._costs.measured(index, rows) / self._costs.table.plain
-        return self._shared.ratios.cost((index, rows), measured)
+        return self._shared.ratios.cost(index, rows, measured)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[Choice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
@@ -271,15 +273,17 @@ class AdaptivePolicy:
             )
         self._shared.account.enter(1, steps)
         self._steps += steps
+        timed = self._queued and (
+            round.kind == "plain" or not self._waiting
+        )  # else a draft was made beside it
         if self._choices:
             self._waiting = round.kind == "plain" or not self._queued
         self._idle = True
         for proposal in self._proposals:
             proposal.belief.shared.since += 1
-        timed = self._queued and round.kind == "plain"
         if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
             costs.observe_plain(now - self._done)
-            self._shared.ratios.observe_plain(1, now - self._done)
+            self._shared.ratios.observe_plain(1, now - self._done, costs.table.plain)
 
 
 class AdaptivePolicies:
@@ -368,7 +372,8 @@ class FixedPolicy:
     """Draft always the same number of tokens, with the first drafter that has any.
 
     `names` are of the drafters; those of a request come first, with the same limit. With 0 tokens nothing is
-    drafted at all. With `ahead`, every draft that is verified is also drafted ahead of.
+    drafted at all. With `ahead`, every draft that is verified is also drafted ahead of. With `ratios` a plain
+    token is timed now and then, so that the gain is known.
     """
 
     def __init__(
@@ -377,6 +382,8 @@ class FixedPolicy:
         reason: Reason = Reason.FIXED,
         names: Sequence[str] = ("drafter",),
         ahead: bool = False,
+        ratios: Ratios | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
         is_integer = isinstance(num_draft_tokens, (int, np.integer))
         if not is_integer or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
@@ -385,24 +392,45 @@ class FixedPolicy:
                 "0 is plain decoding"
             )
         self._length, self._names, self._reason, self._ahead = num_draft_tokens, names, reason, ahead
+        self._ratios, self._clock = ratios, clock
+        self._decided = self._done = 0.0  # times of the last decision and of the end of the last round
         self.begin()
 
-    def policy(self, clock: object = None, gains: object = None, available: object = None) -> FixedPolicy:
+    def policy(
+        self, clock: Clock = time.perf_counter, gains: object = None, available: object = None
+    ) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
-        return FixedPolicy(self._length, self._reason, self._names, self._ahead)
+        return FixedPolicy(self._length, self._reason, self._names, self._ahead, self._ratios, clock)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
         choices = [Choice(index, self._length, name, self._ahead) for index, name in names if self._length]
         own = len(self._names)
         choices = [*choices[own:], *choices[:own]]
-        self._decision = Decision(tuple(choices), self._reason)
+        cost = None if self._ratios is None else self._cost
+        self._decision = Decision(tuple(choices), self._reason, cost=cost)
+        self._queued = self._is_alone = False  # the next token is queued; no other sequence shares the pass
 
     def decide(self, history: Sequence[int]) -> Decision:
+        self._decided = self._clock()
+        if self._is_alone and self._ratios is not None and self._ratios.wants_plain():
+            return replace(self._decision, choices=())
         return self._decision
 
+    def _cost(self, drafter: int, rows: int) -> Cost | None:
+        assert self._ratios is not None
+        return self._ratios.cost(drafter, rows, None)
+
     def observe(self, round: Round) -> None:
-        """Learn nothing."""
+        """Learn what a round takes next to a plain token; how much is drafted does not change."""
+        now, self._is_alone = self._clock(), round.batch_size == 1
+        if self._ratios is not None and self._is_alone:
+            if round.kind == "draft":
+                seconds = max(now - self._decided, TICK)
+                self._ratios.observe_draft(1, (round.drafter, round.nodes or round.drafted), seconds)
+            elif self._queued and self._decided - self._done < now - self._decided:  # it was waited for
+                self._ratios.observe_plain(1, max(now - self._done, TICK))
+        self._queued, self._done = round.kind == "plain", now
 
 
 def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int) -> bool:

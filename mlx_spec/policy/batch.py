@@ -233,10 +233,10 @@ class BatchPolicy:
             for policy, each in zip(adaptive, choices, strict=True)
         ]
 
-    def _cost(self, seconds: Floats, count: int, _: int, longest: int) -> Cost:
+    def _cost(self, seconds: Floats, count: int, _: int, longest: int) -> Cost | None:
         """Return what a pass of `count` sequences takes, in plain ones of them."""
         measured = float(seconds[longest] / seconds[0])
-        return self._shared.ratios.cost((count, "sequences", longest), measured)
+        return self._shared.ratios.cost((count, "sequences"), longest, measured)
 
     def _depths(
         self,
@@ -292,7 +292,7 @@ class BatchPolicy:
             drafting = float(self._drafting(plan.costs, drafters)[longest])
             self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)
-            shape, expected = (count, "sequences", longest), plan.seconds[longest]
+            shape, expected = ((count, "sequences"), longest), plan.seconds[longest]
             self._shared.ratios.observe_draft(count, shape, seconds, float(expected))
             return min(seconds / plan.plain, longest + 1 + drafting / plan.plain)
         if queued and self._queued == count and plan.began - self._done < plan.plain / 2:

@@ -3,7 +3,8 @@
 Seconds follow the load of the machine. The ratio of two rounds that follow each other does not: load is as
 likely to rise between them as to fall. So a draft is compared with the plain token beside it, and the median
 of such ratios is known as well as they agree. Where none are, measured costs hold while rounds take the
-seconds that these costs say.
+seconds that these costs say. A pair that drafts in every round has no plain token to compare with: where its
+costs are not known, one is decoded now and then.
 """
 
 from __future__ import annotations
@@ -15,50 +16,89 @@ from statistics import median
 
 from mlx_spec.types import Cost
 
-FEWEST = 6  # ratios of which a median says anything
-MOST = 256  # ratios that are remembered: medians follow the length of the context
-RECENT = 8  # rounds that say whether the machine is as fast as when costs were measured
 KNOWN = 0.06  # log seconds: error of measured costs on a machine that is as fast as then
-UNKNOWN = 1.0  # the same on another one
+
+
+Shape = tuple[Hashable, int]  # of rounds that cost the same: a drafter and its rows
 
 
 class Ratios:
     """The costs of rounds by their shape. Shared by the sequences of a pair."""
 
-    def __init__(self) -> None:
-        self._ratios: dict[Hashable, deque[float]] = {}  # log, by shape
-        self._late: deque[float] = deque(maxlen=RECENT)  # log seconds beyond the measured costs
-        self._found: dict[Hashable, Cost] = {}  # by shape
+    def __init__(self, recent: int = 8) -> None:
+        self._ratios: dict[Shape, deque[float]] = {}  # log, by shape
+        # Log seconds of the last rounds beyond the measured costs: is the machine as fast as then?
+        self._late: deque[float] = deque(maxlen=recent)
+        self._found: dict[Shape, Cost] = {}  # by shape
+        self._plain_late = 0.0  # the same of the last plain token
+        self._guesses: dict[Shape, float] = {}  # measured costs in plain tokens, or 1
         self._plain: tuple[int, float] | None = None  # the last round, if plain: sequences, log seconds
-        self._draft: tuple[int, Hashable, float] | None = None  # the last one that drafted: its shape, too
+        self._draft: tuple[int, Shape, float] | None = None  # the last one that drafted: its shape, too
+        self._timed, self._since = 0, 0  # plain tokens that were timed; rounds that drafted since
 
-    def observe_plain(self, count: int, seconds: float) -> None:
-        """Learn from a plain token of `count` sequences that was queued while another ran."""
-        now = math.log(seconds)
+    def observe_plain(self, count: int, seconds: float, expected: float | None = None) -> None:
+        """Learn from a plain token of `count` sequences that was queued while another ran.
+
+        Measured costs say the `expected` seconds.
+        """
+        now, self._timed, self._since = math.log(seconds), self._timed + 1, 0
         if self._draft is not None and self._draft[0] == count:
             self._learn(self._draft[1], self._draft[2] - now)
         self._plain, self._draft = (count, now), None
+        if expected is not None:
+            self._plain_late = now - math.log(expected)
 
-    def observe_draft(self, count: int, shape: Hashable, seconds: float, expected: float) -> None:
+    def observe_draft(self, count: int, shape: Shape, seconds: float, expected: float | None = None) -> None:
         """Learn from a round of `count` sequences that drafted; measured costs say the `expected` seconds."""
-        now = math.log(seconds)
-        self._late.append(now - math.log(expected))
+        now, self._since = math.log(seconds), self._since + 1
+        if expected is not None:
+            self._late.append(now - math.log(expected))
         if self._plain is not None and self._plain[0] == count:
             self._learn(shape, now - self._plain[1])
         self._plain, self._draft = None, (count, shape, now)
 
-    def cost(self, shape: Hashable, measured: float) -> Cost:
-        """Return what a round takes; `measured` is a guess, in plain tokens."""
-        late = self._late
-        as_then = len(late) >= RECENT / 2 and max(abs(median(late)), _deviation(late)) <= KNOWN
-        guess = Cost(shape, measured, KNOWN if as_then else UNKNOWN)
-        found = self._found.get(shape, guess)
-        return found if found.error <= guess.error else guess
+    def wants_plain(self) -> bool:
+        """Return True if a plain token should follow the last round, because it is not known what that took.
 
-    def _learn(self, shape: Hashable, ratio: float) -> None:
-        known = self._ratios.setdefault(shape, deque(maxlen=MOST))
+        It delays an answer by a token's time at most. At first there may be one in 8 rounds, later one in 64,
+        which costs less than 1 %.
+        """
+        if self._draft is None or self._draft[0] != 1:
+            return False
+        found = self._found.get(self._draft[1])
+        is_known = self._as_measured or (found is not None and found.error <= KNOWN)
+        return self._since >= (8 if self._timed < 32 and not is_known else 64 if self._timed else 16)
+
+    def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
+        """Return what a round with this many draft tokens takes; `measured` is a guess, in plain tokens.
+
+        A round of another size says something, too. None if nothing is known.
+        """
+        shape = drafter, rows
+        costs = [] if measured is None else [Cost(shape, measured, KNOWN if self._as_measured else 1.0)]
+        if shape in self._found:
+            costs.append(self._found[shape])
+        self._guesses[shape] = measured or 1.0
+        if others := [other for other in self._found if other[0] == drafter]:
+            near = min(others, key=lambda other: abs(other[1] - rows))
+            factor, error = self._guesses[shape] / self._guesses.get(near, 1.0), 0.1 * abs(near[1] - rows)
+            costs.append(
+                Cost(shape, self._found[near].plain_tokens * factor, self._found[near].error + error)
+            )
+        return min(costs, key=lambda cost: cost.error, default=None)
+
+    @property
+    def _as_measured(self) -> bool:
+        """Return True if rounds take the seconds that measured costs say, and so did the last plain token."""
+        late = self._late
+        is_enough = len(late) >= (late.maxlen or 0) / 2 and abs(self._plain_late) <= 2 * KNOWN
+        return is_enough and max(abs(median(late)), _deviation(late)) <= KNOWN
+
+    def _learn(self, shape: Shape, ratio: float) -> None:
+        # As many are remembered as let medians follow the length of the context.
+        known = self._ratios.setdefault(shape, deque(maxlen=256))
         known.append(ratio)
-        if len(known) >= FEWEST:
+        if len(known) >= 6:  # of fewer a median says nothing
             # A median errs 1.25 times as much as a mean. Neighbours share a plain token, hence a bit more.
             error = 1.6 * _deviation(known) / math.sqrt(len(known))
             self._found[shape] = Cost(shape, max(math.exp(median(known)), 1.0), max(error, KNOWN / 2))

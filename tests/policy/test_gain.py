@@ -5,7 +5,8 @@ import random
 import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
 
-from mlx_spec.policy import AdaptivePolicies
+from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.ratios import Ratios
 from mlx_spec.session import Statistics
 
 ANSWERS, TOKENS = 8, 120
@@ -35,13 +36,15 @@ def true_cost(round, curve):
     return curve.rows(1 + round.drafted) + drafting + curve.host
 
 
-def session(curve, text, rounds, believed=None, seed=0):
-    """Yield the shown gain of each answer of a conversation, and the true one."""
+def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS):
+    """Yield the statistics of each answer of a conversation, and its true gain."""
     names = ("lookup", "mtp") if text == "lookup+mtp" else ("mtp",)
     device, policies = Loaded(CURVES[curve], rounds, seed), AdaptivePolicies(names, copying=["lookup"])
     policies.use(CURVES[believed or curve].table([0.0 if name == "lookup" else 1.0 for name in names]))
+    if fixed is not None:
+        policies = FixedPolicy(fixed, names=names, ratios=Ratios())
     policy = policies.policy(device.clock)
-    for index in range(ANSWERS):
+    for index in range(answers):
         answer, cost = Statistics(), 0.0
         for round in decode(policy, device, make_text(text, TOKENS, [seed, index]), TOKENS).rounds:
             answer = answer.plus(round, 0.0)
@@ -68,3 +71,18 @@ def test_an_answer_without_drafts_is_as_fast_as_plain(rounds):
     assert not any(answer.drafted for answer in answers[1:])
     for answer in answers[1:]:
         assert answer.gain == 1 and answer.gain_words == "as fast as plain"
+
+
+@pytest.mark.parametrize("curve, fixed", [("M5 Max", None), ("M5 Max", 3), ("flat", 3)])
+@pytest.mark.parametrize("rounds", [5, 40])
+def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed, rounds):
+    """It had no plain token to compare its rounds with."""
+    found = list(session(curve, "code", rounds, seed=1, fixed=fixed, answers=24))
+    shown = [answer.gain / true for answer, true in found if answer.gain is not None]
+    assert len(shown) >= 20 and 1 / 1.15 < min(shown) and max(shown) < 1.15
+
+
+def test_plain_tokens_that_are_timed_are_few():
+    later = [answer for answer, _ in session("M5 Max", "code", 5, seed=1, fixed=3, answers=24)][12:]
+    plain = sum(answer.generated_tokens - answer.speculative_tokens for answer in later)
+    assert 0 < plain < 0.03 * sum(answer.generated_tokens for answer in later)
