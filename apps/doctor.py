@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from mlx_spec import __version__, hub, load
 from mlx_spec.checkpoint.files import human_bytes
-from mlx_spec.cli.command import ERROR, Json, PairOptions, flag, program, show, tell
+from mlx_spec.cli.command import ERROR, Json, PairOptions, flag, program, show, show_folded, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.device.blas import blas_hint, gflops, use_blas
 from mlx_spec.errors import SpecError
@@ -76,7 +76,7 @@ def _run(options: Options) -> int:
     for check in all_checks():
         checks.append(check)
         if not options.json:
-            show(f"{check.state:<6} {check.name:<10} {check.text}")
+            show_folded(f"{check.state:<6} {check.name:<10}  {check.text}")
     problem, found, lines = None, None, list[str]()
     if any(check.name == "backend" and check.state == "wrong" for check in checks):
         problem = "without MLX nothing can be tested"

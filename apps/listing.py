@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from mlx_spec import hub
-from mlx_spec.checkpoint.files import human_bytes, read_optional
-from mlx_spec.checkpoint.weights import MemoryNeed, decode_sizes
+from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.weights import MemoryNeed, decode_sizes, total_need
 from mlx_spec.cli.command import table
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import DEMO, SMOLLM2, PairSpec
+from mlx_spec.hub.catalog import SMOLLM2, PairSpec
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel, partners
 from mlx_spec.load import folders
@@ -31,7 +30,7 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
         cells = (
             mark + model.name,
             human_bytes(model.size),
-            fit(model.found.memory) if model.found else "",
+            _fit(model, models),
             _drafter(model, models),
         )
         rows.append((*cells, "" if gain is None else f"{gain:.2f} x"))
@@ -39,6 +38,17 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
         rows = [row[:-1] for row in rows]  # type: ignore[misc]  # nothing is known of this chip
     problems = [f"{model.name}: {model.problem}" for model in models if model.problem]
     return [*table(rows, right=(1,)), *problems]
+
+
+def _fit(model: LocalModel, models: Sequence[LocalModel]) -> str:
+    """Return whether a model fits, with the drafter that is here for it."""
+    if model.found is None:
+        return ""
+    needs, found = [model.found.memory], model.found
+    if isinstance(found, CheckpointInfo) and not found.kind:
+        here = set(partners(model, models)[:1])
+        needs += [other.found.memory for other in models if other.name in here and other.found]
+    return fit(total_need(needs))
 
 
 def fit(need: MemoryNeed) -> str:
@@ -55,22 +65,10 @@ def expected_gain(name: str, chip: roofline.Chip) -> float | None:
     """Return the multiple of plain decoding that a pair should reach; None if its acceptance is not known."""
     with suppress(SpecError, OSError, LookupError, ValueError):
         target, drafter = ((path and hub.on_disk(path)) for path in folders(PairSpec(name)))
-        if target and drafter and (rate := _acceptance(name, drafter)) is not None:
+        if target and drafter and (rate := roofline.pair_acceptance(name, drafter)) is not None:
             sizes = decode_sizes(target, 1024), decode_sizes(drafter, 1024)
             return max(roofline.gains(chip, *sizes, rate))
     return None
-
-
-def _acceptance(name: str, drafter: Path) -> float | None:
-    """Return the accepted share of draft tokens that training measured on held-out answers."""
-    if name == DEMO:
-        return roofline.Options.acceptance
-    trained = read_optional(drafter / "training.json")
-    if not trained:
-        return None
-    count, length = trained["draft_tokens"], trained["tokens_a_round"]["0"]["all"]
-    rates = (i / 1000 for i in range(1000))
-    return min(rates, key=lambda rate: abs(sum(rate**i for i in range(count + 1)) - length))
 
 
 def _drafter(model: LocalModel, models: Sequence[LocalModel]) -> str:

@@ -19,7 +19,7 @@ from typer import Argument
 from mlx_spec import hub
 from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
-from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show
+from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
@@ -187,7 +187,10 @@ def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
 def _inspect(options: Inspect) -> int:
     """Show a checkpoint. Return the exit status: 1 for one that cannot be loaded."""
     found = inspect(options.name)
-    show(*([json.dumps(as_json(found), indent=2)] if options.json else description(found)))
+    if options.json:
+        show(json.dumps(as_json(found), indent=2))
+    else:
+        show_folded(*description(found))
     return ERROR if found.problem else 0
 
 

@@ -14,9 +14,11 @@ import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_spec import hub
+from mlx_spec.checkpoint.files import read_optional
 from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 from mlx_spec.cli.command import BadOptions, Json, PairOptions, option, program, show, table, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
@@ -87,7 +89,16 @@ class Options(PairOptions):
     """
 
     chip: Annotated[list[str] | None, option(value="NAME", help="only this chip; may be repeated")] = None
-    acceptance: Annotated[float, option(value="A", help="of draft tokens, 0 to 1", min=0, max=1)] = 0.8
+    acceptance: Annotated[
+        float | None,
+        option(
+            value="A",
+            help="of draft tokens, 0 to 1",
+            min=0,
+            max=1,
+            default="what training measured of this drafter, else 0.8",
+        ),
+    ] = None
     context: Annotated[int, option(value="N", help="tokens of context", min=0)] = 1024
     json: Json = False
 
@@ -108,6 +119,18 @@ def this_chip() -> Chip | None:
     except ImportError:
         return None
     return next((chip for chip in CHIPS if _key(chip.name) == _key(name)), None)
+
+
+def pair_acceptance(name: str, drafter: Path | None) -> float | None:
+    """Return the accepted share of draft tokens that was measured on held-out answers; None if none was."""
+    if name == DEMO:
+        return 0.8
+    trained = None if drafter is None else read_optional(drafter / "training.json")
+    if not trained:
+        return None
+    count, length = trained["draft_tokens"], trained["tokens_a_round"]["0"]["all"]
+    rates = (i / 1000 for i in range(1000))
+    return min(rates, key=lambda rate: abs(sum(rate**i for i in range(count + 1)) - length))
 
 
 def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:
@@ -186,11 +209,17 @@ def _run(options: Options) -> int:
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
     drafter = _sizes(drafter_path, options.context, WeightFormat(16)) if drafter_path else None
     wanted = {_key(name) for name in options.chip or NAMES}
-    predicted = [_predict(c, target, drafter, options.acceptance) for c in CHIPS if _key(c.name) in wanted]
+    rate, how = options.acceptance, ""
+    if rate is None:
+        here = hub.on_disk(drafter_path) if drafter_path and not SIZE.fullmatch(drafter_path) else None
+        measured_rate = pair_acceptance(name, here)
+        rate = 0.8 if measured_rate is None else measured_rate
+        how = ", assumed: --acceptance sets it" if measured_rate is None else ", as measured of this drafter"
+    predicted = [_predict(c, target, drafter, rate) for c in CHIPS if _key(c.name) in wanted]
     report: dict[str, Any] = {
         "target": {"name": name, **asdict(target)},
         "drafter": drafter and {"name": drafter_path, **asdict(drafter)},
-        "acceptance": options.acceptance,
+        "acceptance": rate,
         "context": options.context,
         "predicted": predicted,
         "measured": None if options.chip else _measure(target.format),
@@ -202,8 +231,9 @@ def _run(options: Options) -> int:
     head += [*(f"k={k}" for k in range(1, MAX_DRAFT_TOKENS + 1)), "best tokens/s"]
     show(
         f"{name}, drafts by {drafter_path if drafter else 'lookup, which costs nothing'}",
-        f"acceptance {options.acceptance:g} at every position, context {options.context} tokens",
-        "predicted from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens",
+        f"acceptance {rate:g} at every position{how}; context {options.context} tokens",
+        "predicted from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens;",
+        "ceiling: plain tokens/s if all time were reading weights",
         "",
         *table([head, *map(_row, predicted)], right=range(1, len(head))),
     )
@@ -247,7 +277,9 @@ def _predict(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, rate:
 
 def _row(found: dict[str, Any]) -> list[str]:
     chip, gains = found["chip"], [f"{gain:.2f}" for gain in found["gains"][1:]]
-    cells = [f"{chip['name']} ({chip['gpu_cores']})", f"{chip['bandwidth']:.0f}"]
+    own = this_chip()
+    mark = " < this Mac" if own is not None and own.name == chip["name"] else ""
+    cells = [f"{chip['name']} ({chip['gpu_cores']}){mark}", f"{chip['bandwidth']:.0f}"]
     cells += [f"{found['ceiling']:.1f}", f"{found['plain']:.1f}", *gains]
     cells += [""] * (MAX_DRAFT_TOKENS - len(gains))
     return [*cells, f"k={found['num_draft_tokens']} {found['tokens_per_second']:.1f}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +47,14 @@ def run_conversion(options: ConversionOptions) -> int:
 
     with long_run(options.out, "interrupted, nothing was written") as progress:
         manifest = convert(options, progress)
-    print("\n".join(_report(manifest, options.out)))
+    print(
+        "\n".join(
+            [
+                *_report(manifest, options.out),
+                f"use it with: {shlex.join(['mlx-spec', 'chat', str(options.out)])}",
+            ]
+        )
+    )
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -266,7 +267,8 @@ class Commands:
             try:
                 if note:
                     self._terminal.note(note)
-                self._conversation.switch(choice)
+                with self._terminal.working("loading") if note else nullcontext():
+                    self._conversation.switch(choice)
             except KeyboardInterrupt:
                 if self._conversation.choice == choice:
                     raise
@@ -279,8 +281,8 @@ class Commands:
         if choice.num_draft_tokens == 0 or not names:
             return "drafts: off, plain decoding"
         if choice.num_draft_tokens is None:
-            return f"drafts: by {' and '.join(names)}, as many tokens as pay"
-        return f"drafts: by {names[0]}, {choice.num_draft_tokens} tokens a round"
+            return f"drafts: by {' and '.join(map(_who, names))}, as many tokens as pay"
+        return f"drafts: by {_who(names[0])}, {choice.num_draft_tokens} tokens a round"
 
     def _turns(self) -> str:
         return saved.turns(self._conversation.turns)
@@ -291,6 +293,11 @@ class Commands:
         except (EOFError, KeyboardInterrupt):
             self._terminal.note("")
             return False
+
+
+def _who(drafter: str) -> str:
+    """Return what users read for a drafter: of models, families do not matter."""
+    return drafter if drafter == LOOKUP else "the drafter"
 
 
 def _schema_text(name: str) -> str:

@@ -56,14 +56,14 @@ def run(
             remembered = ", the pair used last" if options.chosen is None and past is None else ""
             is_demo = choice.target == DEMO
             terminal.note(about_demo() if is_demo else f"loading {choice.target}{remembered}")
-        chat = ChatState(  # no other name for the pair: /model frees it before it loads the next one
-            Conversation(
-                open_pair(choice, think=settings.think, ranks=ranks),
-                choice,
-                settings,
-                options.system,
-                None if options.no_earlier_answers else "",
-            ),
+        with nullcontext() if prompt is not None else terminal.working("loading"):
+            first = open_pair(choice, think=settings.think, ranks=ranks)
+        talk = Conversation(
+            first, choice, settings, options.system, None if options.no_earlier_answers else ""
+        )
+        del first  # no other name for the pair: /model frees it before it loads the next one
+        chat = ChatState(
+            talk,
             terminal,
             interrupts,
             journal,

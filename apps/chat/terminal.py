@@ -11,6 +11,7 @@ import select
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
@@ -111,6 +112,14 @@ class Terminal:
         """Show a line of texts that have an SGR style each."""
         texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in parts)
         note("".join(in_style(*each) for each in texts))
+
+    def working(self, text: str) -> AbstractContextManager[object]:
+        """Show that something takes time until it ends, on a terminal that can move its cursor."""
+        if not (self.is_watched and self._moves):
+            return nullcontext()
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False).status(text, spinner="dots", spinner_style="none")
 
     def error(self, error: Exception) -> None:
         """Show an error in one line."""

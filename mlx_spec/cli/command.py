@@ -6,11 +6,13 @@ is the help. `parse` fills the dataclass from a command line. `mlx_spec.apps.cli
 
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TextIO, TypeVar, cast
 
@@ -290,6 +292,24 @@ def show(*lines: str) -> None:
     print("\n".join(lines).translate(CONTROLS), flush=True)
 
 
+def show_folded(*lines: str) -> None:
+    """Print lines; on a terminal long ones are folded between words, below the text after their label."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return show(*lines)
+    width = shutil.get_terminal_size().columns
+    for line in lines:
+        label = re.match(r".{0,32}?\S {2,}|\s*", line)
+        indent = len(label[0]) if label and len(label[0]) < width // 2 else 2
+        wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+        show(
+            *(
+                wrap(line, subsequent_indent=" " * indent, drop_whitespace=True)
+                if len(line) > width
+                else [line]
+            )
+        )
+
+
 def note(line: str) -> None:
     """Print a line to stderr, also if it is closed."""
     try:
@@ -310,19 +330,24 @@ def tell(what: object) -> None:
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Return the lines of a table; the columns in `right` are aligned to the right.
 
-    On a terminal long cells are wrapped within their column.
+    On a terminal long cells are wrapped within their column. Where columns would hold a few letters only,
+    each row becomes a line of its first cell, and one of the others below it.
     """
     from rich.console import Console
     from rich.table import Table
 
+    is_watched = sys.stdout is not None and sys.stdout.isatty()
+    pipe_columns = 10_000  # width of a table that no terminal shows: rows are not wrapped
+    console = Console(width=None if is_watched else pipe_columns, markup=False, highlight=False, emoji=False)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sum(widths) + 2 * len(widths) > 1.6 * console.width:
+        wrap = partial(textwrap.wrap, width=console.width, initial_indent="  ", subsequent_indent="  ")
+        return [line for row in rows for line in (row[0], *wrap(" · ".join(filter(None, row[1:]))))]
     grid = Table.grid(padding=(0, 2))
     for column in range(len(rows[0])):
         grid.add_column(justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    is_watched = sys.stdout is not None and sys.stdout.isatty()
-    pipe_columns = 10_000  # width of a table that no terminal shows: rows are not wrapped
-    console = Console(width=None if is_watched else pipe_columns, markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         console.print(grid)
     return [line.rstrip() for line in capture.get().splitlines()]

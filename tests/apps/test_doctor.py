@@ -13,7 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
+from huggingface_hub import constants
 
 import mlx_spec
 from mlx_spec import demo
@@ -164,11 +166,14 @@ def test_blocks_that_give_other_logits_fail():
 # --- what can be seen without a model
 
 
-def test_without_mlx_the_rest_is_checked(monkeypatch, capsys):
+def test_without_mlx_the_rest_is_checked(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))  # not the models of the user
+    monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / name)
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     assert main([]) == 1
     out, err = capsys.readouterr()
-    assert "wrong  backend    no MLX backend" in out and "disk" in out and "models" in out
+    assert "wrong  backend     no MLX backend" in out and "disk" in out
+    assert [line.split(None, 2)[2] for line in out.splitlines() if "models" in line] == ["demo (bundled)"]
     assert err == "mlx-spec: without MLX nothing can be tested\n"
 
 

@@ -89,6 +89,8 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
     tab.value(RECORD)
     ask(tab)
+    tab.until("Number(document.querySelector('#speed').textContent) > 0")
+    assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "not measured yet"
     plain = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
     said = server.post(CHAT, json=plain).json()["choices"][0]["message"]["content"]
     assert text(tab, ".turn.assistant .answer") == said
@@ -97,9 +99,7 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     drafted = tab.value("[...document.querySelectorAll('.answer .run.drafter')].map((n) => n.textContent)")
     own = tab.value("document.querySelectorAll('.answer .run.target').length")
     assert drafted and own and sum(map(len, drafted)) < len(said)
-    assert "gemma4_assistant, token 1 of its draft" in tab.value("document.querySelector('.run.k1').title")
-    tab.until("Number(document.querySelector('#speed').textContent) > 0")
-    assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "not measured yet"
+    assert tab.value("document.querySelector('.run.k1').title") == "drafter, token 1 of the draft"
     for chart in ("speed-chart", "length-chart", "acceptance"):
         tab.until(f"document.querySelector('#{chart} svg[role=img]')")
     assert text(tab, "#acceptance .aside") == "drafter"
@@ -208,8 +208,9 @@ def test_text_is_shown_and_never_run(tab):
         assert items == ["one", "two"]
         for name in ("target", "drafter", "lookup", "grammar", "prediction"):
             assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
-        for name in ("gemma4_assistant", "lookup", "grammar", "prediction"):
-            assert name in text(tab, "#legend")
+        for words in ("drafter, 1st", "copied from the text", "forced by the format", "from the prediction"):
+            assert words in text(tab, "#legend")
+        assert "gemma4_assistant" not in text(tab, "#legend"), "families do not matter to users"
         marks = "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.innerText).join('')"
         coloured = {"keyword": "ifreturn", "string": "'<b>&amp; # \\''", "number": "0x1F"}
         for kind, expected in {**coloured, "comment": "# a 'comment' of 12"}.items():
@@ -444,6 +445,21 @@ def test_conversations_are_kept_renamed_exported_deleted_and_brought_back(tab):
         reload(tab)
         tab.until(f"{titles}.length === 2")
         assert log(tab) == ["A", "One"]
+
+
+def test_deleting_a_conversation_ends_its_answer(server, tab):
+    visit(tab, server.base_url)
+    tab.value(ENDLESS)
+    tab.until("document.activeElement.id === 'message'")
+    tab.write(QUESTION)
+    tab.press("Enter")
+    tab.until("document.querySelector('.turn:last-child .answer')?.textContent.length > 20")
+    press(tab, "Delete")
+    tab.until("!document.querySelector('#send').hidden")
+    wait_until(lambda: server.get("/health").json()["running"] == 0, 10)
+    assert tab.value("document.querySelectorAll('.turn').length") == 0
+    press(tab, "Undo")
+    tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
 
 
 def test_an_answer_outlives_the_tab_that_shows_it(tab):

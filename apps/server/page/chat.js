@@ -60,7 +60,7 @@ function drawSwitches() {
 const view = { log, sources, actions: { ask: askAgain, turn }, failed: sayNotKept };
 const opened = new Map(); // conversations by id
 let conversation = new Conversation(view);
-const chats = new Chats({ open, find });
+const chats = new Chats({ open, find, removed });
 
 async function find(record) {
   if (!opened.has(record.id)) {
@@ -77,6 +77,11 @@ async function open(record) {
   log.scrollTop = log.scrollHeight;
   if (!matchMedia("(min-width: 60rem)").matches) setSwitch("chats", false); // it covers the conversation
   byId("message").focus();
+}
+
+// An answer that streams in a conversation ends with it; undone, it is there as far as it came.
+function removed(record) {
+  if (running?.exchange.conversation === record.id) stop();
 }
 
 function show(found) {

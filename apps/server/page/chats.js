@@ -7,9 +7,9 @@ const FILES = { Markdown: ["md", "text/markdown", (one) => one.toMarkdown()],
   JSON: ["json", "application/json", (one) => JSON.stringify(one, null, 2)] };
 
 export class Chats {
-  // `open` takes a record or null, for a new one; `find` returns the Conversation of a record.
-  constructor({ open, find }) {
-    Object.assign(this, { open, find, records: [], current: null });
+  // `open` takes a record or null, for a new one; `find` returns the Conversation of a record, `removed` hears of it.
+  constructor({ open, find, removed }) {
+    Object.assign(this, { open, find, removed, records: [], current: null });
     byId("new-chat").addEventListener("click", () => open(null));
     document.addEventListener("click", ({ target }) => {
       for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = menu.contains(target);
@@ -72,6 +72,7 @@ export class Chats {
     put("conversations", record);
     this.records = this.records.filter((one) => one !== record);
     this.draw();
+    this.removed(record);
     if (record.id === this.current) this.open(null);
     this.#offerUndo(record);
   }

@@ -1,5 +1,6 @@
 // Live figures by model: from the answer that streams here, and from /metrics.json for answers to other clients.
 import { byId, bytes, decimal, duration, element, known, percent, plural, shape, speed } from "./dom.js";
+import { isModel, sourceWords } from "./origins.js";
 
 const MAX_POINTS = 240; // of a chart
 const SPEED_ROUNDS = 6; // rounds that a point of the speed is an average of
@@ -8,16 +9,7 @@ const MAX_POSITIONS = 12; // bars that have space for their numbers
 const CANCEL_MS = 1000; // after which the server has counted an answer that was stopped
 const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16; // px, for the numbers below bars
-const BARS = new Set(["lookup", "earlier", "grammar", "prediction"]); // drafters with a colour of their own
 const NOTHING = "not measured yet";
-
-// What users read for drafters; others are models, whose families do not matter.
-const SOURCES = {
-  lookup: "copied from the text",
-  earlier: "from earlier answers",
-  grammar: "forced by the format",
-  prediction: "copied from the prediction",
-};
 
 // The figures of one model: of the answer that streams here, or of the last one of another client.
 class ModelFigures {
@@ -204,7 +196,8 @@ export class Figures {
     byId("speed").textContent = speed(now.speed);
     byId("speed-note").textContent = now.whose ?? NOTHING;
     byId("gain").textContent = decimal(now.gain, 2);
-    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : NOTHING;
+    byId("gain-unit").textContent = !known(now.gain) ? "" : now.gain > 1 ? "× faster" : now.gain < 1 ? "× plain speed" : "× plain speed, the same";
+    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : known(now.speed) ? "not known here" : NOTHING;
     byId("reason").textContent = now.reason
       ? `Drafts: ${now.reason}.`
       : model.isStreaming ? "No token of this answer yet." : `${this.chosen || "The model"} has not answered yet.`;
@@ -244,7 +237,7 @@ export class Figures {
   #drawAcceptance(drafters, otherwise) {
     const drafting = Object.entries(drafters).filter(([, { drafted }]) => drafted.some((count) => count > 0));
     const hosts = drafting.map(() => element("div", { class: "chart" }));
-    const names = drafting.map(([name]) => element("p", { class: "aside" }, SOURCES[name] ?? "drafter"));
+    const names = drafting.map(([name]) => element("p", { class: "aside" }, sourceWords(name)));
     byId("acceptance").replaceChildren(...hosts.flatMap((host, i) => [names[i], host]));
     const slots = Math.min(Math.max(4, ...drafting.map(([, { drafted }]) => drafted.length)), MAX_POSITIONS);
     drafting.forEach(([name, { drafted, accepted }], i) => drawBars(hosts[i], { name, drafted, accepted, slots }));
@@ -339,7 +332,7 @@ function drawSteps(host, values, label) {
 // A bar for each position: the share of its draft tokens that were accepted.
 function drawBars(host, { name, drafted, accepted, slots }) {
   const shares = drafted.slice(0, MAX_POSITIONS).map((count, i) => (count ? (accepted[i] ?? 0) / count : 0));
-  const drawn = chart(host, `${SOURCES[name] ?? "drafter"}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);
+  const drawn = chart(host, `${sourceWords(name)}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);
   if (!drawn) return;
   const { svg, width, height } = drawn;
   const foot = height - BELOW;
@@ -349,7 +342,7 @@ function drawBars(host, { name, drafted, accepted, slots }) {
     const x = slot * i;
     const tall = (foot - 14) * share;
     const title = `${accepted[i] ?? 0} of ${plural(drafted[i], "draft token")} at position ${i + 1}`;
-    const colour = `bar-front ${BARS.has(name) ? name : ""}`;
+    const colour = `bar-front ${isModel(name) ? "" : name}`;
     svg.append(
       shape("rect", { class: "bar-back", x, y: 14, width: wide, height: foot - 14, rx: 4 }),
       shape("rect", { class: colour, x, y: foot - tall, width: wide, height: tall, rx: 4 }, shape("title", {}, title)),

@@ -2,12 +2,21 @@
 import { element } from "./dom.js";
 
 const SHADES = 8; // classes k1 to k8 of the style sheet
+// What users read for drafters; others are models, whose families do not matter.
 const SOURCES = {
-  lookup: "lookup in the text so far",
-  earlier: "earlier answers",
-  grammar: "forced by the grammar",
-  prediction: "the client's prediction",
+  lookup: "copied from the text",
+  earlier: "from earlier answers",
+  grammar: "forced by the format",
+  prediction: "copied from the prediction",
 };
+
+export function sourceWords(source) {
+  return SOURCES[source] ?? "drafter";
+}
+
+export function isModel(source) {
+  return !(source in SOURCES);
+}
 
 // Text as it grows, with its origins.
 export class Origins {
@@ -81,24 +90,24 @@ function originSpan(run, nodes) {
 
 function originClass(run) {
   if (!run.source) return "run target";
-  if (run.source in SOURCES) return `run ${run.source}`;
+  if (!isModel(run.source)) return `run ${run.source}`;
   return `run drafter k${Math.min(Math.max(run.position, 1), SHADES)}`;
 }
 
 function originText(run) {
   if (!run.source) return "made by the model itself";
-  const place = run.position ? `, token ${run.position} of its draft` : "";
-  return `drafted: ${SOURCES[run.source] ?? run.source}${place}`;
+  const place = run.position ? `, token ${run.position} of the draft` : "";
+  return `${sourceWords(run.source)}${place}`;
 }
 
 // Draws the entries for `sources`, those of the text so far.
 export function drawLegend(host, sources) {
-  const drafters = [...sources].filter((source) => source && !(source in SOURCES));
+  const hasDrafter = [...sources].some((source) => source && isModel(source));
   const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
   host.replaceChildren(
     legendEntry([], "no line: the model itself"),
-    ...(drafters.length ? [legendEntry(shades, `drafted by ${drafters.join(", ")}, 1st to ${SHADES}th token`)] : []),
-    ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], source)),
+    ...(hasDrafter ? [legendEntry(shades, `drafter, 1st to ${SHADES}th token`)] : []),
+    ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], SOURCES[source])),
   );
 }
 
