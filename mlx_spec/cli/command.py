@@ -298,7 +298,7 @@ def show_folded(*lines: str) -> None:
         return show(*lines)
     width = shutil.get_terminal_size().columns
     for line in lines:
-        label = re.match(r".{0,32}?\S {2,}|\s*", line)
+        label = re.match(r".{0,32}\S {2,}|\s*", line)
         indent = len(label[0]) if label and len(label[0]) < width // 2 else 2
         wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
         show(

@@ -273,14 +273,12 @@ class AdaptivePolicy:
             )
         self._shared.account.enter(1, steps)
         self._steps += steps
-        timed = self._queued and (
-            round.kind == "plain" or not self._waiting
-        )  # else a draft was made beside it
         if self._choices:
             self._waiting = round.kind == "plain" or not self._queued
         self._idle = True
         for proposal in self._proposals:
             proposal.belief.shared.since += 1
+        timed = self._queued and round.kind == "plain"  # the end of a drained one came with the token before
         if timed and self._decided - self._done < costs.plain / 2:  # else the reader took its time
             costs.observe_plain(now - self._done)
             self._shared.ratios.observe_plain(1, now - self._done, costs.table.plain)
@@ -428,7 +426,9 @@ class FixedPolicy:
             if round.kind == "draft":
                 seconds = max(now - self._decided, TICK)
                 self._ratios.observe_draft(1, (round.drafter, round.nodes or round.drafted), seconds)
-            elif self._queued and self._decided - self._done < now - self._decided:  # it was waited for
+            elif (  # the end of a drained one came with the token before; else the host waited for it
+                self._queued and round.kind == "plain" and self._decided - self._done < now - self._decided
+            ):
                 self._ratios.observe_plain(1, max(now - self._done, TICK))
         self._queued, self._done = round.kind == "plain", now
 

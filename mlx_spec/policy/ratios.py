@@ -67,7 +67,7 @@ class Ratios:
             return False
         found = self._found.get(self._draft[1])
         is_known = self._as_measured or (found is not None and found.error <= KNOWN)
-        return self._since >= (8 if self._timed < 32 and not is_known else 64 if self._timed else 16)
+        return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
         """Return what a round with this many draft tokens takes; `measured` is a guess, in plain tokens.

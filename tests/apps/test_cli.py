@@ -17,7 +17,7 @@ from mlx_spec import __version__
 from mlx_spec.apps import cli
 from mlx_spec.apps.cli import PROGRAMS, main
 from mlx_spec.apps.tune import Options as settings_of_tune
-from mlx_spec.cli.command import guarded, parse, show, tell
+from mlx_spec.cli.command import guarded, parse, show, show_folded, table, tell
 from mlx_spec.errors import NotFound
 
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
@@ -280,3 +280,42 @@ def test_a_model_is_the_first_argument_of_every_program(program):
     options = resolve_name(f"mlx_spec.{PROGRAMS[program].options}")
     as_argument, as_option = (parse(options, program, words) for words in (["a/b"], ["--target", "a/b"]))
     assert as_argument.chosen == as_option.chosen == "a/b" and parse(options, program, []).chosen is None
+
+
+# --- lines and tables on a terminal
+
+
+@pytest.fixture
+def narrow(monkeypatch, capsys):
+    """A terminal of 40 columns. Call it for what was shown."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "30")
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+def test_a_wide_table_does_not_become_columns_of_letters(narrow):
+    rows = [
+        ("model", "size", "fits here"),
+        ("mlx-community/gemma-4-e2b-it-4bit", "3.1 GB", "yes, 4 of 12 GB" * 3),
+    ]
+    shown = table(rows)
+    assert shown[:3] == ["model", "  size · fits here", rows[1][0]]
+    assert max(map(len, shown)) <= 40 and " ".join(shown[3:]).split() == [
+        "3.1",
+        "GB",
+        "·",
+        *rows[1][2].split(),
+    ]
+    assert table([("a", "b"), ("1", "2")]) == ["a  b", "1  2"]
+
+
+def test_long_lines_are_folded_between_words(narrow):
+    show_folded("note   packages    mlx 0.32.4, mlx-lm 0.32.2, huggingface_hub 1.33.0", "short")
+    assert narrow() == [
+        "note   packages    mlx 0.32.4, mlx-lm",
+        "                   0.32.2,",
+        "                   huggingface_hub",
+        "                   1.33.0",
+        "short",
+    ]

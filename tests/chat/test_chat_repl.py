@@ -97,6 +97,7 @@ def test_every_command(converse, tmp_path):
         f"/json {schema}": f"answers match {schema}",
         "What does zip do?": r'\A\{.*"ok".*\}\n',
         "/json off": "answers are free",
+        "/race What is zlib for?": r"with drafts +\d+ tokens in .*\n(.*\n)*every token the same",
     }
     _, *answers = converse([*PAIR, "--max-tokens=24"], *lines)
     said = dict(zip(lines, answers, strict=True))

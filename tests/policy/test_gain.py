@@ -85,4 +85,4 @@ def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed
 def test_plain_tokens_that_are_timed_are_few():
     later = [answer for answer, _ in session("M5 Max", "code", 5, seed=1, fixed=3, answers=24)][12:]
     plain = sum(answer.generated_tokens - answer.speculative_tokens for answer in later)
-    assert 0 < plain < 0.03 * sum(answer.generated_tokens for answer in later)
+    assert 0 < plain < 0.04 * sum(answer.generated_tokens for answer in later)
