@@ -285,16 +285,17 @@ def test_a_model_is_the_first_argument_of_every_program(program):
 # --- lines and tables on a terminal
 
 
-@pytest.fixture
-def narrow(monkeypatch, capsys):
-    """A terminal of 40 columns. Call it for what was shown."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def narrow_terminal(monkeypatch) -> io.StringIO:
+    """Let stdout be a terminal of 40 columns. A fixture could not: pytest puts its own back before a test."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("LINES", "30")
-    return lambda: capsys.readouterr().out.splitlines()
+    return stdout
 
 
-def test_a_wide_table_does_not_become_columns_of_letters(narrow):
+def test_a_wide_table_does_not_become_columns_of_letters(monkeypatch):
+    narrow_terminal(monkeypatch)
     rows = [
         ("model", "size", "fits here"),
         ("mlx-community/gemma-4-e2b-it-4bit", "3.1 GB", "yes, 4 of 12 GB" * 3),
@@ -310,9 +311,10 @@ def test_a_wide_table_does_not_become_columns_of_letters(narrow):
     assert table([("a", "b"), ("1", "2")]) == ["a  b", "1  2"]
 
 
-def test_long_lines_are_folded_between_words(narrow):
+def test_long_lines_are_folded_between_words(monkeypatch):
+    stdout = narrow_terminal(monkeypatch)
     show_folded("note   packages    mlx 0.32.4, mlx-lm 0.32.2, huggingface_hub 1.33.0", "short")
-    assert narrow() == [
+    assert stdout.getvalue().splitlines() == [
         "note   packages    mlx 0.32.4, mlx-lm",
         "                   0.32.2,",
         "                   huggingface_hub",

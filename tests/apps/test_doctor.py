@@ -173,7 +173,9 @@ def test_without_mlx_the_rest_is_checked(monkeypatch, capsys, tmp_path):
     assert main([]) == 1
     out, err = capsys.readouterr()
     assert "wrong  backend     no MLX backend" in out and "disk" in out
-    assert [line.split(None, 2)[2] for line in out.splitlines() if "models" in line] == ["demo (bundled)"]
+    assert [line.split(None, 2)[2] for line in out.splitlines() if line.split()[1] == "models"] == [
+        "demo (bundled)"
+    ]
     assert err == "mlx-spec: without MLX nothing can be tested\n"
 
 

@@ -79,7 +79,7 @@ def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed
     """It had no plain token to compare its rounds with."""
     found = list(session(curve, "code", rounds, seed=1, fixed=fixed, answers=24))
     shown = [answer.gain / true for answer, true in found if answer.gain is not None]
-    assert len(shown) >= 20 and min(shown) > 1 / 1.15 and max(shown) < 1.15
+    assert len(shown) >= 18 and min(shown) > 1 / 1.15 and max(shown) < 1.15
 
 
 def test_plain_tokens_that_are_timed_are_few():
