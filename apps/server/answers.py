@@ -93,6 +93,7 @@ class Usage:
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0  # of the client's prediction, in the answer
     rejected_prediction_tokens: int = 0  # of the client's prediction, not in the answer
+    image_tokens: int = 0  # of the prompt: rows of pictures
 
 
 @dataclass(frozen=True)

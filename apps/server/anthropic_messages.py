@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -14,26 +14,35 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_spec.sampling import Sampling
+from mlx_spec.vision.pictures import from_base64
 
 from . import answers, parameters, parsing
 from .engine_thread import EngineThread
 from .errors import anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, FunctionField
-from .request import Chat, GenerationRequest, ToolChoice, ToolUse
+from .request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
 from .settings import Settings
 from .thinking_fields import ThinkingField, ThinkingFields
 
 TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
-BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 
 
 # --- the body
 
 
+class PictureSource(Fields):
+    """The place of a picture; only data is read."""
+
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+
+
 class ContentBlock(ContentPart):
-    """A block of text or thinking, a tool call or its result."""
+    """A block of text or thinking, a picture, a tool call or its result."""
 
     thinking: str | None = None
     id: str | None = Field(default=None, min_length=1)
@@ -42,6 +51,7 @@ class ContentBlock(ContentPart):
     tool_use_id: str | None = None
     content: Blocks | None = None
     is_error: bool | None = None
+    source: PictureSource | None = None
 
 
 Blocks = Annotated[list[ContentBlock], parsing.known_types(*BLOCK_TYPES), parsing.AS_PARTS]
@@ -175,6 +185,8 @@ def _add_block(conversation: parsing.ConversationBuilder, role: str, block: Cont
     match role, block.type:
         case _, "text":
             conversation.add(role, parsing.required(block.text, f"{place}.text"))
+        case "user", "image":
+            conversation.add(role, _picture(block, place))
         case "assistant", "thinking":
             conversation.add(role, thinking=parsing.required(block.thinking, f"{place}.thinking"))
         case "assistant", "redacted_thinking":  # only the server that encrypted it can read it
@@ -184,11 +196,36 @@ def _add_block(conversation: parsing.ConversationBuilder, role: str, block: Cont
             name = parsing.required(block.name, f"{place}.name")
             conversation.add_call(id, name, parsing.required(block.input, f"{place}.input"))
         case "user", "tool_result":
-            first, *more = parsing.part_texts(block.content or (), f"{place}.content")
-            texts = [f"Error: {first}" if block.is_error else first, *more]
-            conversation.add_result(block.tool_use_id, texts, f"{place}.tool_use_id")
+            contents = _result(block.content or (), f"{place}.content")
+            if block.is_error:
+                first = contents.pop(0) if isinstance(contents[0], str) else ""
+                contents.insert(0, f"Error: {first}")
+            conversation.add_result(block.tool_use_id, contents, f"{place}.tool_use_id")
         case _:
             raise parsing.unsupported_part(block, place)
+
+
+def _result(blocks: Sequence[ContentBlock], place: str) -> list[str | PictureFile]:
+    """Return the texts and pictures of the result of a tool, at least one text. Raises Failure (400)."""
+    found: list[str | PictureFile] = []
+    for i, block in enumerate(blocks):
+        match block.type:
+            case "image":
+                found.append(_picture(block, f"{place}.{i}"))
+            case "text":
+                found.append(parsing.required(block.text, f"{place}.{i}.text"))
+            case _:
+                raise parsing.unsupported_part(block, f"{place}.{i}")
+    return found or [""]
+
+
+def _picture(block: ContentBlock, place: str) -> PictureFile:
+    """Return the picture of a block. Raises Failure (400)."""
+    source = parsing.required(block.source, f"{place}.source")
+    if source.type != "base64":
+        shown, field = source.type[: parsing.MAX_SHOWN_CHARS], f"{place}.source.type"
+        raise unsupported(f"{field}: {shown!r} is not fetched: send the picture itself, as base64", field)
+    return parsing.picture(from_base64, parsing.required(source.data, f"{place}.source.data"), place)
 
 
 # --- answers

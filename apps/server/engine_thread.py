@@ -22,7 +22,7 @@ from .errors import queue_full, shutting_down, to_failure, unavailable
 from .generation import Job, Send
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
-from .preparation import prompt_tokens
+from .preparation import find_prompts
 from .request import GenerationRequest
 from .settings import Settings
 
@@ -107,8 +107,9 @@ class EngineThread:
     def count_tokens(self, request: GenerationRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises Failure."""
         try:
-            tokenizer = self._models.tokenizer(self._models.resolve(request.model))
-            return sum(map(len, prompt_tokens(request, tokenizer)))
+            name = self._models.resolve(request.model)
+            tokenizer, vision = self._models.tokenizer(name), self._models.vision(name)
+            return sum(map(len, find_prompts(request, tokenizer, vision)))
         except Exception as error:
             raise to_failure(error) from error
 

@@ -162,8 +162,9 @@ class Job:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
         self._has_place = has_place
-        tokenizer, compile = model.pair.tokenizer, model.compile  # without the weights, which may be unloaded
-        self._preparing = preparers.submit(prepare, self.request, tokenizer, compile)
+        # without the weights, which may be unloaded
+        tokenizer, compile, vision = model.pair.tokenizer, model.compile, model.vision
+        self._preparing = preparers.submit(prepare, self.request, tokenizer, compile, vision)
         self._preparing.add_done_callback(lambda _: self._wake())
 
     @property
@@ -382,6 +383,7 @@ class Job:
             sum(row.answer.reasoning_tokens for row in rows),
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
+            sum(span.count for prompt in self._prepared.prompts for span in prompt.spans),
         )
         drafted = "+".join(total.by_drafter) or None
         first = self._first_token_seconds or 0.0

@@ -22,13 +22,14 @@ from mlx_spec.checkpoint.weights import MemoryNeed, memory_need
 from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
-from mlx_spec.errors import NotFound, SpecError
+from mlx_spec.errors import NotFound, NoVision, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar, prepare_grammars
 from mlx_spec.hub.download import on_disk
 from mlx_spec.load import folders
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
+from mlx_spec.vision.vision import Vision, read_vision
 
 from .errors import LOG, Failure, unavailable, unknown_model
 from .prefix_cache import MAX_AGE_S, CacheFolder, PrefixCache, PrefixFiles, model_key
@@ -53,6 +54,7 @@ class ModelCard:
     context_length: int | None = None
     thinks: bool | None = None  # answers may hold thinking
     tools: bool | None = None  # its chat template takes tools
+    images: bool | None = None  # it reads pictures
     template: str | None = None  # the chat template
 
 
@@ -68,6 +70,14 @@ class LoadedModel:
     token_bytes: float  # K/V of one token, at most
     last_used: float  # time.monotonic()
     idle_seconds: float | None  # unload it after this time; None: never
+
+    @property
+    def vision(self) -> Vision | NoVision:
+        """Return what reads pictures, or why nothing does."""
+        try:
+            return self.pair.vision
+        except NoVision as error:
+            return error
 
     @property
     def weights(self) -> int:
@@ -149,6 +159,7 @@ class Models:
                         context_length=context_length(config),
                         thinks=text.may_think,
                         tools=find_tool_format(text) is not None,
+                        images=isinstance(self.vision(name), Vision),
                         template=text.template,
                     )
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
@@ -167,6 +178,16 @@ class Models:
         except SpecError as error:
             LOG.error("%s cannot be read: %s", name, error)
             raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
+
+    def vision(self, name: str) -> Vision | NoVision:
+        """Return what reads pictures for a model, loaded or not, or why nothing does. Raises Failure."""
+        loaded = self._loaded.get(name)
+        if loaded is not None:
+            return loaded.vision
+        if self._served[name].ranks > 1:
+            return NoVision("it is split over several machines")
+        tokenizer = self.tokenizer(name)
+        return _read_vision(checkpoint_folders(self._served[name])[0], tokenizer)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if it has to wait until a busy one is done.
@@ -371,6 +392,14 @@ def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Pa
         elif name is not None and complete:
             raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
     return found
+
+
+@lru_cache
+def _read_vision(folder: Path, tokenizer: Tokenizer) -> Vision | NoVision:
+    try:
+        return read_vision(folder, tokenizer)
+    except NoVision as error:
+        return error
 
 
 @lru_cache

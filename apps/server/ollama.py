@@ -22,6 +22,7 @@ from mlx_spec import __version__
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
 from mlx_spec.tokenizer.fill_in import FillIn
+from mlx_spec.vision.pictures import from_base64
 
 from . import answers, parsing
 from .engine_thread import EngineThread
@@ -47,12 +48,11 @@ from .parameters import (
     start_request,
 )
 from .parsing import Fields
-from .request import Chat, GenerationRequest, RawPrompts
+from .request import Chat, GenerationRequest, PictureFile, RawPrompts
 from .settings import ServedModel, Settings
 from .thinking_fields import ThinkingFields
 
 REFUSED = {  # field -> why it is not supported
-    "images": "only text is read here",
     "template": "the model's own chat template is used",
     "context": "give the conversation to /api/chat",
 }
@@ -133,7 +133,7 @@ class OllamaMessage(Fields):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -154,6 +154,7 @@ class OllamaGenerate(OllamaBody):
     prompt: str | None = None
     suffix: str | None = None  # the prompt is the text before a gap
     system: str | None = None
+    images: list[str] | None = None
     raw: bool | None = None
 
 
@@ -203,14 +204,22 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
         use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         return _parse_messages(body.messages).chat(use, thinks, variables)
     if not body.prompt or body.raw or body.suffix:
-        for name, value in (("system", body.system), ("think", body.think)):
+        for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
             if value and (body.raw or body.suffix):
                 raise unsupported(f"{name}: goes with neither raw nor suffix", name)
         if body.suffix:
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    return Chat((*system, {"role": "user", "content": body.prompt}), None, thinks, variables)
+    conversation = parsing.ConversationBuilder()
+    conversation.place = "prompt"
+    if body.system:
+        conversation.add("system", body.system)
+    conversation.add("user", *_pictures(body.images, "images"), body.prompt)
+    return conversation.chat(None, thinks, variables)
+
+
+def _pictures(images: list[str] | None, field: str) -> list[PictureFile]:
+    return [parsing.picture(from_base64, each, f"{field}.{i}") for i, each in enumerate(images or ())]
 
 
 def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilder:
@@ -219,8 +228,10 @@ def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilde
     for i, message in enumerate(messages):
         field, content = f"messages.{i}", message.content or ""
         conversation.place = field
-        if message.images:
-            raise unsupported(f"{field}.images: {REFUSED['images']}", f"{field}.images")
+        pictures = _pictures(message.images, f"{field}.images")
+        if pictures and message.role in ("system", "assistant"):
+            why = "pictures are read in messages of the user and of tools"
+            raise unsupported(f"{field}.images: {why}", f"{field}.images")
         if message.role == "assistant":
             calls = message.tool_calls or []
             texts = [content] if content or not calls else []
@@ -232,12 +243,12 @@ def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilde
             id, name = message.tool_call_id, message.tool_name
             found = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
             if found is None:  # a client may have cut its call off with the beginning of the conversation
-                conversation.add_output(id or f"call_{i}", name or "", [content])
+                conversation.add_output(id or f"call_{i}", name or "", [*pictures, content])
             else:
                 waiting.remove(found)
-                conversation.add_result(found[0], [content], field)
+                conversation.add_result(found[0], [*pictures, content], field)
         else:
-            conversation.add(message.role, content)
+            conversation.add(message.role, *pictures, content)
     if messages[-1].role == "assistant":
         raise unsupported(f"{field}: an answer cannot be begun for the model here", field)
     return conversation
@@ -364,7 +375,8 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
         }
         info |= {"general.architecture": found.family, "general.parameter_count": found.parameters}
         info |= {f"{found.family}.{key}": value for key, value in values.items() if value is not None}
-    extras = [name for name, can in (("tools", card.tools), ("thinking", card.thinks)) if can]
+    found_extras = (("tools", card.tools), ("thinking", card.thinks), ("vision", card.images))
+    extras = [name for name, can in found_extras if can]
     return {
         "modified_at": timestamp(card.created),
         "details": _model_json(card.name, found)["details"],

@@ -245,11 +245,14 @@ def _parse_messages(body: ChatBody) -> parsing.ConversationBuilder:
         if message.role == "assistant":
             _add_answer(conversation, message, field)
             continue
+        if message.role == "user":
+            conversation.add("user", *parsing.part_contents(message.content, f"{field}.content"))
+            continue
         texts = part_texts(message.content, f"{field}.content")
         if message.role == "tool":
             conversation.add_result(message.tool_call_id, texts, f"{field}.tool_call_id")
         else:
-            conversation.add("user" if message.role == "user" else "system", *texts)
+            conversation.add("system", *texts)
     return conversation
 
 
@@ -364,7 +367,11 @@ def usage_json(usage: answers.Usage) -> Json:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "audio_tokens": 0,
+            "image_tokens": usage.image_tokens,
+        },
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,

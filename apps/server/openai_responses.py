@@ -168,15 +168,16 @@ def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field:
     match item.type or "message":
         case "message":
             role = parsing.required(item.role, f"{field}.role")
-            texts = parsing.part_texts(item.content, f"{field}.content", TEXT_PARTS)
-            conversation.add("system" if role == "developer" else role, *texts)
+            reader = parsing.part_contents if role == "user" else parsing.part_texts
+            contents = reader(item.content, f"{field}.content", TEXT_PARTS)
+            conversation.add("system" if role == "developer" else role, *contents)
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
             name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             conversation.add_call(id, name, parsing.required(item.arguments, f"{field}.arguments"))
         case "function_call_output":
-            texts = parsing.part_texts(item.output, f"{field}.output", TEXT_PARTS)
-            conversation.add_result(item.call_id, texts, f"{field}.call_id")
+            contents = parsing.part_contents(item.output, f"{field}.output", TEXT_PARTS)
+            conversation.add_result(item.call_id, contents, f"{field}.call_id")
         case "reasoning":
             text = "".join(parsing.part_texts(item.content or item.summary or [], field, TEXT_PARTS))
             foreign, _, own = (item.encrypted_content or "").partition(THINKING_PREFIX)

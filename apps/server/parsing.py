@@ -20,11 +20,15 @@ from pydantic import (
 )
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_spec.errors import InvalidValue
+from mlx_spec.vision.pictures import from_data_url
+
 from .errors import Failure, hung_up, invalid, missing, unsupported
-from .request import Chat, GenerationRequest, Tool, ToolChoice, ToolUse
+from .request import Chat, GenerationRequest, PictureFile, Tool, ToolChoice, ToolUse
 from .settings import Limits
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
+PICTURES = ("image_url", "input_image")  # the types of parts in OpenAI's protocols
 TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
@@ -61,6 +65,13 @@ class ContentPart(Fields):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[str | None, BeforeValidator(lambda given: _url_of(given))] = None
+    file_id: str | None = None
+
+
+def _url_of(given: Any) -> Any:
+    """Return the URL of a picture, which chat completions wrap in an object with a level of detail."""
+    return given.get("url") if isinstance(given, dict) else given
 
 
 def _check_finite(given: T) -> T:
@@ -115,6 +126,10 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise unsupported(message, "content-encoding")
     try:
         body = (await request.body()).removeprefix(BOM_UTF8)
+        text_bytes = 8 * 2**20  # base64 has no commas, and reading many values takes seconds
+        if len(body) > text_bytes and body.count(b",") > 500_000:
+            message = f"the body has more than {text_bytes} bytes, and they are not pictures"
+            raise Failure(413, message, code="body_too_large")
         return model.model_validate_json(IN_BYTES.sub(_whole_bytes, HALF_BYTES.sub(REPLACEMENT, body)))
     except ClientDisconnect as error:
         raise hung_up() from error
@@ -288,19 +303,49 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 
 def part_texts(parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT) -> list[str]:
     """Return the texts of parts that must be text or refusals, at least one. Raises Failure (400)."""
-    texts = []
+    found = enumerate(required(parts, field))
+    return [_part_text(part, f"{field}.{i}", types) for i, part in found] or [""]
+
+
+def part_contents(
+    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT
+) -> list[str | PictureFile]:
+    """Return the texts and pictures of parts, at least one text. Raises Failure (400)."""
+    found: list[str | PictureFile] = []
     for i, part in enumerate(required(parts, field)):
-        if part.type not in (*types, "refusal"):
-            raise unsupported_part(part, f"{field}.{i}")
-        name = "refusal" if part.type == "refusal" else "text"
-        texts.append(required(vars(part)[name], f"{field}.{i}.{name}"))
-    return texts or [""]
+        place = f"{field}.{i}"
+        if part.type not in PICTURES:
+            found.append(_part_text(part, place, types))
+        elif part.file_id is not None and part.image_url is None:
+            place += ".file_id"
+            raise unsupported(f"{place}: no files are kept here: send the picture as image_url", place)
+        else:
+            found.append(picture(from_data_url, required(part.image_url, f"{place}.image_url"), place))
+    return found or [""]
+
+
+def picture(read: Callable[[str], bytes], source: str, place: str) -> PictureFile:
+    """Return the picture that `read` finds in a text. Raises Failure (400)."""
+    try:
+        return PictureFile(read(source), place)
+    except InvalidValue as error:
+        raise invalid(f"{place}: {error}", place) from error
+
+
+def _part_text(part: ContentPart, place: str, types: Sequence[str]) -> str:
+    if part.type not in (*types, "refusal"):
+        raise unsupported_part(part, place)
+    name = "refusal" if part.type == "refusal" else "text"
+    text: str = required(vars(part)[name], f"{place}.{name}")
+    return text
 
 
 def unsupported_part(part: ContentPart, field: str) -> Failure:
-    """Return the failure for a part that is not read here: 400."""
+    """Return the failure for a part that is not read in this place: 400."""
     kind = part.type[:MAX_SHOWN_CHARS]
-    return unsupported(f"{field}: a part of type {kind!r} is not supported here: only text is read", field)
+    is_picture = kind in (*PICTURES, "image")
+    where = "pictures belong into messages of the user" if is_picture else "only text and pictures are read"
+    return unsupported(f"{field}: a part of type {kind!r} is not supported here: {where}", field)
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
@@ -315,38 +360,43 @@ def parse_object(text: str) -> dict[str, Any] | None:
 class ConversationBuilder:
     """Collects the turns of a conversation, as chat templates take them.
 
-    Neighbours of one role are one turn. Texts of a user or the system are its paragraphs, texts of the model
-    stay as they were generated. Results of tools stay apart. A call whose arguments are not a JSON object is
-    text: a client that read a stream to its limit has such a call and sends it back.
+    Neighbours of one role are one turn. A turn with pictures is a list of parts, which the template joins.
+    Templates take texts as results of tools, so their pictures begin the next turn of the user. Texts of a
+    user or the system are paragraphs of a turn, texts of the model stay as they were generated. Results of
+    tools stay apart. A call whose arguments are not a JSON object is text: a client that read a stream to its
+    limit has such a call and sends it back.
     """
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
         self.place = "messages"  # the field of the body that is being read
         self._places: list[str] = []  # where each turn begins
+        self._shown: list[PictureFile] = []  # by the results of tools, for the next turn of the user
         self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
 
-    def add(self, role: str, *texts: str, thinking: str | None = None) -> dict[str, Any]:
-        """Add what was written. Return the turn.
+    def add(self, role: str, *contents: str | PictureFile, thinking: str | None = None) -> dict[str, Any]:
+        """Add what was written and shown. Return the turn.
 
         The line of accounting that Claude Code writes before its system prompt is left out. It changes with
         every session, and the prompt behind it would never be found in a cache.
         """
-        if role == "system" and texts:
-            texts = tuple(
-                text
-                for each in texts
-                if (text := re.sub(r"\Ax-anthropic-billing-header:[^\n]*\n*", "", each, count=1))
-                or text == each
-            )
-            if not texts:
+        if role == "system" and contents:
+            accounting = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+            texts = [each for each in contents if isinstance(each, str)]
+            contents = tuple(t for each in texts if (t := accounting.sub("", each, count=1)) or t == each)
+            if not contents:
                 return {}
+        if self._shown:
+            shown, self._shown = self._shown, []
+            if role == "user":
+                contents = (*shown, *contents)
+            else:
+                self.add("user", *shown)
         if not self.turns or self.turns[-1]["role"] != role:
             self._append({"role": role, "content": None})
         turn = self.turns[-1]
-        if texts:
-            before = [] if turn["content"] is None else [turn["content"]]
-            turn["content"] = ("" if role == "assistant" else PARAGRAPH).join([*before, *texts])
+        if contents:
+            turn["content"] = _joined(turn["content"], contents, "" if role == "assistant" else PARAGRAPH)
         if thinking:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thinking
         return turn
@@ -362,25 +412,46 @@ class ConversationBuilder:
             turn.setdefault("tool_calls", []).append(call)
         self._names[id] = None if found is None else name
 
-    def add_result(self, id: str | None, texts: Sequence[str], field: str) -> None:
+    def add_result(self, id: str | None, contents: Sequence[str | PictureFile], field: str) -> None:
         """Add the result of an earlier tool call; `field` has its id. Raises Failure (400)."""
         id = required(id, field)
         if id not in self._names:
             raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
         if (name := self._names[id]) is None:
-            self.add("user", *texts)
+            self.add("user", *contents)
         else:
-            self.add_output(id, name, texts)
+            self.add_output(id, name, contents)
 
-    def add_output(self, id: str, name: str, texts: Sequence[str]) -> None:
+    def add_output(self, id: str, name: str, contents: Sequence[str | PictureFile]) -> None:
         """Add the result of a tool, whether its call is there or not."""
-        text = PARAGRAPH.join(texts)
+        text = PARAGRAPH.join(each for each in contents if isinstance(each, str))
+        shown = [each for each in contents if isinstance(each, PictureFile)]
+        self._shown += shown
+        text = text or ("The result is the picture that follows." if shown else "")
         self._append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
 
     def chat(self, tools: ToolUse | None, thinking: bool, variables: Mapping[str, Any]) -> Chat:
         """Return the conversation to answer."""
+        if self._shown:
+            self.add("user")
         return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._places))
 
     def _append(self, turn: dict[str, Any]) -> None:
         self.turns.append(turn)
         self._places.append(self.place)
+
+
+def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> str | list[dict[str, Any]]:
+    """Return what a turn holds with more: one text, or parts once it has pictures."""
+    if not isinstance(before, list):
+        texts = [each for each in (before, *contents) if isinstance(each, str)]
+        if len(texts) == len(contents) + (before is not None):
+            return glue.join(texts)
+        before = [] if before is None else [{"type": "text", "text": before}]
+    return [*before, *map(_part, contents)]
+
+
+def _part(content: str | PictureFile) -> dict[str, Any]:
+    """Return a part as conversations have it."""
+    kind = "text" if isinstance(content, str) else "image"
+    return {"type": kind, kind: content}

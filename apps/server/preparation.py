@@ -5,20 +5,25 @@ This runs on a thread of its own and does not use MLX.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool_format
 from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, compile_format, is_optional
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.grammar import Grammar
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, fill_in_ends, fill_in_prompt
+from mlx_spec.vision.conversation import NO_VISION
+from mlx_spec.vision.pictures import MAX_PICTURES, read_picture
+from mlx_spec.vision.vision import Vision
 
 from .errors import LOG, invalid, unsupported
 from .models import CompileGrammar
-from .request import Chat, GenerationRequest, OutputFormat, RawPrompt, RawPrompts, ToolUse
+from .request import Chat, GenerationRequest, OutputFormat, PictureFile, RawPrompt, RawPrompts, ToolUse
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,17 @@ class PreparedRequest:
     ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
 
-def prepare(request: GenerationRequest, tokenizer: Tokenizer, compile: CompileGrammar) -> PreparedRequest:
+def prepare(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    compile: CompileGrammar,
+    vision: Vision | NoVision = NO_VISION,
+) -> PreparedRequest:
     """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
 
     Raises Failure (400).
     """
-    prompts = tuple(map(text_prompt, prompt_tokens(request, tokenizer)))
+    prompts = find_prompts(request, tokenizer, vision)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     dialect = None if use is None else find_tool_format(tokenizer)
@@ -61,11 +71,40 @@ def prepare(request: GenerationRequest, tokenizer: Tokenizer, compile: CompileGr
     return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
 
 
-def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
-    """Return the tokens of each prompt; raise what `prepare` raises."""
-    if isinstance(request.prompt, Chat):
-        return (chat_prompt(request.prompt, tokenizer, request.model, request.prompt_param),)
-    return tuple(_raw_tokens(prompt, tokenizer, request.model) for prompt in request.prompt.prompts)
+def find_prompts(
+    request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision = NO_VISION
+) -> tuple[Prompt, ...]:
+    """Return the prompts of a request; raise what `prepare` raises."""
+    if not isinstance(request.prompt, Chat):
+        given = request.prompt.prompts
+        return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model)) for prompt in given)
+    chat = request.prompt
+    if files := chat.pictures:
+        if len(files) > MAX_PICTURES:
+            raise invalid(f"{len(files)} pictures: {MAX_PICTURES} are the most", request.prompt_param)
+        if isinstance(vision, NoVision):
+            place = files[0].place
+            raise unsupported(f"{place}: model {request.model!r} reads no pictures: {vision}", place)
+        seen = [_seen(message, vision) for message in chat.messages]
+        chat = replace(chat, messages=tuple(seen))
+    return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision),)
+
+
+def _seen(message: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
+    """Return a message with its pictures ready for the tower. Raises Failure (400)."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    return {**message, "content": [_prepared(part, vision) for part in parts]}
+
+
+def _prepared(part: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
+    if part["type"] != "image":
+        return part
+    file: PictureFile = part["image"]
+    try:
+        return {**part, "image": vision.prepare(read_picture(file.data))}
+    except InvalidValue as error:
+        raise invalid(f"{file.place}: {error}", file.place) from error
 
 
 def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str) -> list[int]:

@@ -33,13 +33,21 @@ class ToolUse:
 
 
 @dataclass(frozen=True)
+class PictureFile:
+    """A picture as a client sent it."""
+
+    data: bytes = field(repr=False)
+    place: str = field(compare=False)  # its field in the body
+
+
+@dataclass(frozen=True)
 class Chat:
     """A conversation to answer.
 
     `messages` are as a chat template takes them: dicts with "role" (system, user, assistant or tool),
-    "content" (a string, or None beside tool calls), and optionally "reasoning_content", "name",
-    "tool_call_id" and "tool_calls", whose "arguments" are parsed JSON (an object). `places` are their fields
-    in the body.
+    "content" (a string, None beside tool calls, or beside pictures a list of parts), and optionally
+    "reasoning_content", "name", "tool_call_id" and "tool_calls", whose "arguments" are parsed JSON (an
+    object). `places` are their fields in the body.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -47,6 +55,13 @@ class Chat:
     thinking: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     places: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def pictures(self) -> list[PictureFile]:
+        """Return the pictures of all messages in their order."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return [part["image"] for part in parts if part["type"] == "image"]
 
 
 RawPrompt = str | tuple[int, ...] | FillIn

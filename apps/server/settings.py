@@ -55,7 +55,7 @@ class Limits:
 
     waiting: int = 32  # requests in the queue, without those that run
     running: int | None = None  # choices that decode at a time; None: as measured costs say
-    body_bytes: int = 8 * 2**20
+    body_bytes: int = 32 * 2**20  # a photo in base64 is 11 MB
     choices: int = 16  # n, or prompts times n
     stop_strings: int = 64  # editors send all ends of code that they know
     schema_bytes: int = 256 * 2**10  # of the output format, and of each tool

@@ -29,7 +29,7 @@ from .http import Json
 from .parsing import ContentPart, Fields, Parts, read_query, required
 
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
-MAX_BYTES = 64 * 2**20  # of all as JSON: 8 bodies of the largest size, and little beside a model's weights
+MAX_BYTES = 64 * 2**20  # of all as JSON: 2 bodies of the largest size, and little beside weights
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
 UNFINISHED = ".resp_*.tmp"  # names of files that were being written
 

@@ -31,11 +31,14 @@ from mlx_spec.apps.server.tool_syntaxes import (
     Syntax,
     to_json,
 )
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.prompt import Prompt
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.history import LostText
 from mlx_spec.tokenizer.stream import TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
+from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
+from mlx_spec.vision.vision import Vision
 
 PROBE, PROBE_RESULT = "probe_of_calls", "result of the probe"
 # As Kimi K2 names its calls, which writes nothing else of their names, and as Mistral's templates want them.
@@ -138,11 +141,18 @@ def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return _known[tokenizer]
 
 
-def chat_prompt(chat: Chat, tokenizer: Tokenizer, model: str, param: str = "messages") -> list[int]:
-    """Return the tokens of a conversation. With the choice "none" the prompt does not list the tools.
+def chat_prompt(
+    chat: Chat,
+    tokenizer: Tokenizer,
+    model: str,
+    param: str = "messages",
+    vision: Vision | NoVision = NO_VISION,
+) -> Prompt:
+    """Return the prompt of a conversation, whose pictures are ready for the tower.
 
-    Raises Failure 400 if there are tools and `model` has no format for them, if the schema of a tool is none,
-    and if its template refuses the messages, the field `param` of the body, or leaves out a text of them.
+    With the choice "none" it does not list the tools. Raises Failure 400 if there are tools and `model` has
+    no format for them, if the schema of a tool is none, and if its template refuses the messages, the field
+    `param` of the body, or leaves out a text of them.
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
@@ -155,7 +165,8 @@ def chat_prompt(chat: Chat, tokenizer: Tokenizer, model: str, param: str = "mess
         messages = numbered(messages)
     shown = [_definition(tool) for tool in tools]
     try:
-        return tokenizer.prompt(messages, thinking=chat.thinking, tools=shown, variables=chat.variables)
+        options = {"thinking": chat.thinking, "tools": shown, "variables": chat.variables}
+        return conversation_prompt(messages, tokenizer, vision, **options)
     except LostText as error:
         if error.index in calls and format is None:
             places = chat.places or [f"messages.{i}" for i in range(len(messages))]

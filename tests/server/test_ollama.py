@@ -161,7 +161,6 @@ def test_a_result_may_come_without_its_call() -> None:
         ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
         ({"options": {"num_predict": 0}}, "options.num_predict"),
         ({"keep_alive": "soon"}, "keep_alive"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
         ({"modle": "x"}, "modle: unknown; did you mean model?"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),

@@ -116,6 +116,7 @@ def message(**fields: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
+    (message(role="user", content=[IMAGE]), "messages.1.content.0"),  # not fetched
     *(({"temperature": value}, "temperature") for value in ("0.5", 2.1, -1e-9, True)),
     ({"min_p": 2}, "min_p"),
     ({"seed": 1.5}, "seed"),
@@ -143,7 +144,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
     ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-    (message(role="user", content=[IMAGE]), "messages.1.content.0"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
 

@@ -182,7 +182,7 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (turn(IMAGE), "messages.0.content.0 'image'"),
+        (turn(IMAGE), "messages.0.content.0.source.type 'url'"),
         (turn({"type": "tool_result", "tool_use_id": "x", "content": "y"}), "tool_use_id 'x'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         (turn({"type": "text", "text": "Sure, "}, role="assistant"), "prefilled"),
@@ -206,6 +206,6 @@ def test_tokens_are_counted_without_an_answer(client: Any, stub: Stub):
     assert client.messages.count_tokens(**prompt, system="Be brief.").input_tokens == 7
     with pytest.raises(anthropic.NotFoundError):
         client.messages.count_tokens(**prompt | {"model": "gpt"})
-    with pytest.raises(anthropic.BadRequestError, match="image"):
+    with pytest.raises(anthropic.BadRequestError, match="is not fetched"):
         client.messages.count_tokens(**prompt | {"messages": [{"role": "user", "content": [IMAGE]}]})
     assert stub.requests == []

@@ -216,7 +216,7 @@ def call(arguments: str) -> dict[str, Any]:
         ({"text": {"format": {"type": "regex"}}}, "text.format.pattern", "required"),
         ({"input": []}, "input", "at least 1"),
         (item(role="robot", content="x"), "input.0.role", "role"),
-        (item(role="user", content=[{"type": "input_image"}]), "input.0.content.0", "'input_image'"),
+        (item(role="user", content=[{"type": "input_image"}]), "input.0.content.0.image_url", "image_url"),
         (item(type="function_call_output", call_id="x", output="y"), "input.0.call_id", "'x'"),
         ({"tools": [{"type": "web_serch"}]}, "tools.0", "'web_serch'"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]}, "tools.0.tools.0", "'x'"),

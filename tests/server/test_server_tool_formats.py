@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from mlx_spec import demo
 from mlx_spec.apps.server.answers import TextDelta, ToolCall
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.preparation import prompt_tokens
+from mlx_spec.apps.server.preparation import find_prompts
 from mlx_spec.apps.server.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.tool_formats import (
     ToolCallReader,
@@ -344,7 +344,7 @@ def test_what_a_template_leaves_out_or_refuses_is_named(path, body, place):
     {% endfor %}"""
     blind = Tokenizer(tokenizer(), ChatTemplate(source, {}), {1})
     with pytest.raises(Failure, match=r"not that|leaves out \"Be ") as failure:
-        prompt_tokens(stub.requests[-1], blind)
+        find_prompts(stub.requests[-1], blind)
     assert (failure.value.status, failure.value.param) == (400, place)
 
 

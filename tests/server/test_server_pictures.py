@@ -1,0 +1,244 @@
+"""Pictures in the four protocols: each way to send one becomes the same conversation, and is answered."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import mlx.core as mx
+import pytest
+from support.drafting import GOLDEN
+from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, listening, parsed, refused
+from support.spans import ROOT, facts, file, pair_of, tokenizer_of
+from support.waiting import LIMIT
+
+from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.models import load_served
+from mlx_spec.apps.server.preparation import find_prompts
+from mlx_spec.apps.server.request import Chat, PictureFile
+from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.errors import NoVision
+from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.pair import Pair
+from mlx_spec.vision.pictures import MAX_PICTURES
+
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+A, B = (base64.b64encode(file(name)).decode() for name in "ab")
+URL_A, URL_B = f"data:image/png;base64,{A}", f"data:image/png;base64,{B}"
+ASSISTANT = str(GOLDEN / "e2b-trained" / "assistant")
+PNG = {"type": "image_url", "image_url": {"url": URL_A, "detail": "high"}}
+QUESTION = "What is the capital of Italy?"
+
+
+def shown(name: str) -> dict[str, Any]:
+    return {"type": "image", "image": PictureFile(file(name), "")}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+# --- the ways to send one
+
+
+def block(data: str) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [user(PNG, said("x"))]}),
+        (CHAT, {"messages": [user({"type": "image_url", "image_url": URL_A}, said("x"))]}),
+        (CHAT, {"messages": [user({"type": "input_image", "image_url": URL_A}, said("x"))]}),
+        (RESPONSES, {"input": [user({"type": "input_image", "image_url": URL_A, "detail": "auto"},
+                                    {"type": "input_text", "text": "x"})]}),
+        (MESSAGES, {"messages": [user(block(A), said("x"))]}),
+        (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": [A]}]}),
+        (OLLAMA, {"messages": [{"role": "user", "content": "x", "images": [URL_A]}]}),
+        (GENERATE, {"prompt": "x", "images": [A]}),
+    ],
+)  # fmt: skip
+def test_each_protocol_sends_the_same_conversation(path: str, body: dict[str, Any]) -> None:
+    chat = parsed(path, stream=False, **body).prompt
+    assert isinstance(chat, Chat)
+    assert list(chat.messages) == [user(shown("a"), said("x"))]
+    assert [picture.data for picture in chat.pictures] == [file("a")]
+
+
+def test_texts_and_pictures_of_neighbours_stay_in_their_order() -> None:
+    turns = [{"role": "user", "content": "one"}, user({"type": "image_url", "image_url": URL_A}, said("two"))]
+    found = parsed(CHAT, messages=[*turns, {"role": "user", "content": "three"}]).prompt.messages
+    assert list(found) == [user(said("one"), shown("a"), said("two"), said("three"))]
+
+
+CALLS = [{"role": "tool", "tool_call_id": id, "name": "look"} for id in ("1", "2")]
+
+
+def called(found: Any) -> list[dict[str, Any]]:
+    return [message for message in found.prompt.messages if message["role"] in ("tool", "user")][1:]
+
+
+def test_pictures_of_tools_follow_their_results() -> None:
+    """Agents read picture files by a tool. Results stay together, as their calls do."""
+    note = "The result is the picture that follows."
+    uses = [{"type": "tool_use", "id": id, "name": "look", "input": {}} for id in ("1", "2")]
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [block(A)]},
+        {"type": "tool_result", "tool_use_id": "2", "content": [said("second"), block(B)]},
+    ]
+    turns = [{"role": "user", "content": "look"}, {"role": "assistant", "content": uses}]
+    found = parsed(MESSAGES, messages=[*turns, user(*results, said("So?"))])
+    expected = [CALLS[0] | {"content": note}, CALLS[1] | {"content": "second"}]
+    assert called(found) == [*expected, user(shown("a"), shown("b"), said("So?"))]
+    items = [
+        {"role": "user", "content": "look"},
+        *({"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"} for id in ("1", "2")),
+        {"type": "function_call_output", "call_id": "1",
+         "output": [{"type": "input_image", "image_url": URL_A}]},
+        {"type": "function_call_output", "call_id": "2",
+         "output": [{"type": "input_text", "text": "second"}, {"type": "input_image", "image_url": URL_B}]},
+    ]  # fmt: skip
+    assert called(parsed(RESPONSES, input=items)) == [*expected, user(shown("a"), shown("b"))]
+    answer = {"role": "assistant", "content": "Aha."}
+    assert called(parsed(RESPONSES, input=[*items, answer]))[2:] == [user(shown("a"), shown("b"))]
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": [user({"type": "image_url", "image_url": {"url": "https://x.org/cat.png"}})]},
+         "messages.0.content.0: a https: URL is not fetched"),
+        (CHAT, {"messages": [user({"type": "image_url", "image_url": "file:///etc/passwd"})]},
+         "messages.0.content.0: a file: URL is not fetched"),
+        (CHAT, {"messages": [user({"type": "image_url"})]}, "messages.0.content.0.image_url"),
+        (CHAT, {"messages": [{"role": "system", "content": [PNG]}]}, "messages.0.content.0: a part of type"),
+        (CHAT, {"messages": [{"role": "assistant", "content": [PNG]}]}, "messages.0.content.0: "),
+        (CHAT, {"messages": [user({"type": "input_audio", "input_audio": {}})]}, "messages.0.content.0: "),
+        (RESPONSES, {"input": [user({"type": "input_image", "file_id": "file-1"})]},
+         "input.0.content.0.file_id: no files are kept here"),
+        (MESSAGES, {"messages": [user({"type": "image", "source": {"type": "url", "url": "http://x/"}})]},
+         "messages.0.content.0.source.type: 'url' is not fetched"),
+        (MESSAGES, {"messages": [user(block("?"))]}, "messages.0.content.0: a picture is not valid base64"),
+        (MESSAGES, {"messages": [{"role": "assistant", "content": [block(A)]}, user(said("x"))]},
+         "messages.0.content.0: "),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_its_place(path: str, body: dict[str, Any], words: str) -> None:
+    message = refused(path, **body)["message"]
+    assert message.startswith(words), message
+    assert "passwd" not in message and "cat.png" not in message
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [{"role": "system", "content": "x", "images": [A]}]}, "messages.0.images: pictures"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["?"]}]}, "messages.0.images.0: a picture"),
+        ({"prompt": "x", "raw": True, "images": [A]}, "images: goes with neither raw nor suffix"),
+    ],
+)
+def test_ollamas_refusals(body: dict[str, Any], words: str) -> None:
+    response = fresh()[1].client.post(GENERATE if "prompt" in body else OLLAMA, json=body)
+    assert response.status_code == 400 and response.json()["error"].startswith(words)
+
+
+def test_damaged_files_and_models_without_a_tower_are_named() -> None:
+    request = parsed(
+        CHAT, messages=[user(said("x"), {"type": "image_url", "image_url": "data:;base64,aGVsbG8="})]
+    )
+    tokenizer = tokenizer_of("e2b")
+    with pytest.raises(Failure, match=r"messages\.0\.content\.1: a file is not a picture"):
+        find_prompts(request, tokenizer, pair_of("e2b").vision)
+    with pytest.raises(Failure, match="model 'demo' reads no pictures: it is blind"):
+        find_prompts(request, tokenizer, NoVision("it is blind"))
+    many = parsed(CHAT, messages=[user(*[PNG] * (MAX_PICTURES + 1), said("x"))])
+    with pytest.raises(Failure, match="21 pictures: 20 are the most"):
+        find_prompts(many, tokenizer, pair_of("e2b").vision)
+
+
+# --- a model that sees
+
+
+def in_float32(served: ServedModel) -> Pair:
+    """The pair as the server loads it, in the type of the golden files."""
+    pair = load_served(served)
+    pair.vision.load()
+    for network in (pair._model, pair.vision._tower, pair._drafters[0].network):
+        network.set_dtype(mx.float32)
+    return pair
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx2.Client]:
+    served = ServedModel("e2b", PairSpec(str(ROOT / "e2b"), ASSISTANT, num_draft_tokens=3))
+    blind = ServedModel("demo", PairSpec("demo"))
+    settings = Settings(models=(served, blind))
+    engine = EngineThread(settings, in_float32)
+    with listening(engine, settings) as url:
+        assert engine.wait_loaded()
+        with httpx2.Client(base_url=url, timeout=LIMIT, trust_env=False) as found:
+            yield found
+
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "read"),
+    [
+        (CHAT, {"messages": [user(PNG, said(QUESTION))]},
+         lambda reply: reply["choices"][0]["message"]["content"]),
+        (MESSAGES, {"messages": [user(block(A), said(QUESTION))]}, lambda reply: reply["content"][0]["text"]),
+        (RESPONSES, {"input": [user({"type": "input_image", "image_url": URL_A},
+                                    {"type": "input_text", "text": QUESTION})]},
+         lambda reply: reply["output"][0]["content"][0]["text"]),
+        (OLLAMA, {"messages": [{"role": "user", "content": QUESTION, "images": [A]}], "stream": False},
+         lambda reply: reply["message"]["content"]),
+    ],
+)  # fmt: skip
+def test_an_answer_is_that_of_transformers(client: Any, path: str, body: dict[str, Any], read: Any) -> None:
+    limits = {"max_output_tokens": 24} if path == RESPONSES else {"max_tokens": 24}
+    response = client.post(path, json={"model": "e2b", "temperature": 0, **limits, **body})
+    assert response.status_code == 200, response.text
+    assert read(response.json()).strip() == facts("e2b")[0]["one"][0]["answer"].strip()
+
+
+def test_rows_are_counted_and_cached(client: Any) -> None:
+    body = {"model": "e2b", "messages": [user(PNG, said(QUESTION))], **GREEDY}
+    usages = [client.post(CHAT, json=body).json()["usage"] for _ in range(2)]
+    told = facts("e2b")[0]["one"][0]
+    assert [usage["prompt_tokens"] for usage in usages] == [len(told["ids"])] * 2
+    assert [usage["prompt_tokens_details"]["image_tokens"] for usage in usages] == [64, 64]
+    assert usages[1]["prompt_tokens_details"]["cached_tokens"] == len(told["ids"]) - 2
+    other = {**body, "messages": [user({"type": "image_url", "image_url": URL_B}, said(QUESTION))]}
+    assert client.post(CHAT, json=other).json()["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
+    count = client.post(
+        f"{MESSAGES}/count_tokens", json={"model": "e2b", "messages": [user(block(A), said(QUESTION))]}
+    )
+    assert count.json() == {"input_tokens": len(told["ids"])}
+
+
+def test_models_say_that_they_see(client: Any) -> None:
+    cards = {card["id"]: card["images"] for card in client.get("/v1/models").json()["data"]}
+    assert cards == {"e2b": True, "demo": False}
+    shows = [client.post("/api/show", json={"model": name}).json() for name in ("e2b", "demo")]
+    assert ["vision" in show["capabilities"] for show in shows] == [True, False]
+
+
+def test_a_model_that_does_not_see_counts_and_says_why(client: Any) -> None:
+    body = {"model": "demo", "messages": [user(block(A), said("x"))]}
+    response = client.post(f"{MESSAGES}/count_tokens", json=body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("messages.0.content.0: model 'demo' reads no pictures: it is a text model")
