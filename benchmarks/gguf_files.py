@@ -97,7 +97,8 @@ def compare_tensors(gguf: GGUF, folder: Path, kinds: dict[str, dict[str, float]]
             right = right.reshape(heads, -1, 2, *right.shape[1:]).swapaxes(1, 2).reshape(right.shape)
         right = right - 1 if found.norms_plus_one and part.endswith("norm") else right
         key = new if new in held else f"{new}.weight"
-        off = np.abs(floats(held, key.removesuffix("weight"), tensor.kind.bits) - right).max()
+        held_bits = tensor.kind.bits or 8  # of Q6_K
+        off = np.abs(floats(held, key.removesuffix("weight"), held_bits) - right).max()
         counts = kinds.setdefault(tensor.kind.name, {"tensors": 0, "equal": 0, "largest": 0.0})
         counts["tensors"] += 1
         counts["equal"] += int(equal)
