@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
 from mlx_spec.checkpoint.config import read_config
@@ -34,6 +33,7 @@ from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
 from mlx_spec.load import load
+from mlx_spec.model.dense import dequantized
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
@@ -224,7 +224,7 @@ def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
         model.set_dtype(dtype)
     if is_dequantized(read_config(folder)):
         model.set_dtype(mx.float32)
-        model = dequantize_model(model)
+        model = dequantized(model)
     return model
 
 

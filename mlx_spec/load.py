@@ -77,10 +77,16 @@ def load(
     _check_values(spec)
     shown, paths = _located(spec)
     folder, config, size = _find_target(paths, ranks)
+    import mlx.core as mx
+
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.tokenizer import read_tokenizer
 
     _raise_wired_limit()
+    model = None
+    if is_dequantized(config) and ranks is None:
+        model = _load_target(folder, config)
+        mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
     tokenizer = read_tokenizer(folder, config)
     found = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
     if ranks is not None and found is not None and found.needs.shared_kv:
@@ -353,17 +359,17 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
     """Load the model with mlx-lm, of several ranks a part of it. Raises BadCheckpoint."""
-    from mlx_lm.utils import dequantize_model
-
+    from mlx_spec.model.dense import dequantized
     from mlx_spec.model.read import read_model
 
-    model, _ = read_model(folder, lazy=ranks is not None)
+    is_dense = is_dequantized(config)
+    model, _ = read_model(folder, lazy=is_dense or ranks is not None)
     if gguf_dtype(config) == "float32":
-        is_dense = is_dequantized(config)
         why = "a CPU is slow with other types" if is_dense else "dense weights exceed the memory"
         how = "in float32" if is_dense else "quantized, with scales in float32"
         print(f"{config['gguf']}: {how}, because {why}", file=sys.stderr)
-        model = dequantize_model(model) if is_dense else model
+    if is_dense:
+        model = dequantized(model)
     if ranks is not None:
         ranks.shard(model, config)
     return model

@@ -147,7 +147,7 @@ def _write(file: Path, out: Path, q6k_bits: int) -> None:
             with new_folder(out) as folder:
                 target = folder / "target"
                 target.mkdir()
-                tokenizer.save(str(target / "tokenizer.json"))
+                tokenizer.save(str(target / "tokenizer.json"), pretty=False)  # it is parsed at every start
                 write_json(target / "tokenizer_config.json", tokenizer_config)
                 write_json(target / "generation_config.json", {"eos_token_id": ends})
                 config |= {"gguf": file.name, "gguf_read": _bytes_read(gguf), "gguf_weights": _weights(gguf)}

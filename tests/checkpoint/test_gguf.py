@@ -34,6 +34,7 @@ from mlx_spec.hub import NoSpace, find
 from mlx_spec.hub.inspect import inspect
 from mlx_spec.hub.local import local_models, plan_removal
 from mlx_spec.load import load
+from mlx_spec.model.dense import dequantized
 
 PROMPT = mx.array([tiny.prompt(40)])
 TYPED = {"F32": ("float32", None), "F16": ("float16", None), "BF16": ("bfloat16", None)}
@@ -139,6 +140,16 @@ def test_k_quants_in_a_folder(tmp_path: Path, q6k_bits: int, uneven: bool) -> No
     stored = mx.load(str(folder / "model-00001.safetensors"))
     assert ("model.embed_tokens.scales" in stored) == (q6k_bits == 8)
     assert read(folder)["gguf_read"] == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 8])
+def test_dense_weights_are_what_mlx_makes_of_them(bits: int) -> None:
+    """Unpacked as whole arrays, bit by bit the same; also what is left to MLX: an embedding, and 3 bits."""
+    found, expected = (tiny.full(attention_bias=True) for _ in range(2))
+    for model in (found, expected):
+        nn.quantize(model, group_size=32, bits=bits)
+    pairs = zip(tree(dequantized(found)), tree(dequantize_model(expected)), strict=True)
+    assert all(a[0] == b[0] and mx.array_equal(a[1], b[1]) for a, b in pairs)
 
 
 # --- architectures
