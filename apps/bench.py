@@ -55,7 +55,7 @@ class Question:
     """A prompt, and its name for people."""
 
     name: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]  # or a Prompt
 
 
 @dataclass

@@ -262,6 +262,8 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
     if found.noise is not None:
         most = f"{found.noise.roundings:.3g} roundings between correct caches"
         yield "noise", f"{most}; near-tie: logits at most {found.allowed:.3g} roundings apart"
+    if found.picture:
+        yield "picture", f"a drawing of {found.picture} rows was read by the vision tower"
     if found.window is not None:
         yield "window", f"{found.window} tokens, {'crossed' if found.past_window else 'NOT reached'}"
     if found.left_out:

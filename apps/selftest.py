@@ -6,8 +6,10 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.cli.lossless import Gap, allowed_roundings, logits_gap, next_logits, token_gap
@@ -16,12 +18,15 @@ from mlx_spec.cli.texts import TEXTS
 from mlx_spec.decode.round import RunningSequence, decode
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.drafters.drawing import SequenceDrafter
+from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.pair import GREEDY, Pair
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
+from mlx_spec.vision.conversation import conversation_prompt, prepared
 
 from .bench import Question, arm, chat_questions
 
@@ -114,9 +119,15 @@ class Answer:
     next: mx.array | None = None  # logits [V] after the last token, from its own caches; None if cut short
 
     @property
-    def history(self) -> list[int]:
+    def history(self) -> Prompt:
         """Return the tokens of the prompt and of the answer."""
-        return [*self.question.tokens, *self.tokens]
+        return after(self.question, self.tokens)
+
+
+def after(question: Question, tokens: Sequence[int]) -> Prompt:
+    """Return a question with tokens of its answer."""
+    spans = question.tokens.spans if isinstance(question.tokens, Prompt) else ()
+    return Prompt((*question.tokens, *tokens), spans)
 
 
 @dataclass
@@ -127,6 +138,7 @@ class SelfTest:
     left_out: int = 0  # tests for which the time was too short
     window: int | None = None  # tokens of sliding attention, None if there is none
     past_window: bool = False  # whether an answer went past it
+    picture: int = 0  # rows of the picture that was read, 0 for none
     noise: Gap | None = None  # the largest between caches without a rollback, None if not measured
     seconds: float = 0.0
 
@@ -154,6 +166,28 @@ class SelfTest:
     def passed(self) -> bool:
         """Return True if something was tested and nothing is wrong."""
         return bool(self.comparisons) and not self.wrong and not self.blocks_differ
+
+
+def drawing(size: int = 96) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a picture of our own: a disc, a square and stripes on white, [size, size, 3]."""
+    y, x = np.mgrid[0:size, 0:size] / size
+    pixels = np.full((size, size, 3), 255, np.uint8)
+    pixels[(x - 0.3) ** 2 + (y - 0.3) ** 2 < 0.05] = 220, 40, 40
+    pixels[(abs(x - 0.7) < 0.15) & (abs(y - 0.35) < 0.15)] = 40, 80, 200
+    pixels[(y > 0.7) & (x * 8 % 1 < 0.5)] = 30, 150, 60
+    return pixels
+
+
+def picture_question(pair: Pair) -> Question | None:
+    """Return a question about a drawing; None if the pair reads no pictures."""
+    question = "What do you see in this picture?"
+    try:
+        vision = pair.vision
+        parts = prepared([{"type": "image", "image": drawing()}, {"type": "text", "text": question}], vision)
+        prompt = conversation_prompt([{"role": "user", "content": parts}], pair.tokenizer, vision)
+    except (NoVision, InvalidValue):  # no tower, no Pillow, no template, or one without pictures
+        return None
+    return Question(f"a drawing: {question}", prompt)
 
 
 def long_text(tokenizer: Tokenizer, tokens: int) -> Question:
@@ -206,6 +240,9 @@ class _Tester:
         """Yield the most telling cases first: the time may not be enough for all."""
         first, *others = self.questions
         yield first, GREEDY
+        if (seen := picture_question(self._pair)) is not None:
+            self.found.picture = sum(span.count for span in after(seen, ()).spans)
+            yield seen, GREEDY
         most = self._pair.info.context_length
         if self._window is not None:
             across, past = self._window - count // 2, self._window + self._window // 2
@@ -298,7 +335,7 @@ class _Tester:
             drift = logits_gap(expected.next, found.next)
         if at < both:
             tokens = expected.tokens[at], found.tokens[at]
-            before = [*found.question.tokens, *found.tokens[:at]]
+            before = after(found.question, found.tokens[:at])
             gap = token_gap(self._pair.open().target, before, tokens, found.sampling)
             a, b = (self._pair.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(at, a, b, gap)

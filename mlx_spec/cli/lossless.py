@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_spec.decode.round import prefill
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import GREEDY
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.candidates import shortlist_length
 from mlx_spec.sampling.noise import seeded_noise
@@ -72,8 +74,8 @@ def token_gap(
 
 def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
     """Return the logits [V] after `history`, of which the target may hold a prefix, in its own type."""
-    if target.size < len(history) - 1:
-        target.prefill(list(history[target.size : -1]))
+    for _ in prefill(target, (), history if isinstance(history, Prompt) else text_prompt(history)):
+        pass
     logits = target.verify(mx.array(list(history[-1:]), dtype=mx.int32))[0]
     target.commit(0)
     return logits

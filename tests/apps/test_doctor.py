@@ -16,6 +16,7 @@ from typing import Any
 import platformdirs
 import pytest
 from huggingface_hub import constants
+from support.spans import pair_of
 
 import mlx_spec
 from mlx_spec import demo
@@ -75,6 +76,15 @@ def test_the_demo_pair_passes(report):
     assert all(each["tokens"] > 0 and each["drift"] is not None for each in compared)
     assert all(each["accepted"] < each["drafted"] for each in compared if each["decoder"] == SPOILED)
     assert found["window"] == 64 and found["past_window"] and found["left_out"] == 0
+
+
+def test_a_picture_is_read_the_same_with_drafts():
+    found = self_test(pair_of("e2b", "assistant"), None, PATIENT, StageProgress(io.StringIO()))
+    seen = [each for each in found.comparisons if each.prompt.startswith("a drawing")]
+    assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, COMPANY}
+    assert found.passed and found.picture == 64
+    lines = certificate({}, found, [], NOW)
+    assert "picture      a drawing of 64 rows was read by the vision tower" in lines
 
 
 def test_its_certificate_can_be_shown_to_others(report):
