@@ -192,7 +192,7 @@ def test_arrays_of_another_shape_are_refused(tmp_path: Path, caplog: pytest.LogC
     stored(make_pair("full", "none"), tmp_path)
     other = make_pair("sliding", "none")
     assert files(other, tmp_path).restore(text_prompt([*PROMPT, 1, 2]), 0, other.open) is None
-    assert "not those of this model" in caplog.text
+    assert "belong to another model" in caplog.text
 
 
 def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) -> None:
