@@ -22,7 +22,6 @@ from .interrupts import CtrlC, Interrupts
 from .saved import Journal
 from .terminal import BORDER, DIM, GAINED, Terminal, origin_style
 
-BAR_CELLS = 20  # of a full bar
 # What a trace takes of a round.
 TRACED = "kind", "tokens", "drafted", "accepted", "reason", "seconds", "plain_seconds", "finish_reason"
 
@@ -263,8 +262,8 @@ def _bars(source: str, positions: Positions) -> list[str]:
     lines = [f"{source_words(source)}, accepted by position:"]
     for position, drafted in enumerate(positions.drafted, 1):
         share = accepted[position - 1] / drafted
-        cells = round(share * BAR_CELLS)
-        lines.append(f"{position:4} {'█' * cells}{'░' * (BAR_CELLS - cells)} {share:4.0%}")
+        cells = round(share * 20)
+        lines.append(f"{position:4} {'█' * cells}{'░' * (20 - cells)} {share:4.0%}")
     return lines
 
 

@@ -19,8 +19,6 @@ from mlx_spec.types import Reason
 from .models import check_thinking, open_pair
 from .settings import AnswerSettings, from_values, values
 
-SCHEMA_TIMEOUT_S = 10.0  # for a schema to compile
-
 
 @dataclass(frozen=True)
 class AnswerSchema:
@@ -85,7 +83,7 @@ class Conversation:
         """Let answers match a JSON schema from now on. Raises SpecError."""
         self.schema = None
         size = self.pair.info.vocab_size
-        compiled = compile_grammar("json_schema", source, self.pair.tokenizer, size, seconds=SCHEMA_TIMEOUT_S)
+        compiled = compile_grammar("json_schema", source, self.pair.tokenizer, size, seconds=10.0)
         self.schema = AnswerSchema(name, source, compiled)
 
     def switch(self, choice: PairSpec) -> None:

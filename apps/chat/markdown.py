@@ -17,7 +17,6 @@ from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.theme import Theme
 
-CODE_THEME = "ansi_dark"  # the terminal's own colours, so that its background may be dark or light
 THEME = Theme({"markdown.code": "cyan"})
 PLAIN_BLOCKS = {"paragraph_open", "paragraph_close", "inline"}
 MATH = re.compile(r"\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
@@ -57,7 +56,8 @@ class _LeftHeading(Heading):
 
 class _BareCode(CodeBlock):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        syntax = Syntax("", self.lexer_name, theme=CODE_THEME, background_color="default")
+        # The terminal's own colours: its background may be dark or light.
+        syntax = Syntax("", self.lexer_name, theme="ansi_dark", background_color="default")
         text = syntax.highlight(str(self.text).rstrip())
         text.rstrip()
         text.no_wrap, text.overflow = True, "ignore"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
-MAX_LABEL = 90  # characters of an entry: longer ones make the menu wider than a small screen
 DRAFTERS = {None: "auto", NONE: "off", LOOKUP: "lookup"}
 
 
@@ -209,4 +208,5 @@ def _wrapped(text: str | None) -> list[str]:
 
 def _shortened(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= MAX_LABEL else f"{line[: MAX_LABEL - 1]}…"
+    most = 90  # characters: longer ones make the menu wider than a small screen
+    return line if len(line) <= most else f"{line[: most - 1]}…"

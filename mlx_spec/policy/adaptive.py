@@ -38,7 +38,6 @@ FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, 
 ENOUGH_TOKENS = 16  # of an answer, to say that speculation pays: fewer are noise
 LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
 TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
-SAVE_CHANGE = 0.1  # log seconds: learned costs that differ this much from the file are worth a write
 
 _log = logging.getLogger("mlx_spec")
 
@@ -116,7 +115,7 @@ class AdaptivePolicy:
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         """Begin an answer: its text may be of any kind. The account goes on."""
         self._reset(request_drafters)
-        self._shared.save(SAVE_CHANGE)
+        self._shared.save(least_change=0.1)  # log seconds: less is not worth a write
         if self._shared.costs is not None:
             costs = self._shared.costs.at(1)
             self._shared.account.enter(0, -costs.host / costs.plain)  # plain decoding would wait, too

@@ -47,7 +47,6 @@ from mlx_spec.types import (
 
 BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
 FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
-HIT_MEMORY = 8  # drafts wanted beside other sequences: how long it is remembered whether there was one
 MEMORY = 16  # rounds that the correction of a cost remembers
 PRIOR_ROUNDS = 2.0  # rounds that the corrections of the lengths around one are worth
 OUTLIER = math.log(1.5)  # log seconds: a round slower than known by more counts as this much: it was delayed
@@ -133,7 +132,8 @@ class MemberPolicy(AdaptivePolicy):
         drafter = round.drafter
         for choice in wanted:
             hit = choice.drafter == drafter
-            self._hit_rates[choice.drafter] += (hit - self._hit_rates[choice.drafter]) / HIT_MEMORY
+            before = self._hit_rates[choice.drafter]
+            self._hit_rates[choice.drafter] = before + (hit - before) / 8  # drafts are remembered
             if hit:
                 break
         if drafter is not None:

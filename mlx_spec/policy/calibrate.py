@@ -26,7 +26,6 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 ROWS = (1, 2, 5, 3, 9, 4, 17, 33, 6, 7, 11, 8, 13)
 DRAFTED = (1, 4, 2, 8)  # draft tokens, the first two required
 RUN = 4  # plain tokens of one sample, each queued while the one before it runs
-SAMPLES = 8  # of every size at most; a quartile of more does not change
 DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
 
 Name = str | int | tuple[int, int]  # of a sample: its rows, or the drafter and its draft tokens
@@ -221,7 +220,7 @@ def _lower_quartiles(
             if not is_whole:
                 seconds, _ = yield from _sample(name, job, watch)
             samples[name] = [seconds]
-    for _ in range(SAMPLES - 1):
+    for _ in range(7):  # a quartile of more samples does not change
         for name, values in samples.items():
             if watch.share < 1:
                 seconds, is_whole = yield from _sample(name, required.get(name) or optional[name], watch)

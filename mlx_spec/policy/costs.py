@@ -23,7 +23,6 @@ Floats = NDArray[np.float64]
 
 HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the three kinds of error
 OWN_WIDTH = 1.5  # draft tokens: the distance at which a length's own error fades
-HEAT_WALK = 0.01  # log seconds: change of the heat from one round to the next
 NOISE = 0.05  # log seconds: deviation of one measurement
 DELAYED = 0.1  # per log second: density of the delays that other programs cause in a round
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
@@ -184,7 +183,7 @@ class CostModel:
 
     def _update(self, length: int, observed: float) -> bool:
         """Update the filter, less for a pass that may have been delayed. Return whether it probably was."""
-        self._covariance += HEAT_WALK**2
+        self._covariance += 0.01**2  # log seconds: heat changes from one round to the next
         row = self._covariance[length]
         variance = float(row[length]) + NOISE**2
         surprise = observed - float(self._base[length] + self._error[length])
