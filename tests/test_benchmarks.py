@@ -25,7 +25,8 @@ CASES = {
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (  # slower, or in need of more
-    "gguf_files architectures server_checks server_load pictures restart saved_checkpoints smollm2 unchanged"
+    "gguf_files architectures server_checks server_load pictures restart "
+    "sampling saved_checkpoints smollm2 unchanged"
 ).split()
 
 Run = Callable[..., str]
