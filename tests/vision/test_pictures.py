@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import subprocess
+import sys
 import threading
 import zlib
 from typing import Any
@@ -239,3 +241,9 @@ def test_without_pillow_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     with pytest.raises(InvalidValue, match=r"uv tool install 'mlx-spec\[vision\]'"):
         read_picture(b"")
+
+
+def test_text_needs_no_pillow() -> None:
+    """transformers imports it where it is, and our programs do without it."""
+    program = "import sys; sys.modules['PIL'] = None; import mlx_spec.pair, mlx_spec.apps.server.app"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
