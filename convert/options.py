@@ -47,8 +47,9 @@ class ConversionOptions:
         False
     )
     q6k_bits: Annotated[
-        Literal[8, 16], option(help="bits of the tensors of a GGUF file that are of type Q6_K")
-    ] = 8
+        Literal[8, 16] | None,
+        option(help="bits of the tensors of a GGUF file of type Q6_K", default="8, and 16 on a CPU"),
+    ] = None
 
 
 @dataclass(frozen=True)

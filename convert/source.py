@@ -78,13 +78,13 @@ class Source:
         return sorted(f for f in found if not any(f.match(pattern) for pattern in NOT_COPIED))
 
 
-def open_source(name: str, q6k_bits: int = 8) -> Source:
+def open_source(name: str, q6k_bits: int | None = None) -> Source:
     """Find a checkpoint, download it if necessary, and check that it is complete.
 
     `q6k_bits` is for GGUF files. Raises NotFound and BadCheckpoint.
     """
     file = typed_path(name)
-    is_file = q6k_bits != 8 and file.is_file() and is_gguf(file)
+    is_file = q6k_bits is not None and file.is_file() and is_gguf(file)
     checkpoint = read_checkpoint(gguf_folder(file, q6k_bits) if is_file else find(name))
     checkpoint.check_weights()
     return Source(name, checkpoint)

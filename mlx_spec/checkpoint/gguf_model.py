@@ -2,7 +2,7 @@
 
 It is written once, beside the converted pairs, under a name of the file's place, size and time: a file that
 changed is read again. Quantized tensors stay quantized, with scales that are exact. Only Q6_K has groups that
-MLX lacks: it becomes 8 bits in groups of 32, or on request 16 bits.
+MLX lacks: it becomes 8 bits in groups of 32, or floats of 16 bits.
 
 `dtype` in config.json is the type of activations, to which scales and norms are rounded on a GPU: float16 for
 Llama, bfloat16 for families whose activations exceed float16.
@@ -44,7 +44,7 @@ from mlx_spec.errors import BadCheckpoint, SpecError
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 2  # of the folders written here; raised when older ones must be written again
+FORMAT = 3  # of the folders written here; raised when older ones must be written again
 SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
 MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
 ROPE_FREQS = "rope_freqs.weight"
@@ -104,10 +104,11 @@ ARCHITECTURES = {
 }
 
 
-def gguf_folder(file: Path, q6k_bits: int = 8) -> Path:
+def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
     """Return the checkpoint of a GGUF file; write it if there is none of the file as it is now.
 
-    With `q6k_bits` 16, tensors of type Q6_K are not quantized again. Raises BadCheckpoint for a file that
+    `q6k_bits` 16 keeps tensors of type Q6_K as floats, 8 quantizes them again. None is 8 on a GPU, which then
+    reads fewer bytes, and 16 on a CPU, where weights become dense. Raises BadCheckpoint for a file that
     cannot be read, NoSpace before anything is written.
     """
     out = gguf_place(file, q6k_bits)
@@ -119,9 +120,9 @@ def gguf_folder(file: Path, q6k_bits: int = 8) -> Path:
     return out / "target"
 
 
-def gguf_place(file: Path, q6k_bits: int = 8) -> Path:
+def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
     """Return where the checkpoint of a GGUF file as it is now belongs: among the converted pairs."""
-    form = "" if q6k_bits == 8 else f" {q6k_bits}"
+    form = "" if q6k_bits is None else f" {q6k_bits}"
     place = hashlib.sha256(f"{file.resolve()}{form}".encode()).hexdigest()[:8]
     status = file.stat()
     identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
@@ -129,7 +130,7 @@ def gguf_place(file: Path, q6k_bits: int = 8) -> Path:
     return default_folder() / name
 
 
-def _write(file: Path, out: Path, q6k_bits: int) -> None:
+def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
     """Write the checkpoint of a file. Raises SpecError for all that a file or the disk can cause."""
     try:
         gguf = read_gguf(file)
@@ -351,11 +352,17 @@ def _bytes_read(gguf: GGUF) -> int:
 
 
 def _write_weights(
-    gguf: GGUF, found: Architecture, config: Config, names: Mapping[str, str], folder: Path, q6k_bits: int
+    gguf: GGUF,
+    found: Architecture,
+    config: Config,
+    names: Mapping[str, str],
+    folder: Path,
+    q6k_bits: int | None,
 ) -> dict[str, Any]:
     """Write all tensors. Return the keys of config.json that describe their types."""
     import mlx.core as mx
 
+    q6k_bits = q6k_bits or (16 if mx.default_device().type == mx.cpu else 8)
     kinds = {tensor.kind.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     wide = found.wide_range or kinds <= {"BF16", "F32"}
     dtype = mx.float32 if kinds <= {"F32"} else mx.bfloat16 if wide else mx.float16
