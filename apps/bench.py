@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.types import Round
 
-FIXED = (2, 4)  # draft tokens of the arms between plain decoding and the pair's own policy
 BURST = 8  # tokens of a turn
 QUESTIONS = (
     "What does os.path.join do?",
@@ -182,7 +181,8 @@ def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -
     if pair.drafter_names and length is not None:
         lengths |= {f"K = {length}": None}
     elif pair.drafter_names:
-        lengths |= {**{f"K = {k}": k for k in FIXED}, "adaptive": None}
+        # draft tokens of the arms between plain decoding and the pair's own policy
+        lengths |= {**{f"K = {k}": k for k in (2, 4)}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.tokenizer)
     answers: list[list[Run]] = []

@@ -14,7 +14,6 @@ from typer.main import get_command
 from mlx_spec.cli.command import INTERRUPTED, STATUSES, Version, guarded, run_app, tell
 
 NAME = "mlx-spec"
-COMPLETION = "_MLX_SPEC_COMPLETE"  # set by the scripts of --install-completion
 ANSWERS, MODELS, MEASUREMENTS = "Talk to a model", "Get models", "Measure and check"
 
 
@@ -55,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        if COMPLETION in os.environ:
+        # set by the scripts of --install-completion
+        if "_MLX_SPEC_COMPLETE" in os.environ:
             get_command(app()).main(prog_name=NAME)  # answers the shell and exits
         if words and words[0] in PROGRAMS:
             return int(resolve_name(f"mlx_spec.{PROGRAMS[words[0]].main}")(words[1:]))

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from .selftest import Comparison, SelfTest
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
-BACKENDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each holds all of MLX
-MIN_FREE_BYTES = 5e9  # a small target and its drafter take about as much
 WIDTH, LABEL = 76, 13  # columns of the certificate and of its labels
 LINE = "-" * WIDTH
 SHOWN = ("machine", "system", "backend", "BLAS", "packages")  # checks that the certificate repeats
-MAX_FINDINGS = 3  # differences shown in full
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,8 @@ def _backend() -> Check:
         return Check("backend", "wrong", str(error))
     import mlx.core as mx
 
-    several = [name for name in BACKENDS if version(name) != "none"]
+    # each holds all of MLX
+    several = [name for name in ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13") if version(name) != "none"]
     if len(several) > 1:
         wrong = f"{' and '.join(several)} overwrite each other's files: uninstall all, then install one"
         return Check("backend", "wrong", wrong)
@@ -209,7 +207,8 @@ def _blas() -> Iterator[Check]:
 def _disk() -> Check:
     free = hub.free_bytes(cache_folder())
     text = f"{free / 1e9:.1f} GB free where models are kept"
-    return Check("disk", "ok" if free >= MIN_FREE_BYTES else "note", text)
+    # a small target and its drafter take about as much
+    return Check("disk", "ok" if free >= 5e9 else "note", text)
 
 
 def _models() -> Check:
@@ -241,7 +240,8 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
     from .selftest import COMPANY, OWN
 
     yield "verdict", _verdict(found)
-    for comparison in (*found.wrong, *found.near_ties)[:MAX_FINDINGS]:
+    # differences shown in full
+    for comparison in (*found.wrong, *found.near_ties)[:3]:
         yield from _finding(comparison, found.allowed)
     yield from parts.items()
     for check in checks:

@@ -18,8 +18,6 @@ from mlx_spec.errors import SpecError
 
 from .options import ConversionOptions, TrainingOptions
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 @contextmanager
 def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
@@ -29,7 +27,7 @@ def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
         yield progress
     except OSError as error:
         what = f"{error.filename or out}: {error.strerror or error}"
-        if error.errno in FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             what = f"the disk of {out.expanduser().absolute().parent} is full ({error.strerror})"
         raise SpecError(f"{what}: make room there, or give another place with -o") from error
     except KeyboardInterrupt:

@@ -28,9 +28,6 @@ from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
 from .write import DRAFTER, NOT_RUN, TARGET, Part, write_manifest, write_tensors
 
-AUTO = "auto"
-DEFAULT_BITS = "4"  # of a target that is not quantized yet
-
 
 def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
     """Convert a pair into the new folder `options.out`. Return its pair.json.
@@ -55,7 +52,8 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
-        choice = NONE if done else DEFAULT_BITS
+        # of a target that is not quantized yet
+        choice = NONE if done else "4"
     own = parse_quantization(choice, options.group_size)
     drafter, family = _find_drafter(options.drafter, target, tokenizer)
     size = None if choice in FIXED_MODES else options.group_size
@@ -78,7 +76,7 @@ def _find_drafter(
     if name == LOOKUP:
         raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
     own = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
-    chosen = own if name == AUTO else name
+    chosen = own if name == "auto" else name
     if chosen is None:
         try:
             return target, family_of(target.config, target.tensors().keys())

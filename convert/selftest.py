@@ -44,12 +44,9 @@ from .write import DRAFTER, TARGET
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
-ROWS = 4  # last rows of each text, whose logits are compared
 UNQUANTIZED = ".unquantized"  # for the time of the test: the drafter in our form but not quantized
 
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
-MAX_ERROR = 0.5  # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
-BLOCK = 1 << 24  # elements compared at a time
 
 K = 3  # draft tokens
 GENERATED = 48  # tokens after each prompt
@@ -172,7 +169,8 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
             own = config["quantization"].get(stem.removesuffix("."))
             settings = config["quantization"] | (own if isinstance(own, dict) else {})
             errors[name] = _error(source, weight, found, settings)
-            wrong += [] if errors[name] < MAX_ERROR else [name]  # nan is not
+            # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
+            wrong += [] if errors[name] < 0.5 else [name]  # nan is not
         progress.advance()
         mx.clear_cache()
     if wrong or written:
@@ -196,7 +194,8 @@ def _error(
     scales = found["scales"]
     assert scales is not None
     mx.eval(source)
-    step = max(1, BLOCK * source.shape[0] // source.size)  # rows
+    # elements compared at a time
+    step = max(1, (1 << 24) * source.shape[0] // source.size)  # rows
     form = {key: settings[key] for key in ("bits", "group_size", "mode")}
     lost, size = 0.0, 0.0
     for start in range(0, source.shape[0], step):
@@ -262,7 +261,8 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
     del model
     scores = logits[:, :-1] - mx.logsumexp(logits[:, :-1], axis=-1, keepdims=True)
     loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
-    rows = logits[:, -ROWS:].reshape(-1, logits.shape[-1])
+    # last rows of each text, whose logits are compared
+    rows = logits[:, -4:].reshape(-1, logits.shape[-1])
     del logits, scores
     mx.eval(loss, rows)
     return math.exp(min(float(loss), 700)), np.array(rows)

@@ -24,8 +24,6 @@ COPIED = ("*.json", "*.jinja", "*chat_templates/*.jinja", "*.txt", "*.jsonl", "*
 NOT_COPIED = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
 
 FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes
-GROUP_SIZES = (32, 64, 128)
-GROUP_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,9 @@ def parse_quantization(choice: str, group_size: int | None) -> Quantization | No
         if group_size not in (None, fixed):
             raise InvalidValue(f"{choice} has groups of {fixed}: leave --group-size out")
         return Quantization(bits, fixed, choice)
-    if group_size not in (None, *GROUP_SIZES):
+    if group_size not in (None, 32, 64, 128):
         raise InvalidValue(f"--group-size is {group_size}, it must be 32, 64 or 128")
-    return None if choice == "none" else Quantization(int(choice), group_size or GROUP_SIZE)
+    return None if choice == "none" else Quantization(int(choice), group_size or 64)
 
 
 def cast(array: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -17,7 +17,6 @@ from mlx_spec.checkpoint.files import write_json
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
 
-FORMAT = 1  # of pair.json
 TARGET, DRAFTER = "target", "drafter"
 NOT_RUN: dict[str, Any] = {"result": "not run", "why": "--no-self-test"}
 Part = dict[str, Any]  # an entry of pair.json
@@ -27,8 +26,9 @@ def write_manifest(
     folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write pair.json into `folder` and return it."""
+    # of pair.json
     manifest = {
-        "format": FORMAT,
+        "format": 1,
         "target": TARGET,
         "drafter": DRAFTER if drafter else None,
         "dtype": dtype or "as in the sources",

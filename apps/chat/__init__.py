@@ -16,7 +16,6 @@ from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import Terminal, checked
 
-STDIN_HINT_S = 2.0  # without a byte on stdin, before we say that we wait for it
 STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
 
 
@@ -71,7 +70,8 @@ def _piped_text(terminal: Terminal) -> str | None:
     """Return all of stdin; None if it is a terminal or closed. Raises InvalidValue if it is not text."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    if terminal.is_watched and not _has_input(STDIN_HINT_S):
+    # without a byte on stdin, before we say that we wait for it
+    if terminal.is_watched and not _has_input(2.0):
         terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
     content = bytearray()
     try:

@@ -28,7 +28,6 @@ from .models import choose, open_pair, used_last
 from .settings import from_options
 from .terminal import Terminal
 
-COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # /usr/bin is a message
 HINTS = dict.fromkeys(("exit", "quit", "bye", "q"), "exit") | dict.fromkeys(("help", "?"), "help")
 DEFAULTS = vars(Options())
 
@@ -127,7 +126,8 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
     except KeyboardInterrupt:
         chat.terminal.note("Ctrl-D or /exit leaves")
         return
-    if command := COMMAND.fullmatch(text.strip()):
+    # /usr/bin is a message
+    if command := re.fullmatch(r"/([a-z?]+)(?:\s+(.*))?", text.strip(), re.DOTALL | re.IGNORECASE):
         try:
             with chat.interrupts.acting(CtrlC.RAISE):
                 commands.run(command[1].lower(), command[2] or "")

@@ -29,7 +29,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.session import Piece
 
 FORMAT, VERSION = "mlx_spec conversation", 1
-SUFFIX, KEPT_SUFFIX = ".json", ".jsonl"
+KEPT_SUFFIX = ".jsonl"
 OWNER_ONLY = 0o600  # mode of files with what was typed and answered
 
 
@@ -38,7 +38,7 @@ def file_named(name: str) -> Path:
     path = typed_path(name or ".")
     if path.name in ("", ".."):
         raise InvalidValue("give the name of a file, such as /save talk.json")
-    return path if path.suffix else typed_path(path.with_name(path.name + SUFFIX))
+    return path if path.suffix else typed_path(path.with_name(path.name + ".json"))
 
 
 def replaced(file: Path) -> dict[str, Any] | None:

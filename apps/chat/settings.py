@@ -12,8 +12,6 @@ from mlx_spec.sampling.sampling import Sampling, check_integer
 
 from .arguments import Options
 
-DEFAULT_WORDS = ("off", "none", "default")  # as values of `/set`
-
 
 @dataclass(frozen=True)
 class AnswerSettings(Sampling):
@@ -42,7 +40,8 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
     """Return the settings with one value as typed; "off" is the default. Raises InvalidValue."""
     if name not in NAMES:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
-    is_default = text in DEFAULT_WORDS and name != "think"
+    # as values of `/set`
+    is_default = text in ("off", "none", "default") and name != "think"
     value: Any = vars(AnswerSettings())[name] if is_default else _typed(name, text)
     return replace(settings, **{name: value})
 

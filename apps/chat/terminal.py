@@ -30,10 +30,8 @@ DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position
 COPIED, FORCED = "38;5;172", "38;5;170"
 GAINED = "32"  # green of the terminal's own palette, which fits its background
 BORDER = "│"  # between two rounds
-SIGNAL_SECONDS = 0.1  # longest wait of a Ctrl-C that comes just before a blocking read
 
 PLAIN = "0"  # the SGR parameter that ends a style
-FENCES = ("```", "~~~")
 WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japanese and Korean: a word each
 WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
 # Terminals disagree about the width of joined emoji; the width of a tab depends on its column.
@@ -132,7 +130,8 @@ class Terminal:
         # Not by input(): it would put the prompt into the answers where stdout is a pipe.
         stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
         print(prompt, end="", file=stream, flush=True)
-        while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], SIGNAL_SECONDS)[0]:
+        # longest wait of a Ctrl-C that comes just before a blocking read
+        while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], 0.1)[0]:
             pass  # Python handles signals between two short waits, not within input()
         try:
             return checked(input(), "this line")
@@ -221,7 +220,7 @@ class Wrapping:
 
     def _part(self, part: str, style: str, columns: int) -> str:
         if part == "\n":
-            self.in_code ^= self.line.lstrip().startswith(FENCES)
+            self.in_code ^= self.line.lstrip().startswith(("```", "~~~"))
             self.shown += part
             self.line, self._column, self._word = "", 0, []
             return part

@@ -16,9 +16,6 @@ except ImportError as error:
     raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
 
 NAME = "mlx-spec"  # under which macOS remembers the place of the item
-SYMBOL = "bolt.fill"
-# Set before the item is made. Others make it a regular program first (Caffeine#14, codeburn#147): one switch.
-POLICY = AppKit.NSApplicationActivationPolicyAccessory
 # What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
 STALE = (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}")
 CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible
@@ -48,7 +45,9 @@ class CocoaView:
         """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
         self._on_click = on_click
         self._app = AppKit.NSApplication.sharedApplication()
-        self._app.setActivationPolicy_(POLICY)
+        # Set before the item is made. Others make it a regular program first (Caffeine#14, codeburn#147): one
+        # switch.
+        self._app.setActivationPolicy_(AppKit.NSApplicationActivationPolicyAccessory)
         defaults = AppKit.NSUserDefaults.standardUserDefaults()
         for key in STALE:
             defaults.removeObjectForKey_(key)
@@ -56,7 +55,7 @@ class CocoaView:
         self._item = bar.statusItemWithLength_(AppKit.NSVariableStatusItemLength)
         self._item.setAutosaveName_(NAME)
         self._item.setVisible_(True)
-        image = AppKit.NSImage.imageWithSystemSymbolName_accessibilityDescription_(SYMBOL, NAME)
+        image = AppKit.NSImage.imageWithSystemSymbolName_accessibilityDescription_("bolt.fill", NAME)
         image.setTemplate_(True)
         self._item.button().setImage_(image)
         self._item.button().setImagePosition_(AppKit.NSImageLeft)

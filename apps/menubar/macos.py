@@ -20,13 +20,12 @@ AGENT = Path("Library", "LaunchAgents", f"{LABEL}.plist")  # where launchd looks
 DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
 # The text is an argument, so nothing in it is taken for AppleScript.
 SHOW = 'display notification (item 1 of argv) with title "mlx-spec"'
-NOTIFY = ("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run")
 
 
 def notify(text: str) -> None:
     """Say something about the menu on stderr and as a notification."""
     tell(text)
-    spawn(*NOTIFY, text)
+    spawn("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run", text)
 
 
 def framework_problem() -> str | None:

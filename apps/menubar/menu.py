@@ -67,9 +67,6 @@ class Phase(enum.Enum):
     FAILED = enum.auto()  # it will not be started again
 
 
-ALIVE = frozenset({Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT})
-
-
 @dataclass(frozen=True)
 class Figures:
     """Figures of the last answer; None for what is not known."""
@@ -152,7 +149,7 @@ def environment_example(url: str, *, key: bool) -> str:
 
 
 def _server(state: State) -> tuple[Item, ...]:
-    alive = state.phase in ALIVE and state.own
+    alive = state.phase in {Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT} and state.own
     return (
         _item("Start", Action.START, allowed=state.phase in (Phase.STOPPED, Phase.CRASHED, Phase.FAILED)),
         _item("Stop", Action.STOP, allowed=alive or state.phase is Phase.CRASHED),

@@ -29,8 +29,6 @@ COUNTERS = {
     "drafted": "spec_decode_num_draft_tokens",
     "accepted": "spec_decode_num_accepted_tokens",
 }
-# Counted when a prompt has been read.
-PROMPT = "prompt_tokens", "reused_tokens"
 
 
 State = Literal["loading", "ready", "failed", "draining", "closed"]
@@ -85,10 +83,11 @@ class Metrics(Collector):
         self.cancelled = counter("cancelled", "Requests whose client hung up.", ["model"])
         self.prompt = counter("prompt_tokens", "Tokens of prompts.", ["model"])
         self.cached = counter("cached_tokens", "Tokens of prompts that were cached.", ["model"])
+        # Counted when a prompt has been read.
         self.counted = {
             name: counter(COUNTERS.get(name, name), f"Of all answers: {name}.", ["model"])
             for name in SUMMED
-            if name not in PROMPT
+            if name not in ("prompt_tokens", "reused_tokens")
         }
         self.plain = counter("plain_seconds", "Plain decoding of the answers whose gain is known.", ["model"])
         self.compared = counter("compared_seconds", "Seconds of the engine for these.", ["model"])

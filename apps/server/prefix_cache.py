@@ -150,11 +150,9 @@ class PrefixCache:
         return oldest if oldest.shared(prompt) else None
 
 
-FORMAT = 2  # of the files; raised when older ones can no longer be read
 MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
 GROWTH = 1.25  # of a sequence since it was written last: bounds all writes by five times the last one
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
-BLOCK = 1 << 20  # bytes read at a time for a checksum, so that they stay in the processor's cache
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
 DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)  # of a file
 
@@ -166,8 +164,9 @@ def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | N
     the identity of each weight file counts, too.
     """
     stats = [(file.resolve(), file.stat()) for folder in folders for file in sorted(folder.glob(WEIGHTS))]
+    # of the files; raised when older ones can no longer be read
     return {
-        "format": FORMAT,
+        "format": 2,
         "device": device_name(),
         "checkpoints": [fingerprint(folder) for folder in folders],
         "weights": [[str(file), s.st_ino, s.st_size, s.st_mtime_ns] for file, s in stats],
@@ -416,7 +415,8 @@ def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _checksum(path: Path) -> int:
     """Return the sum of a file's 64-bit words: as fast as reading it, which a hash is not. Raises OSError."""
-    total, block = 0, np.zeros(BLOCK, np.uint8)
+    # bytes read at a time for a checksum, so that they stay in the processor's cache
+    total, block = 0, np.zeros(1 << 20, np.uint8)
     with path.open("rb") as stream:
         while size := stream.readinto(block.data):
             words = size // 8

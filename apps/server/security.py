@@ -31,7 +31,6 @@ from .settings import (
 )
 
 PORT = re.compile(r":\d*$")  # at the end of a Host header
-ABSOLUTE = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)  # a path as proxies get it
 BODY_TIMEOUT_S = 75.0  # until more of a body comes; a client on this machine sends it at once
 
 
@@ -49,7 +48,8 @@ class PlainPaths:
         """Pass a request on."""
         if scope["type"] == "http":
             path, headers = scope["path"], scope["headers"]
-            if found := ABSOLUTE.fullmatch(path):
+            # a path as proxies get it
+            if found := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
                 path, host = found[2], found[1].encode("latin-1", "replace")
                 headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]
             path = "/" + "/".join(filter(None, path.split("/")))

@@ -31,7 +31,6 @@ from .parsing import ContentPart, Fields, Parts, read_query, required
 MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
 MAX_BYTES = 64 * 2**20  # of all as JSON: 2 bodies of the largest size, and little beside weights
 FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
-UNFINISHED = ".resp_*.tmp"  # names of files that were being written
 
 
 class ItemField(Fields):
@@ -174,7 +173,8 @@ class ResponseStore:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for unfinished in folder.glob(UNFINISHED):
+            # names of files that were being written
+            for unfinished in folder.glob(".resp_*.tmp"):
                 unfinished.unlink()
             files = [file for file in folder.iterdir() if FILE.fullmatch(file.name) and file.is_file()]
             files.sort(key=lambda file: file.stat().st_mtime_ns)

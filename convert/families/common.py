@@ -28,9 +28,6 @@ Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 # As other quantizers name their parts. Full precision is asked for instead: quantizing twice loses twice.
 QUANTIZED = (".scales", ".qweight", ".weight_packed", ".weight_scale")
 FP8_SCALE = "_scale_inv"  # one factor a block of an 8-bit weight (DeepSeek-V3)
-FP8_BLOCK = 128
-COMPUTED = "rotary_emb.inv_freq"
-TRUNK = "part of the target, not of its head"
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
@@ -112,13 +109,13 @@ def read(
         common = spelled(name, spellings)
         pair = next((pair for pair in own if common.startswith(pair[0])), None)
         if pair is None and in_target:
-            source.dropped[name] = TRUNK
+            source.dropped[name] = "part of the target, not of its head"
             continue
         new = common if pair is None else spelled(common, [pair])
         if new in source.names:
             raise BadCheckpoint(f"{title} holds {new} twice, as {source.names[new]} and as {name}")
         source.names[new], source.tensors[new] = name, tensor
-    for name in [name for name in source.names if COMPUTED in name]:
+    for name in [name for name in source.names if "rotary_emb.inv_freq" in name]:
         source.drop(name, "computed from config.json")
     _refuse_quantized(source)
     _widen(source, config)
@@ -182,7 +179,7 @@ def _widen(source: PublishedTensors, config: Config) -> None:
     """Apply the factors of 8-bit weights."""
     quantization = config.get("quantization_config")
     blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-    block = int(blocks[0]) if blocks else FP8_BLOCK
+    block = int(blocks[0]) if blocks else 128
     for name in [name for name in source.tensors if name + FP8_SCALE in source.tensors]:
         tensor, scales = source.tensors[name], source.tensors.pop(name + FP8_SCALE)
         rows, columns = tensor.shape

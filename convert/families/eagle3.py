@@ -24,9 +24,8 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, Tensors
 
-EAGLE3_TITLE, PEAGLE_TITLE = "the EAGLE-3 drafter", "the P-EAGLE drafter"
+PEAGLE_TITLE = "the P-EAGLE drafter"
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
-SPELLINGS = (("model.", ""), ("midlayer.", "layers.0."))
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
 KEYS = {
@@ -42,7 +41,7 @@ KEYS = {
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert an EAGLE-3 drafter. Raises BadCheckpoint and Mismatch."""
-    return _convert("eagle3", EAGLE3_TITLE, tensors, config, target)
+    return _convert("eagle3", "the EAGLE-3 drafter", tensors, config, target)
 
 
 def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
@@ -71,7 +70,7 @@ def _convert(
     capture, note = _captured(config, common.target_size(target, "num_hidden_layers"))
     config = {**nested, **{key: value for key, value in config.items() if value is not None}}
     sizes = common.check_captured(title, config, capture, target)
-    source = common.read(title, tensors, config, SPELLINGS)
+    source = common.read(title, tensors, config, (("model.", ""), ("midlayer.", "layers.0.")))
     vocab = common.size(layer, "vocab_size", title)
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     chain = "post_norm" if config.get("norm_output") else "pre_norm"

@@ -16,7 +16,7 @@ from mlx_spec.errors import BadCheckpoint
 from .common import LAYER_KEYS, Config, Converted, Tensors, finish, read, refuse_switches
 
 NAME, TITLE = "gemma4_assistant", "the Gemma 4 assistant"
-HEAD, ORDER, DRAFT_IDS = "lm_head.weight", "masked_embedding.token_ordering", "draft_ids"
+HEAD = "lm_head.weight"
 KEYS = frozenset(
     "backbone_hidden_size num_centroids centroid_intermediate_top_k use_ordered_embeddings text_config "
     "block_size draft_vocab_size".split()
@@ -37,7 +37,7 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     refuse_switches(TITLE, config["text_config"], {*LAYER_KEYS, *TEXT_KEYS})
     check_fit(assistant, target_config)
     source = read(TITLE, tensors, config)
-    for name in {ORDER, DRAFT_IDS} & source.tensors.keys():
+    for name in {"masked_embedding.token_ordering", "draft_ids"} & source.tensors.keys():
         ids = source.tensors[name]
         if not mx.issubdtype(ids.dtype, mx.integer):
             raise BadCheckpoint(

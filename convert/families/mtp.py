@@ -44,7 +44,6 @@ MLP, KV_B = "layers.0.mlp.", "layers.0.self_attn.kv_b_proj.weight"
 quantizable = common.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"
-QWEN_MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_6")
 QWEN_HEAD = (  # below the prefix of the head: theirs, ours
     ("pre_fc_norm_embedding.", "norm_embedding."),
     ("pre_fc_norm_hidden.", "norm_hidden."),
@@ -181,7 +180,7 @@ def _recognizes_qwen(config: Config, names: Collection[str]) -> bool:
     text = text_config(config)
     kinds = (str(config.get("model_type")), str(text.get("model_type")))
     promised = bool(text.get(QWEN_KEY)) or any("mtp." in name or "pre_fc_norm" in name for name in names)
-    return promised and any(kind.startswith(QWEN_MODEL_TYPES) for kind in kinds)
+    return promised and any(kind.startswith(("qwen3_next", "qwen3_5", "qwen3_6")) for kind in kinds)
 
 
 def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted:

@@ -57,7 +57,6 @@ from .answers import AnswerPlan, TrainingPrompt, encode, own_prompts, recording
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
-LAYERS = 2  # of a new drafter: they cost a few percent of a small target, and a third one gains little
 TEST_TOKENS = 96  # of each answer in the test with the real engine
 
 
@@ -258,6 +257,7 @@ def _new_config(
     rope = text.get("rope_parameters") or {}
     rope = rope.get(FULL) or {"rope_type": "default", **(text.get("rope_scaling") or {}), **rope}
     rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
+    # of a new drafter: they cost a few percent of a small target, and a third one gains little
     return {
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": width,
@@ -273,7 +273,7 @@ def _new_config(
             "num_attention_heads": queries,
             "num_key_value_heads": heads,
             "head_dim": head_dim,
-            "layer_types": [FULL] * LAYERS,
+            "layer_types": [FULL] * 2,
             "sliding_window": int(text.get("sliding_window") or 0),
             "rms_norm_eps": float(text.get("rms_norm_eps") or 1e-6),
             "rope_parameters": {FULL: rope},

@@ -15,11 +15,7 @@ from mlx_spec.policy.costs import CostModel, Floats, best_length
 from mlx_spec.types import Round
 
 MEMORY = 16  # rounds that the running means remember
-PRIOR_ROUNDS = 2  # weight of the values assumed before anything was measured
-PRIOR_HITS = 0.5  # share of drafts that are there at once
 OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
-MAX_STREAK = 32  # rounds with drafting ahead, after which one without it corrects the table
-PROBE_SHARE = 0.0025  # share of the time of drafts for finding out whether drafting ahead pays by now
 
 
 class AheadCosts:
@@ -27,8 +23,10 @@ class AheadCosts:
 
     def __init__(self) -> None:
         self.slowdown = 0.0  # log of the seconds of a pass over those without drafting ahead
-        self.hits = PRIOR_HITS
-        self._measured = self._looked_up = PRIOR_ROUNDS  # rounds in the means
+        # share of drafts that are there at once
+        self.hits = 0.5
+        # weight of the values assumed before anything was measured
+        self._measured = self._looked_up = 2  # rounds in the means
         self._since = 0  # rounds without drafting ahead in a row
         self._streak = 0  # rounds with it in a row
 
@@ -65,8 +63,10 @@ class AheadCosts:
         `needed` is True if drafting pays with it only.
         """
         if gain > 1:
-            return needed or self._streak < MAX_STREAK
-        return not needed and self._since * PROBE_SHARE >= max(1 / gain - 1, LEAST_LOSS)
+            # rounds with drafting ahead, after which one without it corrects the table
+            return needed or self._streak < 32
+        # share of the time of drafts for finding out whether drafting ahead pays by now
+        return not needed and self._since * 0.0025 >= max(1 / gain - 1, LEAST_LOSS)
 
     def observe_pass(self, costs: CostModel, tokens: int, seconds: float, drafting: float) -> float:
         """Learn from a round that drafted ahead. Return the seconds to charge for it."""

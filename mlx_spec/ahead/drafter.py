@@ -36,7 +36,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
 
 FAN_OUT = 3  # next tokens guessed for each number of accepted tokens, on average
-PRIOR_ACCEPTANCE = 0.7  # of a draft token before any was verified
 PRIOR_TOKENS = 10  # its weight
 
 
@@ -91,7 +90,8 @@ class Ahead(DrafterWrapper):
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: AheadRequest | None = None
-        self._accepted = PRIOR_ACCEPTANCE * PRIOR_TOKENS
+        # of a draft token before any was verified
+        self._accepted = 0.7 * PRIOR_TOKENS
         self._judged = float(PRIOR_TOKENS)  # draft tokens that were accepted or rejected
 
     @property

@@ -21,7 +21,6 @@ from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.errors import BadCheckpoint
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes between tensors, unless the metadata say otherwise
 GROUP = 32  # weights that share a scale
 CHUNK = 1 << 24  # weights that are unpacked at a time: a few hundred MB
@@ -116,7 +115,7 @@ def read_gguf(file: Path) -> GGUF:
     reader = _Reader(content)
     try:
         version, count, keys = reader.number("I"), reader.number("Q"), reader.number("Q")
-        if version not in VERSIONS:
+        if version not in (2, 3):
             raise BadCheckpoint(f"{file} is GGUF of version {version}, versions 2 and 3 are read: {AGAIN}")
         metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(keys)}
         found = [reader.tensor() for _ in range(count)]

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 FORMAT = 3  # of the folders written here; raised when older ones must be written again
-SHARD_BYTES = 4 << 30  # of a weight file, and of the tensors that memory holds
 MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -379,7 +378,8 @@ def _write_weights(
         alone = new.endswith((".bias", ".layer_scalar"))
         shard |= {new if alone else f"{new}.{part}": array for part, array in arrays.items()}
         held += sum(array.nbytes for array in arrays.values())
-        if held > SHARD_BYTES:
+        # of a weight file, and of the tensors that memory holds
+        if held > (4 << 30):
             _save(folder, count, shard)
             count, held = count + 1, 0
     _save(folder, count, shard)

@@ -29,13 +29,11 @@ LEFT_OUT = (
     (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
 )
 ROUTER_BIAS = re.compile(r"(correction|expert|router|gate)_bias$")  # it decides which experts a token gets
-SHARED_KV = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int:
     """Return the decoder layer that a tensor belongs to, -1 for none."""
-    found = LAYER.search(name)
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
@@ -51,7 +49,7 @@ def reason_left_out(name: str, config: Config) -> str | None:
     layers = int(text.get("num_hidden_layers") or sys.maxsize)
     if layer_of(name) >= layers:
         return HEAD
-    owner = SHARED_KV.search(name)
+    owner = re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
     if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
         return "a layer that reuses K and V of an earlier one"
     return None

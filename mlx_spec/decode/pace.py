@@ -10,13 +10,9 @@ from heapq import nlargest
 from mlx_spec.decode.round import PREFILL_STEP
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-PLANNED_SHARE = 0.8  # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
 # Pauses whose errors are remembered, and how many of them may be longer than planned for: 1 %.
 PAUSES, LATE = 300, 3
 MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
-# Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed cost, nearly
-# that of a round, so a chunk as long as a round would hold few tokens.
-SLOW_SHARE = 2.0
 # Seconds that sequences wait for other prompts before the first of them decodes. A second is the longest wait
 # that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_WAIT_S = 1.0
@@ -51,13 +47,16 @@ class PromptPace:
         are too long whatever is read: then a chunk may take longer than a round. Small ones would keep one
         client waiting and gain the others little. Varying times do not justify that.
         """
-        planned_s = MAX_PAUSE_S * PLANNED_SHARE
+        # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
+        planned_s = MAX_PAUSE_S * 0.8
         worst = nlargest(LATE, self._errors)
         p99_error = worst[-1] if len(worst) == LATE else 1.0
         budget_s = min(planned_s, MAX_PAUSE_S / p99_error) - max(self._rests, default=MAX_PAUSE_S)
         fastest_round_s = min(self._rests, default=0.0)
         if min(self._smallest, default=0.0) > planned_s - fastest_round_s:
-            budget_s = SLOW_SHARE * fastest_round_s
+            # Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed
+            # cost, nearly that of a round, so a chunk as long as a round would hold few tokens.
+            budget_s = 2.0 * fastest_round_s
         # A pass has a cost of its own, so a much larger one says too little of a small one.
         if not self._chunks or any(seconds > 2 * budget_s for _, seconds in self._chunks):
             return MIN_CHUNK

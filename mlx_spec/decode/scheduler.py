@@ -24,7 +24,6 @@ from mlx_spec.types import GroupPolicy, Round
 # Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
 # the weights, on any Mac, so that a pass of their own costs each prompt no more.
 MAX_PROMPT_ROWS = 512
-MAX_PADDED = 1.5  # rows of such a pass for each token that it reads: where rows cost time, padding does, too
 MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
 
 Result = Round | Exception
@@ -224,7 +223,8 @@ class Batch:
             if entry.sequence.can_share_prefill:
                 unread = entry.sequence.unread
                 count += unread
-                if unread * (len(chosen) + 1) > min(most, MAX_PADDED * count):
+                # rows of such a pass for each token that it reads: where rows cost time, padding does, too
+                if unread * (len(chosen) + 1) > min(most, 1.5 * count):
                     break
                 chosen.append(entry)
         sequences = [entry.sequence for entry in chosen]

@@ -8,8 +8,6 @@ import platform
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
 
-MEMORY_SHARE = 0.75  # of a machine without Metal, for weights and caches; the rest is for other programs
-
 
 class NoBackend(SpecError, ImportError):
     """MLX is not installed, or was installed without a backend for this machine."""
@@ -43,4 +41,5 @@ def memory_for_models() -> int:
 
     if mx.metal.is_available():
         return int(mx.device_info()["max_recommended_working_set_size"])
-    return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # of a machine without Metal, for weights and caches; the rest is for other programs
+    return int(0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -38,14 +38,11 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.types import CacheState, FeatureSpec
 
-BACKENDS = ("ring", "jaccl")  # of mx.distributed: TCP everywhere, and RDMA between Macs
 BEAT_S = 1.0  # seconds between two signs of life
 SILENCE_S = 7.0  # without one a rank is lost; every rank is to end within 10 seconds
 START_S = 60.0  # until all ranks are connected: each imports MLX first, and a remote one logs in
-PRINT_S = 0.5  # for the others to print an error, too: mlx.launch ends all as soon as one has ended
 LOSS_S = 0.5  # for a thread that listens to notice a lost rank, if that made an operation fail
 CONNECT_S = 2.0  # for one address of rank 0; it may have some that cannot be reached
-GREETING = 2048  # bytes of the collective that carries the addresses of rank 0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -59,7 +56,8 @@ def join() -> Ranks | None:
     late.daemon = True
     late.start()
     try:
-        for backend in BACKENDS:
+        # of mx.distributed: TCP everywhere, and RDMA between Macs
+        for backend in ("ring", "jaccl"):
             if mx.distributed.is_available(backend):
                 group = mx.distributed.init(backend=backend)
                 if group.size() > 1:
@@ -132,7 +130,8 @@ class Ranks:
         self._failing.acquire()  # forever: the first error counts
         self._has_ended = True
         self.send("error", text)
-        _end(text, PRINT_S)
+        # for the others to print an error, too: mlx.launch ends all as soon as one has ended
+        _end(text, 0.5)
 
     def run(self, work: Callable[[], int]) -> int:
         """Return the exit status of this rank's work. When that of rank 0 ends, the others end with it."""
@@ -209,7 +208,8 @@ class Ranks:
             server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
             name, port = socket.gethostname(), server.getsockname()[1]
             given = json.dumps([name, _addresses(name), port, secrets.token_hex(16)]).encode()
-        codes = mx.array([*given.ljust(GREETING, b"\0")], dtype=mx.int32)
+        # bytes of the collective that carries the addresses of rank 0
+        codes = mx.array([*given.ljust(2048, b"\0")], dtype=mx.int32)
         codes = mx.distributed.all_sum(codes, group=self.group, stream=mx.cpu)
         name, addresses, port, key = json.loads(bytes(cast(list[int], codes.tolist())).rstrip(b"\0"))
         peers: dict[int, socket.socket] = {}

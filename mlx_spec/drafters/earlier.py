@@ -30,7 +30,6 @@ TAIL = 32  # tokens of a prompt before its answer: an answer's first tokens are 
 LENGTHS = (2, 4, 8, 16)  # tokens of the contexts that have a table
 TOKEN_BYTES = 4 * (1 + len(LENGTHS))  # of a ring, for each of its tokens
 MAX_TOKENS = 1 << 20  # of a ring: 21 MB
-MEMORY_SHARE = 1 / 500  # of the machine's memory for models: 8 GB of it get half of MAX_TOKENS
 MAX_ANSWER = 1 << 15  # tokens of one answer: entering them must not delay other requests
 MAX_RINGS = 4  # API keys whose answers are kept, for each target
 
@@ -208,7 +207,8 @@ class EarlierAnswers:
 
 def ring_tokens(memory: int) -> int:
     """Return the tokens of a ring on a machine with these bytes for models: a power of two."""
-    fitting = int(memory * MEMORY_SHARE / TOKEN_BYTES)
+    # of the machine's memory for models: 8 GB of it get half of MAX_TOKENS
+    fitting = int(memory * (1 / 500) / TOKEN_BYTES)
     return min(MAX_TOKENS, 1 << max(fitting.bit_length() - 1, 10))
 
 

@@ -22,8 +22,6 @@ SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")
 SCHEMAS = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else")
 OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-# Without \u escapes: with them a key could be written in another way, and be there twice.
-LITERAL_KEYS = {"json_allowed_escapes": 'nrbtf\\"'}
 
 
 def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tuple[Schema, list[Unenforced]]:
@@ -85,7 +83,8 @@ class _Rewriter:
         if isinstance(root, bool) or not (definitions or self._has_open_keys):
             return root
         # The last key: taking it out, llguidance puts the last one in its place, and order matters.
-        options = {"x-guidance": LITERAL_KEYS} if self._has_open_keys else {}
+        # Without \u escapes: with them a key could be written in another way, and be there twice.
+        options = {"x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}} if self._has_open_keys else {}
         return {**root, **({"$defs": definitions} if definitions else {}), **options}
 
     def _leave_out(self, place: str, keyword: str, reason: str = Unenforced.reason) -> None:

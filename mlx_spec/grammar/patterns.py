@@ -28,7 +28,6 @@ IMPLIED: Mapping[str, Sequence[str]] = {
 EMPTY = "no value matches it"
 BYTES = ("byte", 262)  # llguidance's tokenizer with a token for each byte, and its size
 _known: dict[str, LLMatcher | str] = {}
-_LEADING = re.compile(r"\^?\(\?=")
 _REPEAT = re.compile(r"\{\d+(,\d*)?\}")
 
 
@@ -112,7 +111,7 @@ def translated(pattern: str, format: str | None = None) -> list[str]:
     for implied in IMPLIED.get(format or "", ()):
         pattern = pattern.replace(implied, "")
     found = []
-    while _LEADING.match(pattern):
+    while re.match(r"\^?\(\?=", pattern):
         start = pattern.index("(?=")
         end = _closing(pattern, start)
         if end is None or pattern[end : end + 1] in ("*", "+", "?", "{"):

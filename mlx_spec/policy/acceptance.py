@@ -20,7 +20,6 @@ from mlx_spec.types import MAX_DRAFT_TOKENS
 LEVELS = {0.03: 0.12, 0.15: 0.10, 0.35: 0.10, 0.55: 0.13, 0.75: 0.20, 0.9: 0.23, 0.97: 0.12}
 CHANGE = 0.02  # probability per token that the level changes: a stretch of text has about 50 tokens
 PRIOR_DRAFTS = 16  # verified drafts that the prior is worth
-REQUEST_DRAFTS = 4  # the same for the drafter of one request, which must show soon whether it fits
 MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
 DECLINE_PRIOR = 20.0  # accepted tokens at a position that the assumption "as the position before" is worth
 DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
@@ -39,7 +38,8 @@ class DrafterStatistics:
     @classmethod
     def with_mean(cls, mean: float) -> DrafterStatistics:
         """Return statistics for one request: its text is followed with this probability, or not at all."""
-        return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], REQUEST_DRAFTS)
+        # the same for the drafter of one request, which must show soon whether it fits
+        return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], 4)
 
     def learn(self, belief: Sequence[float]) -> None:
         """Average the belief after a verified draft into the frequencies."""

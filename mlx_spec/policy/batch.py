@@ -47,7 +47,6 @@ from mlx_spec.types import (
 
 BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
 FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
-MEMORY = 16  # rounds that the correction of a cost remembers
 PRIOR_ROUNDS = 2.0  # rounds that the corrections of the lengths around one are worth
 OUTLIER = math.log(1.5)  # log seconds: a round slower than known by more counts as this much: it was delayed
 LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
@@ -91,7 +90,8 @@ class SharedPasses:
             before, rounds = math.log(float(self.seconds(costs, count)[longest]) / costs.plain), 0
         else:
             before, rounds = self._known[count][longest]
-        rounds = min(rounds + 1, MEMORY)
+        # rounds that the correction of a cost remembers
+        rounds = min(rounds + 1, 16)
         error = math.log(seconds / costs.plain) - before
         self._known.setdefault(count, {})[longest] = before + min(error, OUTLIER) / rounds, rounds
 

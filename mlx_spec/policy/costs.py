@@ -22,11 +22,8 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Round
 Floats = NDArray[np.float64]
 
 HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the three kinds of error
-OWN_WIDTH = 1.5  # draft tokens: the distance at which a length's own error fades
 NOISE = 0.05  # log seconds: deviation of one measurement
-DELAYED = 0.1  # per log second: density of the delays that other programs cause in a round
 ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
-STALE = 1.25  # times what a round costs now: dearer saved costs were measured while other programs ran
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
 MAX_SAVED = 1e9  # seconds, rows or tokens: a file with more is damaged
@@ -80,7 +77,8 @@ class Table:
             return False
         old, new = CostModel(self), CostModel(now)
         ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
-        return any(float(ratio[: FIRST_LENGTH + 1].max()) > STALE for ratio in ratios)
+        # times what a round costs now: dearer saved costs were measured while other programs ran
+        return any(float(ratio[: FIRST_LENGTH + 1].max()) > 1.25 for ratio in ratios)
 
 
 class RoundCosts(Protocol):
@@ -127,7 +125,8 @@ class CostModel:
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [interpolate({0: 0.0, **points}, lengths) for points in table.draft]
         slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
-        near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * OWN_WIDTH**2))
+        # draft tokens: the distance at which a length's own error fades
+        near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * 1.5**2))
         near[0, :] = near[:, 0] = 0.0
         self._covariance = HEAT**2 + SLOPE**2 * np.outer(slope, slope) + OWN**2 * near
         self._error = np.zeros(MAX_DRAFT_TOKENS + 1)
@@ -188,7 +187,8 @@ class CostModel:
         variance = float(row[length]) + NOISE**2
         surprise = observed - float(self._base[length] + self._error[length])
         density = 1 / (math.pi * (1 + surprise**2 / variance) * math.sqrt(variance))  # Cauchy: heavy tails
-        weight = density / (density + DELAYED) if surprise > 0 else 1.0  # probability of no delay
+        # per log second: density of the delays that other programs cause in a round
+        weight = density / (density + 0.1) if surprise > 0 else 1.0  # probability of no delay
         gain = row / variance
         self._error += weight * surprise * gain
         self._covariance -= weight * max(variance - (1 - weight) * surprise**2, 0.0) * np.outer(gain, gain)

@@ -15,7 +15,6 @@ from typing import Any
 from mlx_spec.tokenizer.chat_template import REASONING_KEYS
 
 PARAGRAPH = "\n\n"  # joins texts that were written apart
-SYSTEM_ROLES = ("system", "developer")
 BREAK = "\U0002a6d6"  # a rare ideograph in a tag, by which no template takes it for one
 TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z_]{3,}\]")
 INLINE_THINKING = re.compile(  # at the beginning of an answer
@@ -246,7 +245,7 @@ def _object(text: str) -> Any:
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:
-    return message.get("role") in SYSTEM_ROLES
+    return message.get("role") in ("system", "developer")
 
 
 def _one_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 TextKind = Literal["answer", "thinking", "call"]
-OPENING_TOKENS = 64  # last tokens of a prompt in which an opening tag is looked for
 HEADER_TOKENS = 48  # last tokens of a prompt in which the header of a message is looked for
 
 
@@ -336,7 +335,8 @@ def find_marks(source: str, tokens: Tokens) -> Marks | None:
 
 
 def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> AnswerPlace:
-    end = tokens.decode_raw(prompt[-OPENING_TOKENS:]).rstrip()
+    # last tokens of a prompt in which an opening tag is looked for
+    end = tokens.decode_raw(prompt[-64:]).rstrip()
     if end.endswith((tags.open + tags.header).rstrip()):
         return AnswerPlace("thinking", fresh=True)
     return AnswerPlace("answer", fresh=not end.endswith(tags.close))

@@ -20,8 +20,6 @@ from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_templat
 from mlx_spec.tokenizer.history import render_history
 from mlx_spec.tokenizer.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece: a byte of a character not in the vocabulary
-PIECEWISE_DECODERS = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}  # decode token by token
 UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  # vocabularies in other files
 # Classes that do more than their tokenizer.json says.
 UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
@@ -150,7 +148,8 @@ class TokenBytes:
         steps = list(_decoder_steps(tokenizer))
         names = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in names
-        self._piecewise = bool(names) and names <= PIECEWISE_DECODERS
+        # decode token by token
+        self._piecewise = bool(names) and names <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
         self._byte_fallback = "ByteFallback" in names
         self._replacements = [pair for pair in map(_replacement, steps) if pair]
         self._cached: dict[int, bytes] = {}
@@ -169,7 +168,8 @@ class TokenBytes:
             return bytes(_byte_of_letter()[letter] for letter in piece)
         if not self._piecewise:
             return self._tokenizer.decode([token], skip_special_tokens=False).encode()
-        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(piece)):
+        # sentencepiece: a byte of a character not in the vocabulary
+        if self._byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)):
             return bytes([int(byte[1], 16)])
         for old, new in self._replacements:
             piece = piece.replace(old, new)

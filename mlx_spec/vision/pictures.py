@@ -21,7 +21,6 @@ from mlx_spec.errors import InvalidValue
 MAX_PICTURES = 20  # of one prompt
 MAX_FILE_BYTES = 20_000_000  # of one picture
 MAX_PIXELS = 25_000_000  # of one picture; decoded, they take 75 MB
-MAX_JPEG_PIXELS = 64_000_000  # of a JPEG, which the decoder can halve as it reads it
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # The first bytes of files: of FORMATS in their order, and of others, which are named to help.
 READ = re.compile(rb"(\xff\xd8\xff)|(\x89PNG)|(RIFF.{4}WEBP)|(GIF8)|(BM)", re.DOTALL)
@@ -35,7 +34,6 @@ OTHERS = (
     (re.compile(rb"\s*<(svg|\?xml|!DOCTYPE svg)"), "SVG"),
     (re.compile(rb".{4}ftyp", re.DOTALL), "video"),
 )
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):")
 _decoding = threading.Lock()
 
 
@@ -52,7 +50,7 @@ def from_data_url(url: str) -> bytes:
     Raises InvalidValue.
     """
     if url[:5].lower() != "data:":
-        scheme = SCHEME.match(url)
+        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):", url)
         named = f"a {scheme[1].lower()}: URL" if scheme else "text that is not a URL"
         raise InvalidValue(f"{named} is not fetched: send the picture itself, as data:image/png;base64,...")
     head, comma, data = url.partition(",")
@@ -102,7 +100,8 @@ def _read(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise InvalidValue(_unreadable(data)) from error
     with picture:
         width, height = picture.size
-        limit = MAX_JPEG_PIXELS if picture.format in ("JPEG", "MPO") else MAX_PIXELS  # MPO is JPEGs in a row
+        # of a JPEG, which the decoder can halve as it reads it
+        limit = 64_000_000 if picture.format in ("JPEG", "MPO") else MAX_PIXELS  # MPO is JPEGs in a row
         if not 0 < width * height <= limit:
             raise InvalidValue(
                 f"a picture has {width} x {height} pixels: {limit:,} of a {picture.format} are allowed; "

@@ -26,8 +26,6 @@ from mlx_spec.vision.pictures import MAX_PICTURES
 from mlx_spec.vision.pixels import Grid, Pixels, check_processor
 from mlx_spec.vision.tower import FAMILIES, read_tower
 
-TOKEN_KEYS = ("image_token", "boi_token", "eoi_token")  # of a row, before and after a picture
-
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -54,7 +52,8 @@ class Vision:
         self._checkpoint, self._family = checkpoint, family
         self._prepare = family.preparation(config, processor)
         self.sight = family.sight(text_config(config))
-        keys = ((f"{key}_id", f"{key}_index") for key in TOKEN_KEYS)
+        # of a row, before and after a picture
+        keys = ((f"{key}_id", f"{key}_index") for key in ("image_token", "boi_token", "eoi_token"))
         stated = (integer(config, *names) for names in keys)
         self._tokens = [usual if i is None else i for i, usual in zip(stated, family.tokens, strict=True)]
         written = [tokenizer.token_bytes(token).decode() for token in self._tokens]
