@@ -29,9 +29,8 @@ def chat_of(**body: Any) -> Chat:
 
 def test_defaults_are_those_of_openai():
     found = parsed(CHAT)
-    assert found == GenerationRequest(
-        "demo", Chat(({"role": "user", "content": "What does zip do?"},)), Sampling(temperature=1.0)
-    )
+    chat = Chat(({"role": "user", "content": "What does zip do?"},))
+    assert found == GenerationRequest("demo", chat, Sampling(temperature=1.0), key="")
 
 
 def test_limits_and_logprobs():

@@ -167,8 +167,8 @@ def test_a_failure_after_the_headers_ends_the_stream():
     [
         (CHAT, ChatWriter, "_piece", "data: "),
         (TEXT, TextWriter, "_piece", "data: "),
-        (MESSAGES, MessageWriter, "_add_text", "event: error\ndata: "),
-        (RESPONSES, ResponseWriter, "_ensure_item", "event: response.failed\ndata: "),
+        (MESSAGES, MessageWriter, "grown", "event: error\ndata: "),
+        (RESPONSES, ResponseWriter, "grown", "event: response.failed\ndata: "),
     ],
 )
 def test_a_bug_of_ours_is_written_as_a_failure(path, writer, name, begins, monkeypatch, caplog):
