@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -312,7 +313,8 @@ def compile_grammar(
 def prepare_grammars(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Make what all grammars of a tokenizer share, and keep it: seconds for a large vocabulary."""
     if find_spec("llguidance") is not None and tokenizer.eos:
-        _vocabulary(tokenizer, vocab_size)
+        with suppress(ValueError):  # of a tokenizer that does not fit: who asks for a grammar is told
+            _vocabulary(tokenizer, vocab_size)
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, dict[int, GrammarVocabulary]] = WeakKeyDictionary()

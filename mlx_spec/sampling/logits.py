@@ -21,8 +21,10 @@ class Penalties:
         self._counted = 0  # tokens of the history that the fields below include
         self._known: set[int] = set()
         self._seen = mx.array([], dtype=mx.int32)  # [N], the same tokens
-        self._in_prompt = mx.zeros((vocab_size,), dtype=mx.bool_)  # tokens of the prompt
-        self._generated = mx.zeros((vocab_size,))  # how often each token was generated
+        # Another thread may count, and a lazy array belongs to the thread that made it: these hold values.
+        size = 0 if self.is_idle else vocab_size
+        self._in_prompt = mx.array(np.zeros(size, np.bool_))  # tokens of the prompt
+        self._generated = mx.array(np.zeros(size, np.float32))  # how often each token was generated
 
     @property
     def is_idle(self) -> bool:

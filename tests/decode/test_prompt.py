@@ -46,6 +46,6 @@ def test_sizes_end_in_no_span() -> None:
 
 def test_rows_are_computed_once_in_steps() -> None:
     found = rows()
-    assert [step.shape for step in found.steps()] == [(1,)] and not list(found.steps())
+    assert [step.shape for step in found.steps()] == [(1,), (4, 2)] and not list(found.steps())
     assert found() is found() and found().shape == (4, 2)
     assert rows()().shape == (4, 2)

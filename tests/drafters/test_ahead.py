@@ -271,7 +271,7 @@ def small_source(kind: type[DraftModel] = DraftModel) -> DrafterSource:
     return draft_model_source("other", exact_distribution.model(noise=0.05), VocabularySizes(V, V), kind)
 
 
-def excesses(source: DrafterSource) -> tuple[float, float, float]:
+def excesses(source: DrafterSource, count: int = TOKENS) -> tuple[float, float, float]:
     """Return the chi-square of a text over its quantile, by the token before and by place, and the hit rate.
 
     Drafts have one token. The places are those where a draft ahead might stand, and all others.
@@ -279,7 +279,7 @@ def excesses(source: DrafterSource) -> tuple[float, float, float]:
     network, prompt = exact_distribution.model(), exact_distribution.PROMPT
     target, sampler = LMTarget(network), exact_distribution.unseeded(PLAIN)(0)
     policy = FixedPolicy(1, ahead=True)
-    done = list(generate(target, [source.make(target.parts)], policy, sampler, prompt, max_tokens=TOKENS))
+    done = list(generate(target, [source.make(target.parts)], policy, sampler, prompt, max_tokens=count))
     history, tried = [*prompt, *emitted(done)], [r.ahead for r in done if r.ahead is not None]
     places = [i == 0 and r.ahead is not None for r in done for i in range(len(r.tokens))]
     rows = np.array(mx.softmax(network(mx.array([history]))[0, len(prompt) - 1 : -1], axis=-1))
@@ -301,7 +301,7 @@ def test_unseeded_samples_keep_the_distribution(where: str) -> None:
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V))[1] > 1
+    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V), 3 * TOKENS)[1] > 1
 
 
 # --- hits
