@@ -36,6 +36,7 @@ from mlx_spec.load import load
 from mlx_spec.model.dense import dequantized
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_target, load_unread
@@ -342,7 +343,8 @@ def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prom
 
 def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
     """Continue `prompts` greedily with K draft tokens a round."""
-    answers = [list(pair.generate(prompt, max_tokens=GENERATED)) for prompt in prompts]
+    fixed = pair.with_policies(FixedPolicy(K))  # that of a loaded pair times plain tokens, too
+    answers = [list(fixed.generate(prompt, max_tokens=GENERATED)) for prompt in prompts]
     rounds = [round for answer in answers for round in answer if round.drafted]
     whole = [round.accepted for round in rounds if round.drafted == K]
     return DraftedTexts(

@@ -112,6 +112,10 @@ class Pair:
         given = (self._kv_bits, self._ranks, self._vision)
         return Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
 
+    def with_policies(self, policies: AdaptivePolicies | FixedPolicy) -> Pair:
+        """Return a pair with the same drafters and another choice of draft lengths."""
+        return self.with_drafters(self._drafters, policies)
+
     @property
     def parts(self) -> TargetParts:
         """Return the embedding and the LM head of the target."""
