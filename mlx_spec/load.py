@@ -96,9 +96,11 @@ def load(
         print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
         shown = replace(shown, drafter=LOOKUP)
         found = _open_drafter(shown, LOOKUP, folder, config, tokenizer)
+    vision = _vision(folder, tokenizer, ranks)
     sizes = (
         size // (1 if ranks is None else ranks.size),
         int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
+        0 if isinstance(vision, NoVision) else vision.nbytes,
     )
     own = None if shown.drafter == NONE else shown.drafter
     info = PairInfo(shown.target, own, _vocab_size(config, tokenizer), context_length(config), *sizes)
@@ -107,7 +109,7 @@ def load(
     offered = _offered(found, spec, draft_ranks)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, spec)
-    model, vision = _load_target(folder, config, ranks), _vision(folder, tokenizer, ranks)
+    model = _load_target(folder, config, ranks) if model is None else model
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision)
     try:
         pair.check()  # refuses targets without exact rollback now, not in an answer

@@ -51,6 +51,7 @@ class PairInfo:
     context_length: int | None  # tokens of prompt and output together; None if the checkpoint names no limit
     target_bytes: int  # of the weights in memory
     drafter_bytes: int
+    vision_bytes: int = 0  # of the tower, which is read with the first picture
 
 
 class Pair:

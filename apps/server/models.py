@@ -81,8 +81,9 @@ class LoadedModel:
 
     @property
     def weights(self) -> int:
-        """Return the bytes of the weights."""
-        return self.pair.info.target_bytes + self.pair.info.drafter_bytes
+        """Return the bytes of the weights, the vision tower among them: a picture may come at any time."""
+        info = self.pair.info
+        return info.target_bytes + info.drafter_bytes + info.vision_bytes
 
     @property
     def caches(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
-from mlx_spec.checkpoint.families import Config, TargetShape
+from mlx_spec.checkpoint.families import Config, TargetShape, tower_bytes
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.quantizers import FP8
@@ -74,15 +74,17 @@ class MemoryNeed:
     weights: int
     caches: int  # K/V of one conversation of `context` tokens
     context: int
+    vision: int = 0  # the tower, which is read with the first picture
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return self.weights + self.caches
+        return self.weights + self.caches + self.vision
 
     def __str__(self) -> str:
+        vision = f"{human_bytes(self.vision)} of a vision tower, " if self.vision else ""
         return (
-            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, "
+            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, {vision}"
             f"{human_bytes(self.caches)} for {self.context} tokens of conversation)"
         )
 
@@ -91,7 +93,7 @@ def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: in
     """Return what a target and its drafter take once they are loaded, with a conversation; load nothing.
 
     Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, or as many as
-    the target's context holds.
+    the target's context holds. Over several machines no picture is read.
     """
     context = min(checkpoints[0].context or reserved, reserved)
     target, *drafter = [sizes_of(checkpoint, context) for checkpoint in checkpoints]
@@ -99,6 +101,7 @@ def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: in
         int(target.held) // ranks + sum(int(size.held) for size in drafter),
         int(target.kv_held) // ranks + sum(int(size.kv_held) for size in drafter),
         context,
+        0 if ranks > 1 else tower_bytes(checkpoints[0].config, checkpoints[0].headers.tensors),
     )
 
 
@@ -109,6 +112,7 @@ def total_need(needs: Iterable[MemoryNeed]) -> MemoryNeed:
         sum(need.weights for need in each),
         sum(need.caches for need in each),
         max((need.context for need in each), default=0),
+        sum(need.vision for need in each),
     )
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from support.pairs import make_pair
 from support.served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
+from support.spans import ROOT, vision_of
 from support.waiting import wait_until
 
 from mlx_spec import demo
@@ -86,6 +87,17 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     assert NEED.context == pair.info.context_length == 4096
     assert need_of(ServedModel("one", PairSpec("demo", "none"))).weights < NEED.weights
     assert memory_for_models() > 10**8
+
+
+def test_a_vision_tower_needs_room_before_the_first_picture() -> None:
+    seeing = ServedModel("one", PairSpec(str(ROOT / "e2b"), "none"))
+    need, pair, tower = need_of(seeing), load_served(seeing), vision_of("e2b").nbytes
+    assert need.vision == pair.info.vision_bytes == tower > 0
+    assert need.total == need.weights + need.caches + tower and "of a vision tower" in str(need)
+    with working(settings(seeing)) as engine:
+        (loaded,) = engine.status().models
+        assert loaded.weights == pair.info.target_bytes + tower
+    assert need_of(replace(seeing, ranks=2)).vision == NEED.vision == 0
 
 
 def test_what_grammars_share_is_made_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
