@@ -12,6 +12,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,11 +115,11 @@ class Options(PairOptions):
 
 
 def this_chip() -> Chip | None:
-    """Return the chip of this machine, None if it is not Apple's or MLX is not here."""
-    try:
-        name = device_name()
-    except ImportError:
+    """Return the chip of this machine, None if it is not Apple's. MLX, which knows it, loads slowly."""
+    if sys.platform != "darwin":
         return None
+    command = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+    name = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return next((chip for chip in CHIPS if _key(chip.name) == _key(name)), None)
 
 
