@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
 
 from mlx_spec.checkpoint.files import human_bytes
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Positions, Statistics, source_words
 
 from .conversation import Conversation
-from .input import hidden_typing, key_waits
+from .input import BLOCK_MARK, hidden_typing, key_waits, unquoted
 from .interrupts import CtrlC, Interrupts
+from .pictures import Content, Part, dropped, read_part, stored, with_text
 from .saved import Journal
 from .terminal import BORDER, DIM, GAINED, Terminal, origin_style
 
@@ -57,15 +58,43 @@ class ChatState:
     shows_answers: bool = True
     is_interactive: bool = False  # render Markdown at the end, and keep keys for the next prompt
     last: Outcome | None = None
+    pictures: list[Part] = field(default_factory=list)  # of the next message
 
-    def answer(self, message: str) -> Outcome:
+    def attach(self, file: Path) -> None:
+        """Let the next message have a picture. Raises SpecError."""
+        part, about = read_part(file, self.conversation.pair)
+        self.pictures.append(part)
+        self.terminal.note(f"picture {len(self.pictures)}: {about}")
+
+    def message(self, text: str) -> Content:
+        """Return a message as it was typed, with its pictures: attached ones, and those dropped before it.
+
+        Raises SpecError.
+        """
+        if text.lstrip().startswith(BLOCK_MARK):
+            return self.with_pictures(unquoted(text))
+        files, text = dropped(text)
+        before = len(self.pictures)
+        try:
+            for file in files:
+                self.attach(file)
+        except SpecError:
+            del self.pictures[before:]
+            raise
+        return self.with_pictures(text) if files or text else ""
+
+    def with_pictures(self, text: str) -> Content:
+        """Return a message with the attached pictures before its text."""
+        return with_text(self.pictures, text)
+
+    def answer(self, message: Content) -> Outcome:
         """Stream one answer. Ctrl-C ends it early. Raises SpecError."""
         mx.reset_peak_memory()
         session = self.conversation.session
         before, start = session.statistics, time.perf_counter()
         texts, first_seconds = {"answer": "", "thinking": ""}, None
         keys = hidden_typing() if self.is_interactive else nullcontext()
-        self.journal.ask(message, self.conversation.save())
+        self.journal.ask(stored(message), self.conversation.save())
         self.terminal.renders = self.is_interactive and not self.highlight
         with (
             keys,
@@ -97,9 +126,10 @@ class ChatState:
         peak, most = mx.get_peak_memory(), self.conversation.settings.max_tokens
         return Outcome(statistics, answer, thinking, first_seconds, peak, most)
 
-    def answer_and_report(self, message: str) -> Outcome:
+    def answer_and_report(self, message: Content) -> Outcome:
         """Stream one answer, then show the status line. Raises SpecError."""
         outcome = self.answer(message)
+        self.pictures.clear()
         if outcome.statistics.prompt_tokens:
             self.last = outcome
             self.report(outcome, full=self.full_reports)

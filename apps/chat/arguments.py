@@ -21,6 +21,10 @@ class Options(LoadOptions):
         str | None,
         option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
     ] = None
+    image: Annotated[
+        Path | None,
+        option(value="FILE", help="a picture before the prompt or first message", callback=expanded),
+    ] = None
     continued: Annotated[
         bool, option("--continue", "-c", value=" ", help="go on with the conversation that was held last")
     ] = False

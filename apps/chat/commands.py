@@ -16,7 +16,7 @@ from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE, PairSpec
 
 from ..race import question, show_race
-from . import models, saved
+from . import models, pictures, saved
 from .answer import ChatState, Outcome
 from .input import CommandCompleter, edited, hidden_typing
 from .interrupts import CtrlC
@@ -54,6 +54,7 @@ class Commands:
             "stats": Command(self._stats, "", "more about the last answer"),
             "save": Command(self._save, "FILE", "write the conversation to a file"),
             "load": Command(self._load, "[FILE|NUMBER]", "list the kept conversations, or go on with one"),
+            "image": Command(self._image, "[PATH|off]", "add a picture to the next message"),
             "race": Command(self._race, "[QUESTION]", "answer it twice at once, with drafts and plain"),
             "edit": Command(self._edit, "", "change the last message in $EDITOR and send it again"),
             "retry": Command(self._retry, "", "answer the last message again"),
@@ -80,7 +81,7 @@ class Commands:
             "set": one_of(list(NAMES)),
             "highlight": one_of(["on", "off"]),
             "system": one_of(["off"]),
-            **dict.fromkeys(("save", "load", "json"), file),
+            **dict.fromkeys(("save", "load", "json", "image"), file),
         }
         about = {f"/{name}": command.about for name, command in sorted(self.table.items())}
         return CommandCompleter(one_of(list(about), ignore_case=True, meta_dict=about), arguments)
@@ -98,6 +99,7 @@ class Commands:
         self._conversation.session.clear()
         self._chat.journal.close()
         self._chat.last = None
+        self._chat.pictures.clear()
         self._terminal.note("a new conversation begins; /load lists the ones before")
 
     def _system(self, text: str) -> None:
@@ -200,9 +202,24 @@ class Commands:
         if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
 
+    def _image(self, text: str) -> None:
+        if text == "off":
+            self._chat.pictures.clear()
+        elif text:
+            message = self._chat.message(text)
+            if not self._chat.pictures or pictures.words(message) == text:
+                raise NotFound(f"{text} is not the file of a picture: give a JPEG, PNG, WebP, GIF or BMP")
+            if pictures.words(message):
+                self._chat.answer_and_report(message)
+                return
+        count = len(self._chat.pictures)
+        self._terminal.note(f"the next message has {count} picture{'' if count == 1 else 's'}")
+
     def _race(self, words: str) -> None:
         talk, interrupts = self._conversation, self._chat.interrupts
-        last = "".join(turn["content"] for turn in talk.turns[-2:-1])
+        last = "".join(pictures.words(turn["content"]) for turn in talk.turns[-2:-1])
+        if not words and any(type(turn["content"]) is list for turn in talk.turns[-2:-1]):
+            raise InvalidValue("the last message has a picture, and a race is of text: /race QUESTION")
         if not (words or last):
             raise InvalidValue("there is no question yet: /race QUESTION")
         prompt = question(talk.pair.tokenizer, words or last, talk.system)
@@ -212,21 +229,23 @@ class Commands:
         self._terminal.note(*lines)
 
     def _edit(self, _: str) -> None:
-        before = "".join(turn["content"] for turn in self._conversation.turns[-2:-1])
+        turns = self._conversation.turns
+        content = turns[-2]["content"] if turns else ""
+        before = pictures.words(content)
         with self._chat.interrupts.acting(CtrlC.NOTE):  # Ctrl-C is for the editor
             text = edited(before).strip()
         if text in ("", before.strip()):
             self._terminal.note("the message is as it was, nothing was sent")
         else:
             self._terminal.note(f"> {text}")
-            self._answer_again(text)
+            self._answer_again(pictures.with_text(content, text))
 
     def _retry(self, _: str) -> None:
         if not self._conversation.turns:
             raise InvalidValue("there is no message to answer again: ask something first")
         self._answer_again(self._conversation.turns[-2]["content"])
 
-    def _answer_again(self, message: str) -> None:
+    def _answer_again(self, message: pictures.Content) -> None:
         """Answer a message in place of the last turn, which returns if no answer comes."""
         session = self._conversation.session
         turn = session.undo()

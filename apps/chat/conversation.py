@@ -17,6 +17,7 @@ from mlx_spec.session import Piece
 from mlx_spec.types import Reason
 
 from .models import check_thinking, open_pair
+from .pictures import Content, ready, ready_turns, stored
 from .settings import AnswerSettings, from_values, values
 
 
@@ -55,13 +56,13 @@ class Conversation:
         """Return the messages without the system prompt."""
         return [message for message in self.session.messages if message["role"] != "system"]
 
-    def stream(self, message: str) -> Generator[Piece, None, None]:
+    def stream(self, message: Content) -> Generator[Piece, None, None]:
         """Answer a message as set. Raises InvalidValue and PromptTooLong as `Session.stream` does."""
         settings = self.settings
         thinks = settings.think or not self.pair.tokenizer.thinks  # some cannot be asked not to
         grammar = None if self.schema is None else self.schema.grammar.thinking(thinks)
         return self.session.stream(
-            message,
+            ready(message, self.pair),
             sampling=replace(settings, grammar=grammar),
             max_tokens=settings.max_tokens,
             thinking=settings.think,
@@ -104,7 +105,8 @@ class Conversation:
             settings = replace(settings, think=False)
         session = self.pair.session(saved["system"], key=self._key)
         known, turns = ("role", "content", "reasoning_content"), saved["messages"]
-        session.resume([{key: turn[key] for key in known if type(turn.get(key)) is str} for turn in turns])
+        kept = [{key: turn[key] for key in known if type(turn.get(key)) in (str, list)} for turn in turns]
+        session.resume(ready_turns(kept, self.pair))
         self.session, self.system, self.settings = session, saved["system"], settings
 
     def save(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Conversation:
             "target": self.choice.target,
             "drafter": self.choice.drafter,
             "system": self.system,
-            "messages": self.turns,
+            "messages": [{**turn, "content": stored(turn["content"])} for turn in self.turns],
             "settings": values(self.settings),
         }
 
@@ -158,6 +160,6 @@ class Conversation:
 
     def _resume(self, pair: Pair, choice: PairSpec, turns: Sequence[Mapping[str, Any]]) -> None:
         session = pair.session(self.system, key=self._key)  # refuses a target that does not chat
-        session.resume(turns)
+        session.resume(ready_turns(turns, pair))
         self.pair, self.choice, self.session = pair, choice, session
         self._own: AdaptivePolicies | FixedPolicy = pair.policies  # as loaded, for a return to them

@@ -22,9 +22,10 @@ from .answer import ChatState, Outcome, Trace, as_json
 from .arguments import Options
 from .commands import Commands
 from .conversation import Conversation, NoModelLeft
-from .input import open_input, unquoted
+from .input import open_input
 from .interrupts import CtrlC, Interrupts
 from .models import choose, open_pair, used_last
+from .pictures import shown
 from .settings import from_options
 from .terminal import Terminal
 
@@ -78,13 +79,19 @@ def run(
             if options.system is not None:
                 chat.conversation.change_system(options.system)
             journal.go_on(kept, chat.conversation.save())
+        if options.image is not None:
+            chat.attach(options.image)
         if prompt is None:
             if past is not None:
                 terminal.note(f"{saved.turns(past['messages'])} loaded, the last question was:")
-                terminal.note(*[turn["content"] for turn in past["messages"][-2:-1]])
+                terminal.note(*[shown(turn["content"]) for turn in past["messages"][-2:-1]])
             _converse(chat, history=not options.no_history)
             return 0
-        answered = _answer_as_json(chat, prompt) if options.json else _status(chat.answer_and_report(prompt))
+        answered = (
+            _answer_as_json(chat, prompt)
+            if options.json
+            else _status(chat.answer_and_report(chat.with_pictures(prompt)))
+        )
         journal.keep(chat.conversation.save())
         return answered
 
@@ -136,12 +143,12 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
     elif hint := HINTS.get(text.strip().lower()):
         word = text.strip()
         chat.terminal.note(f'/{hint} is the command; """{word}""" sends the word to the model')
-    elif message := unquoted(text):
+    elif message := chat.message(text):
         chat.answer_and_report(message)
 
 
 def _answer_as_json(chat: ChatState, prompt: str) -> int:
-    outcome = chat.answer(prompt)
+    outcome = chat.answer(chat.with_pictures(prompt))
     found = as_json(outcome, chat.conversation.pair.info)
     chat.terminal.piece(json.dumps(found, ensure_ascii=False) + "\n", "answer")
     return _status(outcome)

@@ -3,7 +3,7 @@
 A kept file has a JSON object a line, so that whatever ends the program leaves all but the last line:
 
     {"format": ..., "messages": [...], ...}   the conversation, as `/save` writes it
-    {"asked": TEXT}                           a message, when it is sent
+    {"asked": CONTENT}                        a message, when it is sent
     {"kind": KIND, "text": TEXT}              a piece of its answer
     {"turn": [MESSAGE, ANSWER]}               the turn when it has ended; empty if no answer came
 
@@ -27,6 +27,8 @@ from platformdirs import user_data_path
 from mlx_spec.checkpoint.files import typed_path, write_atomically
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.session import Piece
+
+from .pictures import Content, is_stored, shown
 
 FORMAT, VERSION = "mlx_spec conversation", 1
 KEPT_SUFFIX = ".jsonl"
@@ -93,7 +95,7 @@ def _checked(file: Path, content: Any) -> dict[str, Any]:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("content"), str)
+    return isinstance(message, dict) and is_stored(message.get("content"))
 
 
 def _labelled(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Journal:
             self._file.write("\n")  # a killed process left half a line
         self._written = saved
 
-    def ask(self, message: str, saved: Mapping[str, Any]) -> None:
+    def ask(self, message: Content, saved: Mapping[str, Any]) -> None:
         """Keep a message that is sent now; `saved` is the conversation before it."""
         if self._folder is None:
             return
@@ -227,7 +229,7 @@ def kept_rows(most: int = 20) -> list[tuple[str, ...]]:
         except SpecError as error:
             rows.append((str(number), "", "", str(error), file.stem))
             continue
-        words = " ".join(messages[0]["content"].split()) if messages else ""
+        words = " ".join(shown(messages[0]["content"]).split()) if messages else ""
         date = time.strftime("%d %b %H:%M", time.localtime(file.stat().st_mtime))
         rows.append((str(number), date, turns(messages), words[:48] + "…" * (len(words) > 48), file.stem))
     return rows
@@ -262,7 +264,7 @@ def _kept_content(text: str) -> dict[str, Any]:
         match entry:
             case {"format": _, "messages": list()}:
                 saved, unfinished = entry, _Unfinished()
-            case {"asked": str(message)}:
+            case {"asked": str() | list() as message}:
                 saved["messages"] += unfinished.turn()
                 unfinished = _Unfinished(message)
             case {"kind": "answer", "text": str(piece)}:
@@ -280,11 +282,11 @@ def _kept_content(text: str) -> dict[str, Any]:
 class _Unfinished:
     """A turn that has not ended."""
 
-    message: str = ""
+    message: Content = ""
     answer: str = ""
     thinking: str = ""
 
-    def turn(self) -> list[dict[str, str]]:
+    def turn(self) -> list[dict[str, Any]]:
         """Return its messages, none if no piece of the answer came."""
         answer, thinking = self.answer.strip(), self.thinking.strip()
         if not answer + thinking:

@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 from support.hub_stand_in import ASSISTANT, E2B, serving
 from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
+from support.spans import ROOT as SEEING
 from support.waiting import wait_until
 
 from mlx_spec.apps.chat import models
@@ -27,6 +28,7 @@ SCHEMA = {
     "required": ["ok", "code"],
     "additionalProperties": False,
 }
+PICTURE = SEEING / "a.png"
 JOIN, SPLIT = "What does os.path.join do?", "And os.path.split?"
 
 
@@ -58,6 +60,9 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         f"/load {schema}": "is not a saved conversation",
         f"/save {schema}": "take another name",
         f"/json {tmp_path}": "give a file with a JSON schema",
+        "/image nothing.png": "is not the file of a picture",
+        f"/image {PICTURE}": "this target reads no pictures: it is a text model",
+        f"{PICTURE} What is it?": "this target reads no pictures: it is a text model",
         "/highlight maybe": "give on or off",
         "/highlight on": "there are no colours here",
         "/model nothing-like-that": "there is no folder nothing-like-that",
@@ -104,7 +109,8 @@ def test_every_command(converse, tmp_path):
     for line, pattern in lines.items():
         assert re.search(pattern, said[line]), (line, said[line])
     names = set(re.findall(r"^/(\w+)", said["/help"], re.MULTILINE))
-    wanted = "help exit clear system model draft set show stats save load race edit retry undo json highlight"
+    wanted = "help exit clear system model draft set show stats save load image race edit "
+    wanted += "retry undo json highlight"
     assert names == set(wanted.split())
     assert answer_in(said[JOIN]) == answer_in(said["/retry"]) == answer_in(said["/retry "])
     assert json.loads(answer_in(said["What does zip do?"])).keys() == {"ok", "code"}

@@ -1,0 +1,152 @@
+"""Pictures of messages: files that are named or dropped on the terminal, and kept as data URLs.
+
+A part with a picture has it ready for the tower as `image`, and its file as `url`: another model, or the
+same one at another time, makes it ready again.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from mlx_spec.errors import InvalidValue, NotFound, NoVision
+from mlx_spec.pair import Pair
+from mlx_spec.vision.pictures import FORMATS, MAX_FILE_BYTES, READ, from_data_url, read_picture
+
+Part = Mapping[str, Any]
+Content = str | Sequence[Part]  # of a message
+
+# Files that are taken for pictures; which of them are read is said when they are opened.
+SUFFIXES = frozenset(".jpg .jpeg .png .webp .gif .bmp .heic .heif .avif .tif .tiff".split())
+# A word as shells and terminals write the path of a file: quoted, or with backslashes before spaces.
+WORD = re.compile(r"""\s*(?:'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^\s'"\\])+))(?=\s|$)""")
+
+
+def dropped(text: str) -> tuple[list[Path], str]:
+    """Return the picture files that a text begins with, and the text behind them."""
+    if (whole := _picture_file(text.strip())) is not None:
+        return [whole], ""
+    files = list[Path]()
+    while match := WORD.match(text):
+        single, double, bare = match.groups()
+        name = re.sub(r"\\(.)", r"\1", bare if double is None else double) if single is None else single
+        if (file := _picture_file(name)) is None:
+            break
+        files.append(file)
+        text = text[match.end() :]
+    return files, text.strip()
+
+
+def read_part(file: Path, pair: Pair) -> tuple[dict[str, Any], str]:
+    """Return a picture as a part of a message, and a note about it.
+
+    Raises NotFound, InvalidValue, and NoVision if the target reads no pictures.
+    """
+    vision = pair.vision
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise NotFound(f"{file} cannot be read ({error.strerror}): give a picture") from error
+    try:
+        pixels = read_picture(data)
+    except InvalidValue as error:
+        raise InvalidValue(f"{file}: {error}") from error
+    picture, (height, width, _) = vision.prepare(pixels), pixels.shape
+    note = f"{file.name}, {width} x {height}, {picture.count} tokens"
+    return {"type": "image", "image": picture, "url": _data_url(data)}, note
+
+
+def ready(content: Content, pair: Pair) -> Content:
+    """Return a message whose pictures are ready for a target. Raises InvalidValue and NoVision."""
+    if isinstance(content, str):
+        return content
+    return [{**part, "image": _picture(part, pair)} if _is_image(part) else part for part in content]
+
+
+def ready_turns(turns: Sequence[Mapping[str, Any]], pair: Pair) -> list[dict[str, Any]]:
+    """Return turns for a target. One that reads no pictures keeps their files. Raises InvalidValue."""
+    found = []
+    for turn in turns:
+        content = turn["content"]
+        try:
+            found.append({**turn, "content": ready(content, pair)})
+        except NoVision:
+            kept = [{"type": "image", "image": None, "url": _url(p)} if _is_image(p) else p for p in content]
+            found.append({**turn, "content": kept})
+    return found
+
+
+def stored(content: Content) -> Content:
+    """Return a message as files hold it: with data URLs."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "image", "image": _url(part)} if _is_image(part) else dict(part) for part in content]
+
+
+def is_stored(content: object) -> bool:
+    """Return True if a file may hold this as a message."""
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    return all(
+        isinstance(part, dict)
+        and any(part.get("type") == kind and isinstance(part.get(kind), str) for kind in ("text", "image"))
+        for part in content
+    )
+
+
+def words(content: Content) -> str:
+    """Return the text of a message."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if not _is_image(part))
+
+
+def shown(content: Content) -> str:
+    """Return a message as lists show it."""
+    if isinstance(content, str):
+        return content
+    return " ".join("[picture]" if _is_image(part) else part["text"] for part in content)
+
+
+def with_text(content: Content, text: str) -> Content:
+    """Return a message with the same pictures and another text, none if that is empty."""
+    pictures = [] if isinstance(content, str) else [part for part in content if _is_image(part)]
+    if not pictures:
+        return text
+    return [*pictures, {"type": "text", "text": text}] if text else pictures
+
+
+def _picture(part: Part, pair: Pair) -> object:
+    vision = pair.vision
+    return vision.prepare(read_picture(from_data_url(_url(part))))
+
+
+def _url(part: Part) -> str:
+    return str(part.get("url") or part["image"])
+
+
+def _is_image(part: Part) -> bool:
+    return bool(part["type"] == "image")
+
+
+def _picture_file(name: str) -> Path | None:
+    if name.startswith("file://"):
+        name = unquote(name.removeprefix("file://"))
+    if "\n" in name or Path(name).suffix.lower() not in SUFFIXES:
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown user
+        return None
+
+
+def _data_url(data: bytes) -> str:
+    found = READ.match(data)
+    assert found is not None and found.lastindex is not None, "a picture that was read"
+    return f"data:image/{FORMATS[found.lastindex - 1].lower()};base64,{base64.b64encode(data).decode()}"

@@ -1,0 +1,101 @@
+"""Pictures of a conversation: dropped, named, kept, and answered as the same parts from Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from support.screen import PAIR, at_home
+from support.spans import ROOT, file
+
+import mlx_spec
+from mlx_spec.apps.chat.pictures import dropped
+
+EYES = [f"--target={ROOT / 'e2b'}", "--drafter=none", "--max-tokens=12"]
+QUESTION = "What is it?"
+
+
+def expected(*turns: list[str]) -> list[str]:
+    """Return the answers to turns of pictures and a text."""
+    session, answers = mlx_spec.load(ROOT / "e2b", "none").session(), []
+    for *names, text in turns:
+        parts = [{"type": "image", "image": file(name)} for name in names]
+        pieces = session.stream([*parts, {"type": "text", "text": text}], max_tokens=12)
+        answers.append("".join(piece.text for piece in pieces).strip())
+    return answers
+
+
+def flat(said: str) -> str:
+    return " ".join(said.split())
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    return Path(shutil.copy(ROOT / "a.png", tmp_path / "it's a (1).png"))
+
+
+def test_paths_as_terminals_drop_them(odd: Path, tmp_path: Path) -> None:
+    escaped = re.sub(r"([' ()])", r"\\\1", str(odd))
+    plain = shutil.copy(odd, tmp_path / "b c.PNG")
+    for text in (escaped, f'"{odd}"', str(odd), f"{escaped} ", odd.as_uri()):
+        assert dropped(text) == ([odd], "")
+        if text != str(odd):
+            assert dropped(f"{text} why {escaped}") == ([odd], f"why {escaped}")
+    assert dropped(f"'{plain}' {escaped}\nwhy") == ([plain, odd], "why")
+    for text in (
+        "none.png why",
+        f"see {escaped}",
+        f"{tmp_path} why",
+        "don't",
+        "x\0.png",
+        "~nobody/a.png",
+        "",
+    ):
+        assert dropped(text) == ([], text)
+
+
+def test_dropped_and_named_pictures_are_answered_alike(converse, odd: Path) -> None:
+    first, second = expected(["a", QUESTION], ["b", "And it?"])
+    escaped = re.sub(r"([' ()])", r"\\\1", str(odd))
+    lines = [f"{escaped} {QUESTION}", "/retry", f"/image {ROOT / 'b.png'}", "And it?", "/undo", "/undo"]
+    lines += [f"/image {ROOT / 'a.png'} {QUESTION}", "/image off", "/race", "/clear", "/image"]
+    _, drop, again, named, more, _, _, at_once, _, race, _, none = converse(EYES, *lines)
+    assert re.search(r"picture 1: it's a \(1\)\.png, \d+ x \d+, \d+ tokens\n", drop)
+    for said, answer in ((drop, first), (again, first), (more, second), (at_once, first)):
+        assert flat(answer) in flat(said)
+    assert "picture 1: b.png" in named and "the next message has 1 picture\n" in named
+    assert "a race is of text" in race and "has 0 pictures" in none
+
+
+def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
+    _, second = expected(["a", QUESTION], ["And it?"])
+    save = tmp_path / "talk.json"
+    converse(EYES, f"{ROOT / 'a.png'} {QUESTION}", f"/save {save}")
+    (kept,) = (Path(at_home(tmp_path)["XDG_DATA_HOME"]) / "mlx_spec" / "conversations").glob("*.jsonl")
+    content = json.loads(save.read_text())["messages"][0]["content"]
+    assert content[0]["image"].startswith("data:image/png;base64,") and content[1]["text"] == QUESTION
+    assert content[0]["image"] in kept.read_text()
+    greeting, *_ = converse(["-c", *EYES])
+    assert f"[picture] {QUESTION}" in greeting
+    for name in (save, kept):
+        _, loaded, more = converse([*EYES, "--no-history"], f"/load {name}", "And it?")
+        assert "1 turn loaded" in loaded and flat(second) in flat(more)
+    _, loaded, refused, *_ = converse([*PAIR, "--no-history"], f"/load {save}", "And it?", "/retry")
+    assert "1 turn loaded" in loaded and "reads no pictures" in refused
+
+
+def test_one_answer_about_a_picture(capfd) -> None:
+    from mlx_spec.apps.chat.arguments import Options
+    from mlx_spec.apps.chat.interrupts import Interrupts
+    from mlx_spec.apps.chat.repl import run
+    from mlx_spec.apps.chat.terminal import Terminal
+    from mlx_spec.cli.command import parse
+
+    options = parse(Options, "chat", [*EYES, f"--image={ROOT / 'a.png'}", "-p", QUESTION])
+    with Interrupts() as interrupts:
+        run(options, QUESTION, Terminal(), interrupts, None)
+    (first,) = expected(["a", QUESTION])
+    assert flat(first) in flat(capfd.readouterr().out)
