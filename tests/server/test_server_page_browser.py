@@ -16,9 +16,11 @@ from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, 
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
+from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.tokenizer.stream import TokenText
+from mlx_spec.vision.pictures import read_picture
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
@@ -496,3 +498,51 @@ def test_a_message_waits_until_the_model_is_loaded(tab):
         sampling, most = stub.requests[-1].sampling, stub.requests[-1].max_tokens
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 7, 0.1, 3)
         assert sampling.presence_penalty == 1 and most == 2048
+
+
+# --- pictures
+
+PASTE = """(async () => {
+  const canvas = new OffscreenCanvas(3000, 1500);
+  canvas.getContext('2d').fillRect(0, 0, 3000, 1500);
+  const data = new DataTransfer();
+  data.items.add(new File([await canvas.convertToBlob()], 'wide.png', {type: 'image/png'}));
+  document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true}));
+})()"""
+
+
+class SeeingStub(Stub):
+    def models(self) -> tuple[ModelCard, ...]:
+        return tuple(replace(card, images=True) for card in super().models())
+
+
+def test_a_pasted_picture_is_scaled_sent_and_kept(tab):
+    stub = SeeingStub(ANSWER)
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.until("!document.querySelector('#add-picture').hidden")
+        tab.value(PASTE)
+        tab.until("document.querySelector('#pictures img')")
+        ask(tab, "Black?")
+        assert not tab.value("document.querySelector('#pictures img')")
+        picture, words = stub.requests[-1].prompt.messages[-1]["content"]
+        assert words == {"type": "text", "text": "Black?"}
+        assert read_picture(picture["image"].data).shape == (1024, 2048, 3)
+        reload(tab)
+        tab.until("document.querySelector('.said img')?.naturalWidth === 2048")
+        ask(tab, "And now?")
+        sent = stub.requests[-1].prompt.messages
+        assert (
+            sent[0]["content"][0]["image"].data == picture["image"].data and sent[-1]["content"] == "And now?"
+        )
+        assert tab.complaints == []
+
+
+def test_a_model_that_reads_no_pictures_is_offered_none(tab):
+    with listening(Stub(ANSWER), Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.value(PASTE)
+        tab.until("document.querySelector('#picture-problem').textContent.includes('reads no pictures')")
+        assert tab.value(
+            "document.querySelector('#add-picture').hidden && !document.querySelector('#pictures img')"
+        )

@@ -30,6 +30,7 @@ MODULES = (
     "figures.js",
     "markdown.js",
     "origins.js",
+    "pictures.js",
     "server.js",
     "settings.js",
     "store.js",
@@ -40,7 +41,8 @@ FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)
 PREFIX = "/page/"
 HEADERS = {
     "content-security-policy": (
-        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",

@@ -5,8 +5,9 @@ import { announce, byId, copyButton, element, keep, plural, recall } from "./dom
 import { isNearEnd, summary } from "./exchange.js";
 import { Figures } from "./figures.js";
 import { drawLegend } from "./origins.js";
+import { Pictures, content } from "./pictures.js";
 import { Refused, getJson, setKey, streamAnswer } from "./server.js";
-import { hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
+import { chosenCard, hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
 import { isKept } from "./store.js";
 
 const POLL_MS = 2000; // between two looks at the server
@@ -28,6 +29,7 @@ const STATES = {
 const QUEUED = { answers: "waiting for other answers", measuring: "waiting for a measurement of this machine" };
 
 const figures = new Figures();
+const pictures = new Pictures(() => Boolean(chosenCard()?.images));
 const sources = new Set(); // of all text so far
 const log = byId("log");
 const welcome = byId("welcome");
@@ -113,16 +115,16 @@ function stop() {
 
 // Asks as another branch of an exchange, whose own stays.
 function askAgain(question, exchange) {
-  if (!running) send(question, exchange.parent);
+  if (!running) send(question, exchange.parent, exchange.images);
 }
 
-async function send(written, parent = conversation.record.leaf) {
+async function send(written, parent = conversation.record.leaf, images = []) {
   const text = written.trim();
-  if (!text || running) return;
+  if (!(text || images.length) || running) return;
   const mine = conversation;
-  const exchange = mine.add(text, parent);
+  const exchange = mine.add(text, parent, images);
   const fields = requestFields();
-  const messages = [...systemMessages(), ...mine.history(exchange), { role: "user", content: text }];
+  const messages = [...systemMessages(), ...mine.history(exchange), { role: "user", content: content(text, images) }];
   exchange.model = servedName();
   show(mine);
   log.scrollTop = log.scrollHeight;
@@ -281,10 +283,11 @@ function submit() {
   if (running) return;
   const text = byId("message").value;
   setMessage("");
-  send(text);
+  send(text, conversation.record.leaf, pictures.take());
 }
 
 function settingsChanged() {
+  pictures.draw();
   figures.choose(servedName());
   const examples = EXAMPLES[servedName()] ?? EXAMPLES.others;
   ideas.replaceChildren(...examples.map((example) => {

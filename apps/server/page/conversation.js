@@ -19,17 +19,17 @@ export class Conversation {
     if (!this.exchanges.has(this.record.leaf)) this.record.leaf = found.at(-1)?.id ?? null;
   }
 
-  #make({ id, parent, question }) {
-    const exchange = new Exchange(this.view, { id, parent, question, conversation: this.record.id });
+  #make({ id, parent, question, images }) {
+    const exchange = new Exchange(this.view, { id, parent, question, images, conversation: this.record.id });
     exchange.keep = keeper("exchanges", () => exchange.toJSON(), this.view.failed);
     this.exchanges.set(id, exchange);
     return exchange;
   }
 
   // Adds a question below another exchange, and shows it.
-  add(question, parent) {
-    const exchange = this.#make({ id: newId(), parent, question });
-    if (!this.record.title) this.record.title = question.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARS);
+  add(question, parent, images = []) {
+    const exchange = this.#make({ id: newId(), parent, question, images });
+    if (!this.record.title) this.record.title = (question.trim() || "Picture").replace(/\s+/g, " ").slice(0, TITLE_CHARS);
     this.record.leaf = exchange.id;
     this.touch();
     exchange.keep();

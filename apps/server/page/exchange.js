@@ -1,15 +1,16 @@
 // A question and its answer: drawn while it streams, and kept in the browser.
 import { copyButton, decimal, duration, element, known, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
+import { content, thumbnails } from "./pictures.js";
 
 const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
 const IDLE_SHARE = 3; // of the time of a drawing, for which the next one waits: long answers leave time to scroll
 
 export class Exchange {
   // `view` has {log, sources, actions}: the legend explains `sources`, and actions get this exchange.
-  constructor(view, { id, parent, question, conversation }) {
-    Object.assign(this, view, { id, parent, question, conversation, model: "", facts: [], problem: null, hasEnded: false });
-    this.said = element("div", { class: "said" }, question);
+  constructor(view, { id, parent, question, images = [], conversation }) {
+    Object.assign(this, view, { id, parent, question, images, conversation, model: "", facts: [], problem: null, hasEnded: false });
+    this.said = element("div", { class: "said" }, ...thumbnails(images), question);
     this.tools = element("div", { class: "tools" });
     this.asked = element("article", { class: "turn user", "aria-label": "You" }, this.said, this.tools);
     this.body = element("div", { class: "answer waiting" });
@@ -152,15 +153,15 @@ export class Exchange {
 
   messages() { // a question without an answer is not part of the history
     if (!this.answer.text) return [];
-    return [{ role: "user", content: this.question }, { role: "assistant", content: this.answer.text }];
+    return [{ role: "user", content: content(this.question, this.images) }, { role: "assistant", content: this.answer.text }];
   }
 
   // As it is kept. What is read before the end was cut off.
   toJSON() {
-    const { id, conversation, parent, question, model, facts, hasEnded } = this;
+    const { id, conversation, parent, question, images, model, facts, hasEnded } = this;
     const problem = hasEnded ? this.problem : "The answer was cut off: its page was closed.";
     const [answer, thinking] = [this.answer.toJSON(), this.thinking?.toJSON() ?? null];
-    return { id, conversation, parent, question, model, answer, thinking, facts, problem };
+    return { id, conversation, parent, question, images, model, answer, thinking, facts, problem };
   }
 
   // Takes a kept answer; it is drawn when it is shown.

@@ -1,0 +1,95 @@
+// Pictures of a message: pasted, dropped or chosen, scaled to what the server takes, and shown small.
+import { announce, byId, element } from "./dom.js";
+
+const MOST = 20; // of one prompt, as the server takes them
+const SIDE = 2048; // pixels of a picture's longer side: models read fewer
+
+export const thumbnails = (urls) => urls.map((url, i) => element("img", { src: url, alt: `Picture ${i + 1}` }));
+
+// Returns a message as the API takes it.
+export function content(text, urls) {
+  if (!urls.length) return text;
+  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+// Returns a picture upright, on white, as a data URL of a JPEG.
+async function dataUrl(file) {
+  const picture = await createImageBitmap(file, { imageOrientation: "from-image" });
+  const scale = Math.min(1, SIDE / Math.max(picture.width, picture.height));
+  const canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(picture.width * scale));
+  canvas.height = Math.max(1, Math.round(picture.height * scale));
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "white";
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  picture.close();
+  return canvas.toDataURL("image/jpeg", 0.92);
+}
+
+export class Pictures {
+  // `sees` returns true if the chosen model reads pictures.
+  constructor(sees) {
+    Object.assign(this, { sees, urls: [] });
+    byId("add-picture").addEventListener("click", () => byId("picture-files").click());
+    byId("picture-files").addEventListener("change", async ({ target }) => {
+      await this.add([...target.files]);
+      target.value = "";
+    });
+    document.addEventListener("paste", (event) => this.#take(event, event.clipboardData));
+    document.addEventListener("dragover", (event) => {
+      if (event.dataTransfer?.types.includes("Files")) event.preventDefault(); // else a drop leaves the page
+    });
+    document.addEventListener("drop", (event) => this.#take(event, event.dataTransfer));
+  }
+
+  #take(event, data) {
+    const files = [...(data?.files ?? [])].filter(({ type }) => type.startsWith("image/"));
+    if (!files.length) return;
+    event.preventDefault();
+    if (this.sees()) this.add(files);
+    else this.#say("This model reads no pictures.");
+  }
+
+  async add(files) {
+    this.#say("");
+    for (const file of files) {
+      if (this.urls.length >= MOST) return this.#say(`A message has at most ${MOST} pictures.`);
+      try {
+        this.urls.push(await dataUrl(file));
+      } catch {
+        this.#say(`${file.name} cannot be read: take a JPEG or PNG.`);
+      }
+      this.draw();
+    }
+    byId("message").focus();
+  }
+
+  // Returns the pictures of the message that is sent now.
+  take() {
+    const taken = this.urls;
+    this.urls = [];
+    this.#say("");
+    this.draw();
+    return taken;
+  }
+
+  draw() {
+    byId("add-picture").hidden = !this.sees();
+    byId("pictures").hidden = !this.urls.length;
+    byId("pictures").replaceChildren(...thumbnails(this.urls).map((image, i) => {
+      const button = element("button", { type: "button", class: "quiet", "aria-label": `Remove picture ${i + 1}` }, image);
+      button.addEventListener("click", () => {
+        this.urls.splice(i, 1);
+        this.draw();
+      });
+      return button;
+    }));
+  }
+
+  #say(text) {
+    byId("picture-problem").textContent = text;
+    if (text) announce(text);
+  }
+}
