@@ -47,6 +47,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.normal import log_total
 from mlx_spec.types import Sampler
 
 MACS = ("M1 Ultra", "M3 Max", "M4 Pro", "M5 Max")
@@ -132,7 +133,7 @@ class Watching:
         self, logits: mx.array, history: Sequence[int], drafted: mx.array
     ) -> tuple[mx.array, mx.array | None]:
         wide = logits.astype(mx.float32)
-        self.seen.append(mx.exp(wide.max(axis=-1) - mx.logsumexp(wide, axis=-1)))
+        self.seen.append(mx.exp(wide.max(axis=-1) - log_total(wide)[..., 0]))
         return self._sampler.draw(logits, history, drafted)
 
     def take(self) -> list[float]:

@@ -37,6 +37,7 @@ from mlx_spec.model.dense import dequantized
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.sampling.normal import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_target, load_unread
@@ -260,7 +261,7 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
             "or not as quantized as it is to be; try -q none"
         ) from error
     del model
-    scores = logits[:, :-1] - mx.logsumexp(logits[:, :-1], axis=-1, keepdims=True)
+    scores = logits[:, :-1] - log_total(logits[:, :-1])
     loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
     # last rows of each text, whose logits are compared
     rows = logits[:, -4:].reshape(-1, logits.shape[-1])

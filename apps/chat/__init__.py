@@ -8,7 +8,6 @@ import sys
 
 from mlx_spec.cli.command import ERROR, program, refuse
 from mlx_spec.device import require_backend
-from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.load import follow
 
@@ -31,8 +30,6 @@ def _run(options: Options) -> int:
 
 def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     require_backend()
-    if hint := blas_hint():
-        terminal.note(hint)
     from mlx_spec.distributed.ranks import join
 
     ranks = join()

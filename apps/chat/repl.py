@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.cli.command import INTERRUPTED, refuse
+from mlx_spec.device.blas import blas_hint
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2
@@ -58,6 +59,8 @@ def run(
             terminal.note(about_demo() if is_demo else f"loading {choice.target}{remembered}")
         with nullcontext() if prompt is not None else terminal.working("loading"):
             first = open_pair(choice, think=settings.think, ranks=ranks)
+        if prompt is None and (hint := blas_hint()):
+            terminal.note(hint)
         talk = Conversation(
             first, choice, settings, options.system, None if options.no_earlier_answers else ""
         )

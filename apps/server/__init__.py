@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mlx_spec.cli.command import guarded, tell
+from mlx_spec.cli.command import guarded
 from mlx_spec.device import require_backend
-from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.load import draft_for, follow
 
@@ -26,8 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     require_backend()
-    if hint := blas_hint():
-        tell(hint)
     from mlx_spec.distributed.ranks import join
 
     try:

@@ -31,6 +31,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
 from mlx_spec.checkpoint.config import read_config
+from mlx_spec.cli.command import tell
+from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
 
 from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
@@ -241,6 +243,8 @@ class Server(uvicorn.Server):
         if is_loaded:
             start = "\r\x1b[K" if shows and seconds else ""
             print(f"{start}mlx-spec: ready in {time.monotonic() - began:.0f} s", flush=True)
+            if hint := blas_hint():
+                tell(hint)
             return
         if self._engine.status().state != "failed":  # it was ended before
             return

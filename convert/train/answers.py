@@ -28,6 +28,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
+from mlx_spec.sampling.normal import log_total
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
@@ -125,7 +126,7 @@ class Recorder(SequenceDrafter):
                 )
                 for kind, parts in shared.items()
             },
-            mx.logsumexp(logits, axis=-1),
+            log_total(logits)[..., 0],
         )
 
     def _new_rows(self, rows: KVRows) -> KVRows:

@@ -38,6 +38,7 @@ from mlx_spec.apps.server.answers import Failed
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
 from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
+from mlx_spec.device.blas import blas_hint
 from mlx_spec.hub.catalog import PairSpec
 
 LEAVING = 10  # seconds; it takes one where nothing else runs
@@ -302,7 +303,8 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
                     last = [text for text in lines if text][-1]
             assert process.wait(LIMIT) == 0 and time.monotonic() - began < LEAVING
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-            assert process.stderr.read() == ""
+            hint = blas_hint()
+            assert process.stderr.read() == (f"mlx-spec: {hint}\n" if hint else "")
         finally:
             process.kill()
 
