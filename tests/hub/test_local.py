@@ -67,7 +67,8 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     line = next(line for line in lines if line.startswith(E2B))
     assert re.search(rf"0\.2 MB +yes, \d+\.\d MB of .* +{ASSISTANT}$", line)
     assert sum(line.endswith("in the pair") for line in lines) == 3
-    monkeypatch.setattr(roofline, "device_name", lambda: "Apple M4 Max")
+    chip = next(chip for chip in roofline.CHIPS if chip.name == "M4 Max")
+    monkeypatch.setattr(roofline, "this_chip", lambda: chip)
     assert run("models") == 0
     head, demo, *_ = capsys.readouterr().out.splitlines()
     assert head.endswith("expected gain") and re.search(r"in the pair +1\.0\d x$", demo)
