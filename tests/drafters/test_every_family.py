@@ -187,7 +187,8 @@ def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
     part, proof = manifest["parts"]["drafter"], manifest["self_test"]
     assert part["family"] == family and proof["result"] == "passed"
     assert proof["acceptance"]["length"] > 1.5
-    pair = mlx_spec.load(out, num_draft_tokens=3)
+    loaded = mlx_spec.load(out, num_draft_tokens=3)
+    pair = loaded.with_policies(FixedPolicy(3))  # that of a loaded pair times plain tokens, too
     drafting.check_acceptance(drafting.generate_with(pair, target))
     sampling = Sampling(0.8, top_p=0.95, seed=6)
     seeded = drafting.generate_with(pair, target, sampling, drafting.QUESTIONS[:3])
