@@ -63,8 +63,9 @@ def load(
     `target` is a folder, a repository on Hugging Face or "demo", the bundled pair. `drafter` is a folder, a
     repository, "lookup" (copies from the text so far, needs no weights) or "none". Left out, it is the
     target's own: the one in the folder's pair.json or the one published for the repository, else lookup.
-    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round; left out, they follow what pays, and the
-    first load on a device takes a second to measure that. `kv_bits`, 4 or 8, quantizes the K/V of full
+    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round, but for a few plain tokens, timed to tell
+    the gain. Left out, they follow what pays, and the first load on a device takes a second to measure
+    that. `kv_bits`, 4 or 8, quantizes the K/V of full
     attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
     outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `draft_ranks`, two of
     them, rank 1 does so in place of the CPU; run `draft_for` there. With `ranks`, this is rank 0 and has a
