@@ -128,6 +128,11 @@ class Pair:
         return seeing(self._vision)
 
     @property
+    def vision_or_reason(self) -> Vision | NoVision:
+        """Return what makes prompts of pictures, or why nothing does."""
+        return self._vision
+
+    @property
     def drafter_names(self) -> tuple[str, ...]:
         """Return the names of its drafters: their families, or "lookup"."""
         return tuple(source.name for source in self._drafters)

@@ -74,10 +74,7 @@ class LoadedModel:
     @property
     def vision(self) -> Vision | NoVision:
         """Return what reads pictures, or why nothing does."""
-        try:
-            return self.pair.vision
-        except NoVision as error:
-            return error
+        return self.pair.vision_or_reason
 
     @property
     def weights(self) -> int:

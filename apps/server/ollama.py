@@ -203,7 +203,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
             return RawPrompts(())
         use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         return _parse_messages(body.messages).chat(use, thinks, variables)
-    if not body.prompt or body.raw or body.suffix:
+    if not (body.prompt or body.images) or body.raw or body.suffix:
         for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
             if value and (body.raw or body.suffix):
                 raise unsupported(f"{name}: goes with neither raw nor suffix", name)
@@ -214,7 +214,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
     conversation.place = "prompt"
     if body.system:
         conversation.add("system", body.system)
-    conversation.add("user", *_pictures(body.images, "images"), body.prompt)
+    conversation.add("user", *_pictures(body.images, "images"), body.prompt or "")
     return conversation.chat(None, thinks, variables)
 
 
@@ -230,7 +230,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilde
         conversation.place = field
         pictures = _pictures(message.images, f"{field}.images")
         if pictures and message.role in ("system", "assistant"):
-            why = "pictures are read in messages of the user and of tools"
+            why = "pictures are read from the user and from tools"
             raise unsupported(f"{field}.images: {why}", f"{field}.images")
         if message.role == "assistant":
             calls = message.tool_calls or []

@@ -245,14 +245,14 @@ def _parse_messages(body: ChatBody) -> parsing.ConversationBuilder:
         if message.role == "assistant":
             _add_answer(conversation, message, field)
             continue
-        if message.role == "user":
-            conversation.add("user", *parsing.part_contents(message.content, f"{field}.content"))
-            continue
-        texts = part_texts(message.content, f"{field}.content")
-        if message.role == "tool":
-            conversation.add_result(message.tool_call_id, texts, f"{field}.tool_call_id")
+        if message.role in ("user", "tool"):
+            contents = parsing.part_contents(message.content, f"{field}.content")
+            if message.role == "user":
+                conversation.add("user", *contents)
+            else:
+                conversation.add_result(message.tool_call_id, contents, f"{field}.tool_call_id")
         else:
-            conversation.add("system", *texts)
+            conversation.add("system", *part_texts(message.content, f"{field}.content"))
     return conversation
 
 

@@ -344,7 +344,9 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
     """Return the failure for a part that is not read in this place: 400."""
     kind = part.type[:MAX_SHOWN_CHARS]
     is_picture = kind in (*PICTURES, "image")
-    where = "pictures belong into messages of the user" if is_picture else "only text and pictures are read"
+    where = (
+        "pictures are read from the user and from tools" if is_picture else "only text and pictures are read"
+    )
     return unsupported(f"{field}: a part of type {kind!r} is not supported here: {where}", field)
 
 

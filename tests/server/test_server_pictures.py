@@ -73,6 +73,12 @@ def test_each_protocol_sends_the_same_conversation(path: str, body: dict[str, An
     assert [picture.data for picture in chat.pictures] == [file("a")]
 
 
+def test_a_picture_without_a_text_is_not_a_request_to_load() -> None:
+    """Ollama's clients load a model with an empty prompt."""
+    chat = parsed(GENERATE, stream=False, images=[A]).prompt
+    assert isinstance(chat, Chat) and [picture.data for picture in chat.pictures] == [file("a")]
+
+
 def test_texts_and_pictures_of_neighbours_stay_in_their_order() -> None:
     turns = [{"role": "user", "content": "one"}, user({"type": "image_url", "image_url": URL_A}, said("two"))]
     found = parsed(CHAT, messages=[*turns, {"role": "user", "content": "three"}]).prompt.messages
@@ -109,6 +115,13 @@ def test_pictures_of_tools_follow_their_results() -> None:
     assert called(parsed(RESPONSES, input=items)) == [*expected, user(shown("a"), shown("b"))]
     answer = {"role": "assistant", "content": "Aha."}
     assert called(parsed(RESPONSES, input=[*items, answer]))[2:] == [user(shown("a"), shown("b"))]
+    calls = [{"id": id, "function": {"name": "look", "arguments": "{}"}} for id in ("1", "2")]
+    tools = [
+        {"role": "tool", "tool_call_id": "1", "content": [PNG]},
+        {"role": "tool", "tool_call_id": "2", "content": [said("second"), {**PNG, "image_url": URL_B}]},
+    ]
+    turns = [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": calls}]
+    assert called(parsed(CHAT, messages=[*turns, *tools])) == [*expected, user(shown("a"), shown("b"))]
 
 
 # --- refusals
@@ -173,6 +186,8 @@ def test_damaged_files_and_models_without_a_tower_are_named() -> None:
 def in_float32(served: ServedModel) -> Pair:
     """The pair as the server loads it, in the type of the golden files."""
     pair = load_served(served)
+    if isinstance(pair.vision_or_reason, NoVision):
+        return pair
     pair.vision.load()
     for network in (pair._model, pair.vision._tower, pair._drafters[0].network):
         network.set_dtype(mx.float32)
@@ -236,9 +251,39 @@ def test_models_say_that_they_see(client: Any) -> None:
     assert ["vision" in show["capabilities"] for show in shows] == [True, False]
 
 
-def test_a_model_that_does_not_see_counts_and_says_why(client: Any) -> None:
-    body = {"model": "demo", "messages": [user(block(A), said("x"))]}
-    response = client.post(f"{MESSAGES}/count_tokens", json=body)
-    assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert message.startswith("messages.0.content.0: model 'demo' reads no pictures: it is a text model")
+def test_a_model_that_does_not_see_says_why(client: Any) -> None:
+    """It does so before it is loaded, when it is, and in a stream."""
+    body = {"model": "demo", "messages": [user(block(A), said("x"))], "max_tokens": 4}
+    loading = client.post(MESSAGES, json={**body, "messages": [user(said("x"))]})
+    for path, more in (("/count_tokens", {}), ("", {}), ("", {"stream": True})):
+        response = client.post(MESSAGES + path, json=body | more)
+        assert response.status_code == 400 and loading.status_code == 200
+        message = response.json()["error"]["message"]
+        reason = "it is a text model: its config.json names no vision tower"
+        assert message == f"messages.0.content.0: model 'demo' reads no pictures: {reason}"
+
+
+def test_openais_and_anthropics_own_clients(client: Any) -> None:
+    """Pictures of two turns, streamed and not, and the error that each client knows."""
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    later = [{"role": "assistant", "content": "Rome."}, user(block(B), said("And it?"))]
+    for turns in ([user(block(A), said(QUESTION))], [user(block(A), said(QUESTION)), *later]):
+        with anthropic.Anthropic(base_url=str(client.base_url), api_key="x", max_retries=0) as made:
+            asked = {"max_tokens": 24, "messages": turns, "extra_body": {"temperature": 0}}
+            whole = made.messages.create(model="e2b", **asked)
+            with made.messages.stream(model="e2b", **asked) as stream:
+                assert stream.get_final_text() == whole.content[0].text
+            told = made.messages.count_tokens(model="e2b", messages=turns).input_tokens
+            assert told == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+            with pytest.raises(anthropic.BadRequestError, match="'demo' reads no pictures: it is a text"):
+                made.messages.create(model="demo", **asked)
+        messages = [{**m, "content": [PNG, said(QUESTION)]} if m["role"] == "user" else m for m in turns]
+        with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="x", max_retries=0) as made:
+            answer = made.chat.completions.create(model="e2b", messages=messages, **GREEDY)
+            chunks = list(made.chat.completions.create(model="e2b", messages=messages, stream=True, **GREEDY))
+            streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert streamed == answer.choices[0].message.content
+            assert answer.usage.prompt_tokens_details.image_tokens == 64 * ((len(turns) + 1) // 2)
+            with pytest.raises(openai.BadRequestError, match="'demo' reads no pictures") as caught:
+                made.chat.completions.create(model="demo", messages=messages, **GREEDY)
+            assert caught.value.param == "messages.0.content.0"
