@@ -12,7 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.checkpoint.files import one_line
-from mlx_spec.cli.lossless import Gap, allowed_roundings, logits_gap, next_logits, token_gap
+from mlx_spec.cli.lossless import (
+    Gap,
+    allowed_roundings,
+    first_difference,
+    largest_noise,
+    logits_gap,
+    next_logits,
+)
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import TEXTS
 from mlx_spec.decode.round import RunningSequence, decode
@@ -24,7 +31,7 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics
-from mlx_spec.tokenizer import Tokenizer, common_prefix
+from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 from mlx_spec.vision.conversation import conversation_prompt, prepared
 
@@ -323,29 +330,32 @@ class _Tester:
         others = [next_logits(self._pair.open().target, expected.history)]
         if blocks.tokens == expected.tokens and blocks.next is not None:
             others.append(blocks.next)
-        gaps = [logits_gap(expected.next, other) for other in others]
-        known = [self.found.noise] if self.found.noise else []
-        self.found.noise = max([*gaps, *known], key=lambda gap: gap.roundings)
+        noise, known = largest_noise(expected.next, others), self.found.noise
+        self.found.noise = max(noise, known or noise, key=lambda gap: gap.roundings)
 
     def _comparison(self, expected: Answer, found: Answer) -> Comparison:
         """Compare two answers, token by token until one ends."""
-        both, at = min(len(expected.tokens), len(found.tokens)), common_prefix(expected.tokens, found.tokens)
-        divergence, drift, error = None, None, found.error
+        drift, error, divergence = None, found.error, None
+        difference = first_difference(
+            lambda: self._pair.open().target,
+            after(found.question, ()),
+            expected.tokens,
+            found.tokens,
+            found.sampling,
+        )
         if found.tokens == expected.tokens and expected.next is not None and found.next is not None:
             drift = logits_gap(expected.next, found.next)
-        if at < both:
-            tokens = expected.tokens[at], found.tokens[at]
-            before = after(found.question, found.tokens[:at])
-            gap = token_gap(self._pair.open().target, before, tokens, found.sampling)
+        if difference is not None:
+            tokens = difference.expected, difference.found
             a, b = (self._pair.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens)
-            divergence = Divergence(at, a, b, gap)
+            divergence = Divergence(difference.position, a, b, difference.gap)
         elif found.next is not None and len(found.tokens) < len(expected.tokens):
             error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"
         return Comparison(
             prompt=found.question.name,
             decoder=found.decoder,
             seeded=found.sampling.temperature > 0,
-            tokens=both,
+            tokens=min(len(expected.tokens), len(found.tokens)),
             drafted=found.statistics.drafted,
             accepted=found.statistics.accepted,
             divergence=divergence,

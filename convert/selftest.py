@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.checkpoint.weights import is_dequantized
-from mlx_spec.cli.lossless import allowed_roundings, logits_gap, next_logits, token_gap
+from mlx_spec.cli.lossless import Gap, allowed_roundings, first_difference, largest_noise, next_logits
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
@@ -37,6 +38,7 @@ from mlx_spec.model.dense import dequantized
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling.normal import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
@@ -379,22 +381,27 @@ def check_lossless(
     for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
         if found == expected:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        if not _is_tie(target, [*prompt, *expected[:at]], (found[at], expected[at])):
+        model = load_lazily(target, None)
+        difference = first_difference(partial(LMTarget, model), text_prompt(prompt), expected, found)
+        if difference is None:
             raise SelfTestFailed(
-                f"the pair says token {found[at]} where the target alone says {expected[at]}, so speculation "
-                "is not lossless here: nothing was written; please report this"
+                f"the pair writes {len(found)} tokens where the target alone writes {len(expected)}, so "
+                "speculation is not lossless here: nothing was written; please report this"
+            )
+        noise = _noise(model, [*prompt, *expected[: difference.position]])
+        if not difference.gap.within(allowed_roundings(noise)):
+            raise SelfTestFailed(
+                f"the pair says token {difference.found} where the target alone says {difference.expected}, "
+                "so speculation is not lossless here: nothing was written; please report this"
             )
         ties += 1
     return {"prompts": len(prompts), "tokens": sum(map(len, plain)), "ended_in_a_tie": ties}
 
 
-def _is_tie(target: Path, history: list[int], tokens: tuple[int, int]) -> bool:
-    """Return True if two tokens are equally likely up to the rounding by which ways to read a text differ."""
-    model = load_lazily(target, None)
-    single, block = next_logits(LMTarget(model), history), LMTarget(model)
+def _noise(model: nn.Module, history: list[int]) -> Gap:
+    """Measure by how much the ways to read a text differ: row by row, a block of rows, and all at once."""
+    block = LMTarget(model)
     if history[: -K - 1]:
         block.prefill(history[: -K - 1])
     others = block.verify(mx.array(history[-K - 1 :]))[-1], model(mx.array([history]))[0, -1]
-    noise = max((logits_gap(single, other) for other in others), key=lambda gap: gap.roundings)
-    return token_gap(LMTarget(model), history, tokens).within(allowed_roundings(noise))
+    return largest_noise(next_logits(LMTarget(model), history), others)

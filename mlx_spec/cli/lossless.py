@@ -1,4 +1,4 @@
-"""The rule of near-ties, for self-tests that compare text with drafts and text without.
+"""The comparison of text with drafts and text without, for the self-tests, with the rule of near-ties.
 
 A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
 the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
@@ -8,7 +8,7 @@ measured: the logits after the same tokens, written row by row and in blocks, wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.candidates import shortlist_length
 from mlx_spec.sampling.noise import seeded_noise
+from mlx_spec.tokenizer import common_prefix
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,37 @@ class Gap:
     def within(self, allowed: float) -> bool:
         """Return True if the gap is at most `allowed` roundings. False for NaN."""
         return self.roundings <= min(allowed, self.limit)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which a text with drafts differs from plain decoding."""
+
+    position: int  # in the answer, from 0
+    expected: int  # token of plain decoding
+    found: int
+    gap: Gap  # between the two
+
+
+def first_difference(
+    open_target: Callable[[], LMTarget],
+    prompt: Prompt,
+    expected: Sequence[int],
+    found: Sequence[int],
+    sampling: Sampling = GREEDY,
+) -> Difference | None:
+    """Compare two answers to `prompt`. Return None if one is the other, or its beginning."""
+    at = common_prefix(expected, found)
+    if at == min(len(expected), len(found)):
+        return None
+    history = Prompt((*prompt, *expected[:at]), prompt.spans)
+    gap = token_gap(open_target(), history, (expected[at], found[at]), sampling)
+    return Difference(at, expected[at], found[at], gap)
+
+
+def largest_noise(single: mx.array, others: Iterable[mx.array]) -> Gap:
+    """Return the largest gap between logits [V] after the same tokens, written row by row and otherwise."""
+    return max((logits_gap(single, other) for other in others), key=lambda gap: gap.roundings)
 
 
 def allowed_roundings(noise: Gap | None) -> float:
