@@ -50,19 +50,6 @@ __all__ = [
 ]
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
-MODELOPT = "hf_quant_config.json"  # the settings of NVIDIA's quantizer
-ADAPTER = "adapter_config.json"  # of PEFT and mlx-lm
-# Keys of the longest context, as vLLM knows them. The smallest value holds.
-CONTEXTS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_sequence_length",
-    "max_seq_length",
-    "max_context_length",
-    "seq_len",
-)
 
 
 @dataclass(frozen=True)
@@ -151,8 +138,9 @@ def read_checkpoint(folder: Path) -> StoredModel:
     if not (folder / "config.json").is_file():
         raise NotFound(_no_config(folder))
     published = read_object(folder / "config.json")
-    if "quantization_config" not in published and (folder / MODELOPT).is_file():
-        published["quantization_config"] = read_object(folder / MODELOPT)
+    modelopt = folder / "hf_quant_config.json"  # NVIDIA's quantizer writes its settings there
+    if "quantization_config" not in published and modelopt.is_file():
+        published["quantization_config"] = read_object(modelopt)
     found = StoredModel(folder, published, read_headers(folder))
     config = found.config
     if config.get("model_file") is not None:
@@ -209,7 +197,12 @@ def context_length(config: Config) -> int | None:
     As vLLM, but a length that is extended already is not extended again.
     """
     text = text_config(config)
-    lengths = [[found for key in CONTEXTS if (found := integer(part, key))] for part in (text, config)]
+    # The keys of the longest context that vLLM knows. The smallest value holds.
+    keys = (
+        "max_position_embeddings n_positions max_seq_len seq_length max_sequence_length max_seq_length "
+        "max_context_length seq_len"
+    ).split()
+    lengths = [[found for key in keys if (found := integer(part, key))] for part in (text, config)]
     longest = min(lengths[0] or lengths[1], default=None)
     if stated := integer(text, "model_max_length") or integer(config, "model_max_length"):
         return stated
@@ -260,8 +253,8 @@ def fingerprint(folder: Path) -> str:
 
 def _no_config(folder: Path) -> str:
     """Return the error for a folder without a config.json: what it holds in its place, and the way out."""
-    if (folder / ADAPTER).is_file():
-        adapter = read_object(folder / ADAPTER)
+    if (file := folder / "adapter_config.json").is_file():  # PEFT and mlx-lm write it
+        adapter = read_object(file)
         base = adapter.get("base_model_name_or_path") or adapter.get("model")
         kind = adapter.get("peft_type") or adapter.get("fine_tune_type") or "PEFT"
         return (

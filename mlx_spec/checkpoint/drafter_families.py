@@ -15,7 +15,6 @@ from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.weights import target_shape
 from mlx_spec.errors import BadCheckpoint
 
-CONVERTERS = "mlx_spec.convert.families"
 Recognizer = Callable[[str, Config, Collection[str]], bool]
 
 
@@ -36,15 +35,15 @@ class DrafterFamily:
 
     def open(self, *arguments: Any) -> Any:
         """Call the opener."""
-        return _function("mlx_spec.drafters", self.opener)(*arguments)
+        return _function("drafters", self.opener)(*arguments)
 
     def convert(self, *arguments: Any) -> Any:
         """Call the converter."""
-        return _function(CONVERTERS, self.converter)(*arguments)
+        return _function("convert.families", self.converter)(*arguments)
 
     def is_inside(self, config: Config, tensors: Collection[str]) -> bool:
         """Return True if a target's checkpoint holds such a drafter."""
-        return self.inside is not None and bool(_function(CONVERTERS, self.inside)(config, tensors))
+        return self.inside is not None and bool(_function("convert.families", self.inside)(config, tensors))
 
     def needed_shape(self, config: Config, tensors: Tensors) -> TargetShape:
         """Return what a drafter asks of its target: our converter records it, else its own sizes tell."""
@@ -327,7 +326,7 @@ OPENED_AS = {model_type: family for family in FAMILIES for model_type in family.
 
 
 def _function(package: str, path: str) -> Callable[..., Any]:
-    """Import the function of "file:function"."""
+    """Import the function of "file:function" from a package of mlx_spec."""
     file, _, name = path.partition(":")
-    found: Callable[..., Any] = vars(import_module(f"{package}.{file}"))[name]
+    found: Callable[..., Any] = vars(import_module(f"mlx_spec.{package}.{file}"))[name]
     return found

@@ -62,22 +62,20 @@ def mlx_lm_module(model_type: str) -> str | None:
 
 # --- vision towers
 
-# Model type -> how the names of its tower's tensors begin, after "model.".
-TOWERS = {
-    "gemma3": ("vision_tower.", "multi_modal_projector."),
-    "gemma4": ("vision_tower.", "embed_vision."),
-    "gemma4_unified": ("vision_embedder.", "embed_vision."),
-}
-# Tensors that are computed, or of parts that rows do not pass.
-UNUSED = re.compile(r"rotary_emb|inv_freq|position_ids$|vision_model\.head\.")
-
 
 def tower_names(config: Config, names: Iterable[str]) -> list[str]:
     """Return the tensors of a vision tower of a known family; none if config.json names no tower."""
-    prefixes = TOWERS.get(str(config.get("model_type"))) if config.get("vision_config") else None
+    towers = {  # model type -> how the names of its tower's tensors begin, after "model."
+        "gemma3": ("vision_tower.", "multi_modal_projector."),
+        "gemma4": ("vision_tower.", "embed_vision."),
+        "gemma4_unified": ("vision_embedder.", "embed_vision."),
+    }
+    prefixes = towers.get(str(config.get("model_type"))) if config.get("vision_config") else None
     if prefixes is None:
         return []
-    return [n for n in names if n.removeprefix("model.").startswith(prefixes) and not UNUSED.search(n)]
+    # Tensors that are computed, or of parts that rows do not pass.
+    unused = r"rotary_emb|inv_freq|position_ids$|vision_model\.head\."
+    return [n for n in names if n.removeprefix("model.").startswith(prefixes) and not re.search(unused, n)]
 
 
 def tower_bytes(config: Config, tensors: Tensors) -> int:

@@ -31,8 +31,6 @@ LOADING_ERRORS = (
     RuntimeError,
     OSError,
 )
-SPARE_BYTES = 1_000_000_000  # that must stay free on the disk
-HF_HOME = "set HF_HOME to a folder on another disk"  # how to download elsewhere
 
 
 class NoSpace(SpecError):
@@ -148,13 +146,15 @@ def default_folder() -> Path:
     return user_data_path("mlx_spec") / "models"
 
 
-def check_space(name: str, missing: int, place: Path, way: str = HF_HOME) -> None:
-    """Raise NoSpace unless `missing` bytes fit on the disk of `place` and some stay free.
+def check_space(
+    name: str, missing: int, place: Path, way: str = "set HF_HOME to a folder on another disk"
+) -> None:
+    """Raise NoSpace unless `missing` bytes fit on the disk of `place` and a gigabyte stays free.
 
     `way` is the way out beside making room.
     """
-    margin = 1.05  # of the size of a download, for the file system
-    free, needed = free_bytes(place), int(missing * margin) + SPARE_BYTES
+    margin = 1.05  # The file system takes a part of its own.
+    free, needed = free_bytes(place), int(missing * margin) + 1_000_000_000
     if missing and free < needed:
         raise NoSpace(
             f"{name} needs {human_bytes(needed)} on the disk of {place}, {human_bytes(free)} are free: "

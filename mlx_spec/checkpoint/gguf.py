@@ -21,12 +21,8 @@ from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.errors import BadCheckpoint
 
 MAGIC = b"GGUF"
-ALIGNMENT = 32  # bytes between tensors, unless the metadata say otherwise
 GROUP = 32  # weights that share a scale
 CHUNK = 1 << 24  # weights that are unpacked at a time: a few hundred MB
-# struct format of a metadata value by its number; 8 is a string and 9 an array
-VALUES = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
 
 Bytes = npt.NDArray[Any]  # of uint8, which its operations do not say
 Floats = npt.NDArray[Any]
@@ -41,7 +37,8 @@ class BlockType:
     weights: int  # in a block
     nbytes: int  # of a block
     bits: int = 0  # of an integer in MLX; 0 for floats
-    unpack: Callable[[Bytes], Arrays] | None = None
+    unpack: Callable[[Bytes], Arrays] | None = None  # None for floats that are stored as such
+    dtype: type[np.generic] = np.uint8  # of these floats; bfloat16 as its bits
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class GGUF:
         kind, shape = tensor.kind, tensor.shape
         raw = self.content[tensor.start : tensor.start + tensor.nbytes]
         if kind.unpack is None:
-            return {"weight": raw.view(FLOATS[kind.name]).reshape(shape)}
+            return {"weight": raw.view(kind.dtype).reshape(shape)}
         blocks = raw.reshape(-1, kind.nbytes)
         step = max(1, CHUNK // kind.weights)
         parts = [kind.unpack(blocks[i : i + step]) for i in range(0, len(blocks), step)]
@@ -121,7 +118,7 @@ def read_gguf(file: Path) -> GGUF:
         found = [reader.tensor() for _ in range(count)]
     except (struct.error, ValueError, KeyError, IndexError, MemoryError, RecursionError) as error:
         raise BadCheckpoint(f"{file} ends inside its header, or the header is damaged: {AGAIN}") from error
-    alignment = int(metadata.get("general.alignment", ALIGNMENT)) or ALIGNMENT
+    alignment = int(metadata.get("general.alignment", 0)) or 32  # bytes between tensors, of the format
     start = -(-reader.place // alignment) * alignment
     unread = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in found if kind not in TYPES})
     if unread:
@@ -138,6 +135,10 @@ def read_gguf(file: Path) -> GGUF:
 
 class _Reader:
     """Reads a header from its beginning to its end."""
+
+    # Kinds of metadata values by number, and the struct format of the others.
+    STRING, ARRAY = 8, 9
+    FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 
     def __init__(self, content: Bytes) -> None:
         self._content = content.data
@@ -158,14 +159,14 @@ class _Reader:
         return self.bytes(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        if kind == STRING:
+        if kind == self.STRING:
             return self.string()
-        if kind != ARRAY:
-            return self.number(VALUES[kind])
+        if kind != self.ARRAY:
+            return self.number(self.FORMATS[kind])
         inner, count = self.number("I"), self.number("Q")
-        if inner in (STRING, ARRAY):
+        if inner in (self.STRING, self.ARRAY):
             return [self.value(inner) for _ in range(count)]
-        code = VALUES[inner]
+        code = self.FORMATS[inner]
         return np.frombuffer(self.bytes(count * struct.calcsize(code)), f"<{code}").tolist()
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -251,10 +252,9 @@ def _q6_k(block: Bytes) -> Arrays:
     return {"weight": values.astype(np.float32, copy=False)}
 
 
-FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
+    0: BlockType("F32", 1, 4, dtype=np.float32),
+    1: BlockType("F16", 1, 2, dtype=np.float16),
     2: BlockType("Q4_0", 32, 18, 4, _simple(4, False)),
     3: BlockType("Q4_1", 32, 20, 4, _simple(4, True)),
     6: BlockType("Q5_0", 32, 22, 5, _simple(5, False)),
@@ -263,7 +263,7 @@ TYPES = {
     12: BlockType("Q4_K", 256, 144, 4, _q4_k),
     13: BlockType("Q5_K", 256, 176, 5, _q5_k),
     14: BlockType("Q6_K", 256, 210, 0, _q6_k),  # groups of 16, which MLX has not
-    30: BlockType("BF16", 1, 2),
+    30: BlockType("BF16", 1, 2, dtype=np.uint16),
 }
 NAMES = {
     **{10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},

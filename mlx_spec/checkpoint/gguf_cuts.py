@@ -7,27 +7,31 @@ are refused, because another cut gives other tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a vocabulary prepares text."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False  # a word that is a token is not merged
+    composed: bool = False  # text is brought into Unicode's composed form
+    with_bos: bool = False  # a text begins with BOS, unless the metadata say otherwise
+
+
+# --- patterns that several vocabularies share
+
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGIT, DIGITS, UP_TO_THREE = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
-
-PLAIN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + LINES
-WORDS = CONTRACTIONS + "|" + PLAIN
-SINGLE_LINES = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?%s|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n%s|\s*[\r\n]|\s+(?!\S)|\s+"
-
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
-PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + LINES
-MISTRAL = CASED % ("", "") + "|" + DIGIT + PATHS
-GPT4O = CASED % (f"{CONTRACTIONS}?", f"{CONTRACTIONS}?") + "|%s" + PATHS
-
 SENTENCES = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-ASCII_SYMBOL = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~]"
-ATTACHED = ASCII_SYMBOL + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
-DEEPSEEK3 = (UP_TO_THREE, KANA, ATTACHED + r"[\r\n]*|" + LINES)
+ATTACHED = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~]"
+    r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+)
 # The letters with upper and lower case of DeepSeek LLM: no category of Unicode has the same.
 LETTERS = (
     "A-Za-z"
@@ -43,41 +47,126 @@ LETTERS = (
     "\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
     "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-SYMBOLS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
-KOREAN, BOPOMOFO = "[\uac00-\ud7a3\u3131-\u318e]+", "[\u3105-\u312f]+"
-CHINESE_MARKS = "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
-SPACES = "".join(rf"\s{{{2**i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
-IMAGE = "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"
 
-LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split()
-QWEN2 = "qwen2 deepseek-r1-qwen".split()
-_NAMES: tuple[tuple[str | list[str], tuple[str, ...]], ...] = (
-    ("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling", (GPT2,)),
-    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (DIGIT, GPT2)),
-    ([*LLAMA3, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"], (WORDS % "{1,3}",)),
-    ([*QWEN2, "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"], (WORDS % "",)),
-    ("tekken", (MISTRAL,)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", (GPT4O % UP_TO_THREE,)),
-    ("deepseek-llm", (r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?" + SYMBOLS, r"\s+$", HAN, DIGITS)),
-    ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, DIGIT)),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", DEEPSEEK3),
-    ("spark2_5", (UP_TO_THREE, KANA, ATTACHED + r"|[\r\n]|\s+(?!\S)|\s+", DIGIT)),
-    ("youtu", ("|".join((KOREAN, CHINESE_MARKS, BOPOMOFO, KANA)), GPT4O % DIGIT)),
-    ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
-    ("poro-chat bloom gpt3-finnish", (SENTENCES,)),
-    ("viking", (SENTENCES, DIGIT)),
-    ("chameleon", ("<sentinel:[0-9]+>", IMAGE, r"([\t\n]|    |  )", DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT2)),
-    ("bailingmoe bailingmoe2 llada-moe", (SINGLE_LINES % (r"\p{L}+", "]*"),)),
-    ("exaone-moe", (SINGLE_LINES % (r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", "/]?"),)),
-    ("seed-coder", (CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + LINES,)),
-    ("ufakzeka", (PLAIN % "",)),
-    ("laguna", (r"[^\n]+|[\n]+", WORDS % "")),
-    ("minicpm5", (UP_TO_THREE, WORDS % "+")),
-    ("jais-2", (WORDS.removesuffix(LINES) % "{1,3}" + r"\s*[\r\n]+|" + SPACES,)),
-)
+
+def _plain(count: str) -> str:
+    """Return the pattern of words and lines, and of digits with a quantifier: "{1,3}" for up to three."""
+    return r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + count + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + LINES
+
+
+def _words(count: str) -> str:
+    """Return the same pattern, before which contractions are cut."""
+    return f"{CONTRACTIONS}|{_plain(count)}"
+
+
+def _single_lines(word: str, line_ends: str) -> str:
+    """Return the pattern that keeps each line end apart; `line_ends` closes the set after symbols."""
+    lines = r"[\r\n" + line_ends + r"|\s*[\r\n]|\s+(?!\S)|\s+"
+    return CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?" + word + r"|\p{N}| ?[^\s\p{L}\p{N}]+" + lines
+
+
+def _cased(digits: str, suffix: str = "") -> str:
+    """Return the pattern that cuts before a capital letter; words may end in `suffix`."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{upper}*{lower}+{suffix}|{start}{upper}+{lower}*{suffix}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{LINES}"
+
+
+def _runs_of_spaces() -> str:
+    """Return the pattern that cuts runs of spaces into powers of two, the longest first."""
+    return "".join(rf"\s{{{2**i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
+
+
+# --- the table
+
 PRE_TOKENIZERS = {
-    name: cut for names, cut in _NAMES for name in (names.split() if isinstance(names, str) else names)
+    name: found
+    for names, found in (
+        (
+            "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling",
+            PreTokenizer((GPT2,)),
+        ),
+        (
+            "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+            PreTokenizer((r"\p{N}", GPT2)),
+        ),
+        (
+            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+            PreTokenizer((_words("{1,3}"),), whole_words=True, with_bos=True),
+        ),
+        ("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_words("{1,3}"),))),
+        ("glm4 glm5", PreTokenizer((_words("{1,3}"),), whole_words=True)),
+        ("qwen2 deepseek-r1-qwen", PreTokenizer((_words(""),), composed=True)),
+        ("kormo megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_words(""),))),
+        ("tekken", PreTokenizer((_cased(r"\p{N}"),), whole_words=True, with_bos=True)),
+        (
+            "gpt-4o llama4 kanana2 talkie minimax-m2",
+            PreTokenizer((_cased(r"\p{N}{1,3}", f"{CONTRACTIONS}?"),)),
+        ),
+        (
+            "deepseek-llm",
+            PreTokenizer(
+                (
+                    r"[\r\n]",
+                    rf"\s?[{LETTERS}]+",
+                    r"\s?" "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                    r"\s+$",
+                    HAN,
+                    r"\p{N}+",
+                )
+            ),
+        ),
+        ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"))),
+        (
+            "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+            PreTokenizer((r"\p{N}{1,3}", KANA, ATTACHED + r"[\r\n]*|" + LINES)),
+        ),
+        ("spark2_5", PreTokenizer((r"\p{N}{1,3}", KANA, ATTACHED + r"|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"))),
+        (
+            "youtu",  # Korean, Chinese punctuation and bopomofo stand apart
+            PreTokenizer(
+                (
+                    "[\uac00-\ud7a3\u3131-\u318e]+|"
+                    "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|"
+                    f"[\u3105-\u312f]+|{KANA}",
+                    _cased(r"\p{N}", f"{CONTRACTIONS}?"),
+                ),
+                whole_words=True,
+            ),
+        ),
+        ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"))),
+        ("poro-chat bloom gpt3-finnish", PreTokenizer((SENTENCES,))),
+        ("viking", PreTokenizer((SENTENCES, r"\p{N}"))),
+        (
+            "chameleon",
+            PreTokenizer(
+                (
+                    "<sentinel:[0-9]+>",
+                    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",  # a token of a picture
+                    r"([\t\n]|    |  )",
+                    r"\p{N}",
+                    r"[\p{P}!-/:-@\[-`{-~]",
+                    GPT2,
+                ),
+                with_bos=True,
+            ),
+        ),
+        ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_single_lines(r"\p{L}+", "]*"),))),
+        ("exaone-moe", PreTokenizer((_single_lines(r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", "/]?"),))),
+        (
+            "seed-coder",
+            PreTokenizer(
+                (CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + LINES,)
+            ),
+        ),
+        ("ufakzeka", PreTokenizer((_plain(""),))),
+        ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _words("")))),
+        ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _words("+")), whole_words=True)),
+        (
+            "jais-2",
+            PreTokenizer((_words("{1,3}").removesuffix(LINES) + r"\s*[\r\n]+|" + _runs_of_spaces(),)),
+        ),
+    )
+    for name in names.split()
 }
-WHOLE_WORDS = {*LLAMA3, "tekken", "youtu", "glm4", "glm5", "minicpm5"}  # a word that is a token is not merged
-COMPOSED = {*QWEN2}  # text is brought into Unicode's composed form
-WITH_BOS = {*LLAMA3, "tekken", "chameleon"}  # unless the metadata say otherwise

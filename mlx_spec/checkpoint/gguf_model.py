@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from glob import escape
 from pathlib import Path
@@ -44,10 +44,7 @@ from mlx_spec.errors import BadCheckpoint, SpecError
 if TYPE_CHECKING:
     import mlx.core as mx
 
-FORMAT = 3  # of the folders written here; raised when older ones must be written again
-MAX_STEM = 48  # characters of a file's name in that of its folder: each may take four bytes of 255
 ROPE_FREQS = "rope_freqs.weight"
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -66,20 +63,6 @@ GEMMA2 = LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GEMMA4 = {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
-}
-MODEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
 
 
 @dataclass(frozen=True)
@@ -91,16 +74,8 @@ class Architecture:
     interleaved: bool = False  # the halves that rope turns are interleaved in the rows of q and k
     norms_plus_one: bool = False  # 1 is added to the weights of norms
     wide_range: bool = True  # activations exceed float16
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", LAYER, interleaved=True, wide_range=False),
-    "qwen2": Architecture("qwen2", LAYER),
-    "qwen3": Architecture("qwen3", LAYER | HEAD_NORMS),
-    "gemma2": Architecture("gemma2", GEMMA2, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, norms_plus_one=True),
-    "gemma4": Architecture("gemma4_text", GEMMA2 | HEAD_NORMS | GEMMA4),
-}
+    # (file, metadata, config.json so far) -> what the architecture adds to config.json
+    complete: Callable[[GGUF, Mapping[str, Any], Config], dict[str, Any]] | None = None
 
 
 def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
@@ -124,8 +99,10 @@ def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
     form = "" if q6k_bits is None else f" {q6k_bits}"
     place = hashlib.sha256(f"{file.resolve()}{form}".encode()).hexdigest()[:8]
     status = file.stat()
-    identity = f"{FORMAT} {status.st_size} {status.st_mtime_ns}"
-    name = f"{file.stem[:MAX_STEM]}-{place}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    version = 3  # of the folders written here: raise it when older ones must be written again
+    identity = f"{version} {status.st_size} {status.st_mtime_ns}"
+    # A character of a file's name takes up to four of the 255 bytes that the name of a folder may have.
+    name = f"{file.stem[:48]}-{place}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     return default_folder() / name
 
 
@@ -219,8 +196,8 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
-    if prefix in FAMILIES:
-        config |= FAMILIES[prefix](gguf, values, config)
+    if found.complete is not None:
+        config |= found.complete(gguf, values, config)
     scaling = _rope_scaling(gguf, values, config) if prefix != "gemma4" else None
     return config | ({"rope_scaling": scaling} if scaling else {})
 
@@ -242,7 +219,8 @@ def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
     """Return the parameters of which the file holds only the result. Raises BadCheckpoint for other ones."""
     stored = gguf.read(ROPE_FREQS)["weight"].astype(np.float64)
     factor = float(stored.max())
-    low, high, old = LLAMA3_ROPE.values()
+    rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    low, high, old = rope.values()
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     waves = 2 * np.pi * config["rope_theta"] ** exponents
     smooth = np.clip((old / waves - low) / (high - low), 0, 1)
@@ -251,7 +229,7 @@ def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
         raise BadCheckpoint(
             f"{gguf.file} scales rope unlike Llama 3.1, which is not read: get the model in safetensors"
         )
-    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+    return {"rope_type": "llama3", "factor": factor, **rope}
 
 
 def _gemma2(gguf: GGUF, values: Mapping[str, Any], config: Config, largest: int = 46) -> dict[str, Any]:
@@ -308,7 +286,24 @@ def _for_layers(value: Any, layers: int) -> list[Any]:
     return value if isinstance(value, list) else [value] * layers
 
 
-FAMILIES = {"gemma2": _gemma2, "gemma3": _gemma3, "gemma4": _gemma4}
+ARCHITECTURES = {
+    "llama": Architecture("llama", LAYER, interleaved=True, wide_range=False),
+    "qwen2": Architecture("qwen2", LAYER),
+    "qwen3": Architecture("qwen3", LAYER | HEAD_NORMS),
+    "gemma2": Architecture("gemma2", GEMMA2, norms_plus_one=True, complete=_gemma2),
+    "gemma3": Architecture("gemma3_text", GEMMA2 | HEAD_NORMS, norms_plus_one=True, complete=_gemma3),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **(GEMMA2 | HEAD_NORMS),
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale": "layer_scalar",
+        },
+        complete=_gemma4,
+    ),
+}
 
 
 # --- tensors
@@ -325,7 +320,14 @@ def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
         for i in _layers(gguf)
         for part, new in found.layer.items()
     }
-    parts |= MODEL
+    parts |= {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    }
     names = {f"{part}.weight": new for part, new in parts.items()}
     names |= {f"{part}.bias": f"{new}.bias" for part, new in parts.items()}
     unknown = [name for name in gguf.tensors if name not in names and name != ROPE_FREQS]

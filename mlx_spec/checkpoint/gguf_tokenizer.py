@@ -7,19 +7,23 @@ Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mlx_spec.checkpoint.gguf_cuts import COMPOSED, PRE_TOKENIZERS, WHOLE_WORDS, WITH_BOS
+from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
 from mlx_spec.errors import BadCheckpoint
 
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
-TEMPLATE, DEFAULT = "tokenizer.chat_template", "default"  # its key, and a name in lists of templates
 SPACE = "▁"  # of sentencepiece
-# Tokens that end an answer, whatever the metadata say: chat templates close a turn with them.
-ENDS = "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
+
+
+class TokenType(IntEnum):
+    """The types of tokens in GGUF that are not part of text."""
+
+    CONTROL = 3
+    USER_DEFINED = 4
 
 
 def read_gguf_tokenizer(
@@ -38,10 +42,11 @@ def read_gguf_tokenizer(
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if kind != "gpt2":  # spaces of the tokens that users define are written as such
         tokens = [
-            t.replace(" ", SPACE) if y == USER_DEFINED else t for t, y in zip(tokens, types, strict=True)
+            t.replace(" ", SPACE) if y == TokenType.USER_DEFINED else t
+            for t, y in zip(tokens, types, strict=True)
         ]
     tokenizer = KINDS[kind](file, metadata, tokens)
-    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+    for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         names = [token for token, found in zip(tokens, types, strict=True) if found == wanted]
         if kind != "gpt2" and not special:  # runs of spaces and lines are merged like others
             names = [name for name in names if name.strip(SPACE + "\n\t")]
@@ -53,7 +58,9 @@ def read_gguf_tokenizer(
         for name, key in keys.items()
         if (index := _named(metadata, key, tokens)) is not None
     }
-    with_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or _cut(metadata) in WITH_BOS)
+    cut = PRE_TOKENIZERS.get(_cut(metadata))
+    usual = kind == "llama" or (cut is not None and cut.with_bos)
+    with_bos = metadata.get("tokenizer.ggml.add_bos_token", usual)
     if with_bos and kind != "gemma4" and "bos" in known:  # Gemma 4's template writes it
         bos = known["bos"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -62,20 +69,29 @@ def read_gguf_tokenizer(
     config = {f"{name}_token": token for name, token in known.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     templates = _templates(metadata)
-    if templates.keys() == {DEFAULT}:
-        config["chat_template"] = templates[DEFAULT]
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
     elif templates:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     named = (_named(metadata, key, tokens) for key in ("eos", "eot", "eom"))
-    closing = [i for i, t in enumerate(tokens) if t in ENDS and types[i] in (CONTROL, USER_DEFINED)]
+    closing = _closing(tokens, types)
     return tokenizer, config, list(dict.fromkeys([*(i for i in named if i is not None), *closing]))
+
+
+def _closing(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    """Return the tokens that end an answer by their text: chat templates close a turn with them."""
+    ends = (
+        "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
+    )
+    return [i for i, token in enumerate(tokens) if token in ends and types[i] in tuple(TokenType)]
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by their names."""
     found = {key: text for key, text in metadata.items() if isinstance(text, str)}
-    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in found.items() if f"{TEMPLATE}." in key}
-    return ({DEFAULT: found[TEMPLATE]} if TEMPLATE in found else {}) | named
+    unnamed = "tokenizer.chat_template"  # others follow it after a point
+    named = {key.removeprefix(f"{unnamed}."): text for key, text in found.items() if f"{unnamed}." in key}
+    return ({"default": found[unnamed]} if unnamed in found else {}) | named
 
 
 def _named(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
@@ -99,10 +115,11 @@ def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
         )
         raise BadCheckpoint(f"{file} {why}: get the model in safetensors")
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=name in WHOLE_WORDS))
-    if name in COMPOSED:
+    cut = PRE_TOKENIZERS[name]
+    tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=cut.whole_words))
+    if cut.composed:
         tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name]]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +161,7 @@ def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
     lowest = min(ranks)
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     return [
-        lowest - len(token) if kind == USER_DEFINED else rank
+        lowest - len(token) if kind == TokenType.USER_DEFINED else rank
         for token, kind, rank in zip(tokens, types, ranks, strict=True)
     ]
 

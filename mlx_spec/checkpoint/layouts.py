@@ -17,7 +17,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.left_out import check_dropped
-from mlx_spec.checkpoint.quantizers import ACTIVATIONS, BLOCK, SCALES
+from mlx_spec.checkpoint.quantizers import ACTIVATIONS, SCALES
 from mlx_spec.checkpoint.repairs import HEAD, OTHER_PARTS, TABLE
 
 Weights = dict[str, mx.array]
@@ -142,7 +142,8 @@ def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
     for axis in (-2, -1):
         block = -(-shape[axis] // scale.shape[axis])
         if scale.shape[axis] > 1 and block > 1:
-            block = BLOCK[axis] if -(-shape[axis] // BLOCK[axis]) == scale.shape[axis] else block
+            usual = 128  # weights of a row or column that share a scale, where config.json is silent
+            block = usual if -(-shape[axis] // usual) == scale.shape[axis] else block
             scale = mx.repeat(scale, block, axis)
     return scale[..., : shape[-2], : shape[-1]]
 

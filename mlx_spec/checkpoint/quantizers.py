@@ -27,25 +27,9 @@ NAMES = {
     "torchao": "torchao",
     "vptq": "VPTQ",
 }
-# Ends of names of tensors that one method alone writes, for a config.json that does not name it.
-TRACES = {
-    ".absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-    ".qzeros": "GPTQ or AWQ",
-    ".weight_packed": "compressed-tensors",
-    ".W_q": "HQQ",
-    ".codebooks": "AQLM",
-}
-# Methods that mlx-lm reads. Of compressed-tensors, ModelOpt, AWQ and GPTQ it reads some settings.
-READ = ("awq", "bitnet", "compressed-tensors", "gptq", "modelopt", "mxfp4", "mxfp8")
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
 ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of no weight
-BLOCK = (128, 128)  # weights that share a scale, where config.json is silent
-WAY_OUT = (
-    "get the model in full precision, which `mlx-spec convert` quantizes, or a copy that mlx-lm quantized, "
-    "such as mlx-community has"
-)
 
 
 def foreign_settings(config: Config) -> Config:
@@ -71,7 +55,15 @@ def quantizer(config: Config, tensors: Tensors) -> str | None:
     method = settings.get("quant_method") or settings.get("quant_algo")
     if method:
         return NAMES.get(str(method).lower(), str(method))
-    traces = (name for end, name in TRACES.items() if any(tensor.endswith(end) for tensor in tensors))
+    ends = {  # of tensors that one method alone writes, for a config.json that does not name it
+        ".absmax": "bitsandbytes",
+        ".SCB": "bitsandbytes",
+        ".qzeros": "GPTQ or AWQ",
+        ".weight_packed": "compressed-tensors",
+        ".W_q": "HQQ",
+        ".codebooks": "AQLM",
+    }
+    traces = (name for end, name in ends.items() if any(tensor.endswith(end) for tensor in tensors))
     return next(traces, "FP8" if any(info.dtype == FP8 for info in tensors.values()) else None)
 
 
@@ -104,7 +96,12 @@ def obstacle(config: Config, tensors: Tensors) -> str | None:
     method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits")
     if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
         return None
-    if method in READ and not (method in ("awq", "gptq") and bits not in (None, 4)):
+    # mlx-lm reads these methods; of compressed-tensors, ModelOpt, AWQ and GPTQ it reads some settings.
+    read = ("awq", "bitnet", "compressed-tensors", "gptq", "modelopt", "mxfp4", "mxfp8")
+    if method in read and not (method in ("awq", "gptq") and bits not in (None, 4)):
         return None
     how = f" to {bits} bits" if isinstance(bits, int) else ""
-    return f"is quantized{how} by {name}, which MLX cannot read: {WAY_OUT}"
+    return (
+        f"is quantized{how} by {name}, which MLX cannot read: get the model in full precision, which "
+        "`mlx-spec convert` quantizes, or a copy that mlx-lm quantized, such as mlx-community has"
+    )

@@ -15,21 +15,12 @@ from mlx_spec.checkpoint.headers import Tensors
 
 # Keys under which configs keep the language model; the second is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
-# Keys whose values are numbers of something. Some tools write them as 4096.0.
-COUNTS = re.compile(
-    r"^(num|n)_|_(size|window|dim|layers?|heads|embeddings|length|positions|len|pattern|per_tok|rank|groups)$"
-)
-FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 # --- names of tensors
 OTHER_PARTS = re.compile(
     r"(^|[._])(vision|visual|image|audio|speech|video|mm|multi_modal|multimodal|mtp|nextn)([._]|$)"
 )
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.(weight|scales)$")
 TABLE = re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in|embeddings)\.weight$")
-NORM = re.compile(r"(^|(model|transformer|backbone|gpt_neox)\.)(norm|ln_f|norm_f|final_layer_?norm)\.weight$")
-FEED_FORWARD = re.compile(r"layers\.0\.mlp\.(up_proj|gate_proj|fc1)\.weight$")
-KEYS, OUTPUT = re.compile(r"\.k_proj\.weight$"), re.compile(r"self_attn\.o_proj\.weight$")
-LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 # --- what transformers' config classes say
 # Model type -> values where config.json is silent, and mlx-lm has another default or none. A composite
@@ -105,15 +96,15 @@ RENAMED = {
     "lfm2": {"block_dim": "hidden_size", "block_ff_dim": "intermediate_size"},
     "solar_open": {"intermediate_size": "moe_intermediate_size"},
 }
-# Model type of a language model that is saved alone -> the composite type that mlx-lm has for it.
-WRAPPED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma3n_text": "gemma3n"}
 
 
 def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, Any]:
     """Return `config` with its values under the keys that mlx-lm reads, and with the sizes of the weights."""
     result: dict[str, Any] = decode_floats(copy.deepcopy(dict(config)))
-    if result.get("model_type") in WRAPPED and not isinstance(result.get("text_config"), dict):
-        result = {**result, "model_type": WRAPPED[result["model_type"]], "text_config": dict(result)}
+    # A language model that is saved alone gets the composite type that mlx-lm has for it.
+    wrapped = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma3n_text": "gemma3n"}
+    if result.get("model_type") in wrapped and not isinstance(result.get("text_config"), dict):
+        result = {**result, "model_type": wrapped[result["model_type"]], "text_config": dict(result)}
     part = next((result[key] for key in TEXT_CONFIGS if isinstance(result.get(key), dict)), None)
     for each in (result, part):
         if each is not None:
@@ -144,7 +135,9 @@ def decode_floats(value: Any) -> Any:
     """Return a value of config.json with the floats that JSON does not have, which transformers tags."""
     if isinstance(value, dict):
         tag = value.get("__float__")
-        return FLOATS[tag] if tag in FLOATS else {key: decode_floats(each) for key, each in value.items()}
+        if tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: decode_floats(each) for key, each in value.items()}
     return [decode_floats(each) for each in value] if isinstance(value, list) else value
 
 
@@ -154,21 +147,28 @@ def _fill(config: dict[str, Any], values: Config) -> None:
 
 
 def _count(config: dict[str, Any]) -> None:
-    """Turn whole floats into integers where a number of something belongs."""
+    """Turn whole floats into integers where a number of something belongs: some tools write 4096.0."""
+    of_counts = (
+        "^(num|n)_|"
+        "_(size|window|dim|layers?|heads|embeddings|length|positions|len|pattern|per_tok|rank|groups)$"
+    )
     whole = {key: value for key, value in config.items() if isinstance(value, float) and value.is_integer()}
-    config |= {key: int(value) for key, value in whole.items() if COUNTS.search(key)}
+    config |= {key: int(value) for key, value in whole.items() if re.search(of_counts, key)}
 
 
 def _sizes(text: Config, tensors: Tensors) -> dict[str, int]:
     """Return the sizes that the weights of the language model show, also where `text` has others."""
     found: dict[str, int] = {}
-    for key, pattern in (("vocab_size", TABLE), ("hidden_size", NORM), ("intermediate_size", FEED_FORWARD)):
+    norm = r"(^|(model|transformer|backbone|gpt_neox)\.)(norm|ln_f|norm_f|final_layer_?norm)\.weight$"
+    feed_forward = r"layers\.0\.mlp\.(up_proj|gate_proj|fc1)\.weight$"
+    for key, pattern in (("vocab_size", TABLE), ("hidden_size", norm), ("intermediate_size", feed_forward)):
         if (length := _axis(tensors, pattern)) is not None:  # the first axis is never packed
             found[key] = length
-    layers = [int(match[1]) for match in map(LAYER.search, tensors) if match]
+    matches = (re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name) for name in tensors)
+    layers = [int(match[1]) for match in matches if match]
     if layers:
         found["num_hidden_layers"] = max(layers) + 1 - int(text.get("num_nextn_predict_layers") or 0)
-    keys, output = _axis(tensors, KEYS), _axis(tensors, OUTPUT, -1)
+    keys, output = _axis(tensors, r"\.k_proj\.weight$"), _axis(tensors, r"self_attn\.o_proj\.weight$", -1)
     known = {**found, **{key: value for key, value in text.items() if isinstance(value, int) and value > 0}}
     size, kv_heads, heads = (known.get(k) for k in ("head_dim", "num_key_value_heads", "num_attention_heads"))
     if keys and not size:
@@ -180,12 +180,12 @@ def _sizes(text: Config, tensors: Tensors) -> dict[str, int]:
     return found
 
 
-def _axis(tensors: Tensors, pattern: re.Pattern[str], axis: int = 0) -> int | None:
+def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> int | None:
     """Return the length of an axis of the tensors of this name, None unless all agree.
 
     Another axis than the first one is packed if weights are quantized, and not known then.
     """
-    found = [info for name, info in tensors.items() if pattern.search(name) and info.shape]
+    found = [info for name, info in tensors.items() if re.search(pattern, name) and info.shape]
     lengths = {info.shape[axis] for info in found if axis == 0 or info.dtype.startswith(("F", "BF"))}
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -12,8 +12,7 @@ from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, te
 from mlx_spec.checkpoint.families import Config, TargetShape, tower_bytes
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
-from mlx_spec.checkpoint.quantizers import FP8
-from mlx_spec.checkpoint.quantizers import SCALES as FP8_SCALES
+from mlx_spec.checkpoint.quantizers import FP8, SCALES
 from mlx_spec.checkpoint.repairs import OTHER_PARTS
 from mlx_spec.device import memory_for_models
 
@@ -22,20 +21,7 @@ BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16"
 BITS |= {"U64": 64, "U32": 32, "U16": 16, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
 DEFAULT_GROUP_SIZE = 64  # of mlx
-# Last parts of the names of tensors that belong to quantized weights: they are not parameters.
-SCALES = frozenset(
-    "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv weight_scale_2 "
-    "weight_global_scale weight_zero_point weight_shape".split()
-)
-
-# --- parts of tensor names, between dots
-NOT_DECODING = frozenset(  # images and sound
-    "vision_tower audio_tower vision_model vision_encoder visual audio_encoder embed_vision embed_audio "
-    "multi_modal_projector".split()
-)
-EXPERTS = frozenset(("experts", "switch_mlp", "switch_glu"))
-
-# --- keys of config.json
+EXPERTS = frozenset(("experts", "switch_mlp", "switch_glu"))  # parts of tensor names, between dots
 
 
 @dataclass(frozen=True)
@@ -189,7 +175,7 @@ def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int
         return tensor.size * (4 if dtype == "float32" else 2)
     if not checkpoint.is_fp8:
         return tensor.nbytes
-    if name.endswith(FP8_SCALES):
+    if name.endswith(SCALES):
         return 0
     own = config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
     return tensor.size * (4 if "float32" in str(own) else 2) if tensor.dtype == FP8 else tensor.nbytes
@@ -234,7 +220,11 @@ def precision(tensors: Tensors, config: Config) -> str:
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
     """Return the part of a tensor that one token reads."""
-    if parts & NOT_DECODING or "embed_tokens_per_layer" in parts:
+    images_and_sound = (
+        "vision_tower audio_tower vision_model vision_encoder visual audio_encoder embed_vision embed_audio "
+        "multi_modal_projector"
+    ).split()
+    if not parts.isdisjoint(images_and_sound) or "embed_tokens_per_layer" in parts:
         return 0.0  # one row of a table is next to nothing
     if parts & EXPERTS:
         num_experts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -303,7 +293,12 @@ def _parameters(name: str, tensor: TensorInfo, tensors: Tensors, config: Config)
         return tensor.size * 32 // _bits(_foreign_quantization(config))
     if tensor.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
         return tensor.size * 2  # two values of 4 bits
-    if last in SCALES or last.endswith(("_scales", "_scale_inv")):
+    # Other tensors that belong to quantized weights are not parameters.
+    others = (
+        "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv "
+        "weight_scale_2 weight_global_scale weight_zero_point weight_shape"
+    )
+    if last in others.split() or last.endswith(("_scales", "_scale_inv")):
         return 0
     return tensor.size if _is_float(tensor.dtype) or (last, tensor.dtype) == ("weight", "I8") else 0
 

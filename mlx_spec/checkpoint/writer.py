@@ -13,7 +13,6 @@ import numpy as np
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import BadCheckpoint
 
-BLOCK = 1 << 24  # bytes written at a time
 MLX = {"format": "mlx"}  # the metadata of a file
 DTYPE_CODES = {
     mx.bool_: "BOOL",
@@ -45,8 +44,9 @@ def write_safetensors(
                 data = _bytes(arrays.pop(name))
             except RuntimeError as error:
                 raise BadCheckpoint(f"tensor {name} cannot be read: {one_line(error)}") from error
-            for start in range(0, len(data), BLOCK):
-                advance(stream.write(data[start : start + BLOCK]))
+            block = 1 << 24  # bytes between two steps of the progress that a user sees
+            for start in range(0, len(data), block):
+                advance(stream.write(data[start : start + block]))
             del data
             mx.clear_cache()
         stream.flush()

@@ -16,7 +16,7 @@ from packaging.version import Version
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
-from mlx_spec.checkpoint.gguf_cuts import MISTRAL
+from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
 from mlx_spec.errors import BadCheckpoint
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -78,7 +78,7 @@ def fix_mistral_cut(tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary:
     small = tokenizer.get_vocab_size() <= vocabulary
     if cut is None or small or not (config and is_affected and Version(version) < Version("5.0.0")):
         return
-    split = pre_tokenizers.Split(Regex(MISTRAL), "isolated")
+    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["tekken"].patterns[0]), "isolated")
     if isinstance(cut, pre_tokenizers.Sequence):
         cut[0] = split
         return
