@@ -74,9 +74,13 @@ class Run:
         return bool(self.done) and self.done[-1].finish_reason is not None
 
     def decode(self, burst: int) -> None:
-        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them."""
+        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them.
+
+        Work that others queued before is not counted.
+        """
         import mlx.core as mx
 
+        mx.synchronize()
         started = time.perf_counter()
         while burst > 0 and not self.is_complete:
             self.done.append(next(self.rounds))

@@ -7,7 +7,7 @@ make a pair; the multiple is the median of the pairs' ratios.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +21,7 @@ from mlx_spec.errors import InvalidValue
 from .bench import BURST, QUESTIONS, Run, arm
 
 if TYPE_CHECKING:
+    from mlx_spec.decode.round import RunningSequence
     from mlx_spec.pair import Pair
     from mlx_spec.sampling.sampling import Sampling
     from mlx_spec.tokenizer import Tokenizer
@@ -49,6 +50,23 @@ class Race:
 
     runs: tuple[Run, Run]  # with drafts, and plain
     ratios: Sequence[float]  # of the speeds in each pair of turns
+    # Tokens and seconds of each in its first turn, which compiles kernels and does not count.
+    first: Sequence[tuple[int, float]] = ((0, 0.0), (0, 0.0))
+
+    def pace(self, i: int) -> float | None:
+        """Return the tokens a second of an answer; None before the first."""
+        run, (tokens, seconds) = self.runs[i], self.first[i]
+        if len(run.tokens) == tokens:
+            tokens, seconds = 0, 0.0
+        return (len(run.tokens) - tokens) / (run.seconds - seconds) if run.seconds > seconds else None
+
+    @property
+    def multiple(self) -> tuple[float, float, float] | None:
+        """Return the median of the ratios between the ends of its interval; None before the first."""
+        if not self.ratios:
+            return None
+        low, high = interval(self.ratios)
+        return low, statistics.median(self.ratios), high
 
     @property
     def difference(self) -> int | None:
@@ -61,40 +79,63 @@ class Race:
         return same if both_ended and len(drafted) != len(plain) else None
 
 
-def race(pair: Pair, prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> Iterator[Race]:
-    """Yield the race after each pair of turns. Raises InvalidValue without drafts or without a seed."""
+def race(
+    pair: Pair,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling | None = None,
+    stop: Collection[int] = (),
+) -> Iterator[Race]:
+    """Return the race after each chunk of the prompt and after each turn.
+
+    Tokens in `stop` end an answer, too. Raises InvalidValue without drafts or without a seed.
+    """
     from mlx_spec.decode.round import decode
     from mlx_spec.sampling.sampling import Sampling
 
-    if not pair.drafter_names:
-        raise InvalidValue(f"{pair.info.target} has no drafter: /draft auto, or leave out --drafter none")
+    if not pair.drafts:
+        raise InvalidValue(
+            f"nothing drafts with {pair.info.target}, so there is no race: type /draft auto, "
+            "or start without --drafter none and --num-draft-tokens 0"
+        )
     sampling = sampling or Sampling()
     if sampling.temperature > 0 and sampling.seed is None:
         raise InvalidValue("draws without a seed differ: set one with /set seed N, or temperature 0")
-    runs = []
-    for parts in (arm(pair, None), arm(pair, 0)):
-        sequence = pair.prepare(parts, prompt, sampling=sampling, max_tokens=count)
+    sequences = [
+        pair.prepare(arm(pair, length), prompt, sampling=sampling, max_tokens=count, stop=stop)
+        for length in (None, 0)
+    ]
+    return _race(sequences, (Run(decode(sequences[0])), Run(decode(sequences[1]))))
+
+
+def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run]) -> Iterator[Race]:
+    ratios, first = list[float](), [(0, 0.0), (0, 0.0)]
+    for sequence in sequences:
         for _ in sequence.prefill():
-            pass
-        runs.append(Run(decode(sequence)))
-    both, ratios = (runs[0], runs[1]), list[float]()
+            yield Race(runs, ratios)
     turn = 0
-    while not all(run.is_complete for run in both):
-        speeds = [_turn(run) for run in (both if turn % 2 else both[::-1])]
-        drafted, plain = speeds if turn % 2 else speeds[::-1]
-        if turn and drafted and plain:  # the first turn compiles kernels
+    while not all(run.is_complete for run in runs):
+        speeds: list[float | None] = [None, None]
+        for i in (0, 1) if turn % 2 else (1, 0):
+            speeds[i] = _turn(runs[i])
+            if not turn:
+                first[i] = len(runs[i].tokens), runs[i].seconds
+            yield Race(runs, ratios, first)
+        drafted, plain = speeds
+        if turn and drafted and plain:
             ratios.append(drafted / plain)
         turn += 1
-        yield Race(both, ratios)
+    yield Race(runs, ratios, first)
 
 
 def _turn(run: Run) -> float | None:
-    """Decode a few tokens more. Return their number a second, None if the answer had ended."""
+    """Decode a few tokens more. Return their number a second; None if the answer ended before."""
     if run.is_complete:
         return None
     tokens, seconds = len(run.tokens), run.seconds
     run.decode(BURST)
-    return (len(run.tokens) - tokens) / max(run.seconds - seconds, 1e-9)
+    count = len(run.tokens) - tokens
+    return count / max(run.seconds - seconds, 1e-9) if count >= BURST else None
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -111,16 +152,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
     """Return the lines about a race that has ended."""
     lines = [
-        f"{name:<12}{len(run.tokens)} tokens in {run.seconds:.2f} s, {_speed(run):.1f} tokens/s"
-        for name, run in zip(NAMES, race.runs, strict=True)
+        f"{name:<12}{race.pace(i) or 0:.1f} tokens/s, {len(race.runs[i].tokens)} tokens"
+        for i, name in enumerate(NAMES)
     ]
-    if race.ratios:
-        low, high = interval(race.ratios)
-        middle, count = statistics.median(race.ratios), len(race.ratios)
-        turns = f"median of {count} paired turns" if count > 1 else "one pair of turns"
-        lines.append(f"{middle:.2f} x plain ({low:.2f} to {high:.2f}, {turns})")
-    else:
-        lines.append("too short for a multiple: ask for a longer answer")
+    lines.append(_multiple_words(race))
     if (place := race.difference) is None:
         so_far = "" if all(run.is_complete for run in race.runs) else " so far"
         return [*lines, f"every token the same{so_far} ✓"]
@@ -130,6 +165,18 @@ def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
         f"the first difference is token {place + 1}: {words[0]} with drafts, {words[1]} plain; "
         "`mlx-spec doctor` tells a rounding from a bug",
     ]
+
+
+def _multiple_words(race: Race) -> str:
+    if race.multiple is None:
+        return "the answer is too short to compare: ask for a longer one"
+    low, middle, high = race.multiple
+    count, kind = len(race.ratios), "faster" if middle > 1 else "plain speed"
+    if count < 6:  # fewer say little
+        turns = "one pair of turns" if count == 1 else f"{count} pairs of turns"
+        return f"about {middle:.1f} × {kind}, by {turns}: a longer answer tells more"
+    kind = "plain speed, too close to call" if low <= 1 <= high else kind
+    return f"{middle:.2f} × {kind} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"
 
 
 def show_race(
@@ -152,18 +199,15 @@ def show_race(
 
 
 def _rows(race: Race, tokenizer: Tokenizer, width: int) -> str:
-    most, rows = max(_speed(run) for run in race.runs), []
-    for name, run in zip(NAMES, race.runs, strict=True):
-        bar = "█" * round(12 * _speed(run) / most)
-        head = f"{name:<12}{bar:<12} {_speed(run):7.1f} tokens/s {len(run.tokens):5} tokens  "
+    paces = [race.pace(i) or 0.0 for i in range(len(NAMES))]
+    most, rows = max(*paces, 1e-9), list[str]()
+    for name, pace, run in zip(NAMES, paces, race.runs, strict=True):
+        bar = "█" * round(12 * pace / most)
+        head = f"{name:<12}{bar:<12} {pace:7.1f} tokens/s {len(run.tokens):5} tokens  "
         tail = " ".join(tokenizer.decode(run.tokens[-32:]).split())
         space = max(width - len(head) - 1, 0)
         rows.append(head + tail[max(len(tail) - space, 0) :])
     return "\n".join(row[: max(width - 1, 0)] for row in rows)
-
-
-def _speed(run: Run) -> float:
-    return len(run.tokens) / run.seconds if run.seconds else 0.0
 
 
 def question(tokenizer: Tokenizer, words: str, system: str | None = None) -> list[int]:

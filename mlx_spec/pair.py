@@ -138,6 +138,13 @@ class Pair:
         return tuple(source.name for source in self._drafters)
 
     @property
+    def drafts(self) -> bool:
+        """Return True if a round may draft: there is a drafter, and it was not turned off."""
+        return bool(self._drafters) and not (
+            isinstance(self.policies, FixedPolicy) and not self.policies.length
+        )
+
+    @property
     def fixed_names(self) -> tuple[str, ...]:
         """Return the names of the proposals of its first drafter, which drafts where the length is fixed."""
         return self._drafters[0].names if self._drafters else ()

@@ -108,6 +108,27 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Racer:
+    """One of the two answers of a race, as far as it came."""
+
+    name: str
+    text: str  # more of it
+    tokens: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class RaceTurn:
+    """An answer of a race has taken a turn."""
+
+    racers: tuple[Racer, Racer]  # with drafts, and plain
+    multiple: tuple[float, float, float] | None  # of plain decoding: the least likely, the median, the most
+    turns: int  # pairs of turns that it is measured by
+    difference: int | None  # index of the first token that differs
+    verdict: tuple[str, ...] = ()  # for people, once both have ended
+
+
+@dataclass(frozen=True)
 class Finished:
     """The request is answered. The last event."""
 
@@ -122,9 +143,25 @@ class Failed:
     failure: Failure
 
 
-Event = PromptProgress | PromptRead | TextDelta | ToolCall | RoundDone | ChoiceEnded | Finished | Failed
+Event = (
+    PromptProgress
+    | PromptRead
+    | TextDelta
+    | ToolCall
+    | RoundDone
+    | ChoiceEnded
+    | RaceTurn
+    | Finished
+    | Failed
+)
 LAST_EVENTS: frozenset[type[Event]] = frozenset({Finished, Failed})
-STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {PromptProgress, PromptRead, RoundDone, ChoiceEnded}
+STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {
+    PromptProgress,
+    PromptRead,
+    RoundDone,
+    ChoiceEnded,
+    RaceTurn,
+}
 
 
 @dataclass

@@ -30,12 +30,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import page
+from mlx_spec.apps.server.page import race
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.cli.command import tell
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
 
-from . import anthropic_messages, ollama, openai_chat, openai_completions, openai_responses, stored_responses
+from . import (
+    anthropic_messages,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    stored_responses,
+)
 from .engine_thread import EngineThread
 from .errors import LOG, Failure
 from .http import answer, answer_error
@@ -54,6 +62,7 @@ APIS = {
     "/v1/completions": openai_completions.API,
     "/v1/messages": anthropic_messages.API,
     "/infill": openai_completions.INFILL_API,
+    "/race": race.API,
 }
 
 

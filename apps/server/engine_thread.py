@@ -65,8 +65,10 @@ class EngineThread:
         self._first_loaded.wait(timeout)
         return self._first_loaded.is_set() and self._problem is None
 
-    def submit(self, request: GenerationRequest, send: Send) -> Job:
-        """Admit a request; `send` is called on the engine thread, or by `close`, and must not block.
+    def submit(self, request: GenerationRequest, send: Send, make: type[Job] = Job) -> Job:
+        """Admit a request as a job of that class.
+
+        `send` is called on the engine thread, or by `close`, and must not block.
 
         Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 while the server loads its
         first model or shuts down.
@@ -78,7 +80,7 @@ class EngineThread:
             waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
             if waiting >= self._limits.waiting:
                 raise queue_full(waiting, self._retry_after(waiting))
-            job = Job(request, send, self._wake, JobCounter(self.metrics, request.model))
+            job = make(request, send, self._wake, JobCounter(self.metrics, request.model))
             self._waiting.append(job)
             self._changed.notify_all()
         return job

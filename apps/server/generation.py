@@ -178,9 +178,9 @@ class Job:
         return [] if self._preparing is None else [self._preparing]
 
     def check(self) -> bool:
-        """Enter rows once the request is prepared. Return True if it is done. Raises Failure."""
+        """Begin once the request is prepared, and go on. Return True if it is done. Raises Failure."""
         if self._preparing is None:
-            return self._end_if_done()
+            return self.go_on()
         if not self._preparing.done():
             return False
         prepared, pair = self._preparing.result(), self.model.pair
@@ -194,8 +194,16 @@ class Job:
                 param = self.request.prompt_param if isinstance(self.request.prompt, RawPrompts) else None
                 raise invalid(str(error), param) from error
         self._prepared = prepared
+        self.start(prepared)
+        return self.go_on()
+
+    def start(self, prepared: PreparedRequest) -> None:
+        """Begin: the first choice of each prompt waits in the batch."""
         for number in range(len(prepared.prompts)):
             self._enter(number, 0)
+
+    def go_on(self) -> bool:
+        """Do what is to be done in a turn beside the rounds of the batch. Return True if the job is done."""
         return self._end_if_done()
 
     def receive(self, id: int, result: Result) -> bool:

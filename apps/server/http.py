@@ -35,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine_thread import EngineThread
 from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
+from .generation import Job
 from .parameters import OpenFields, check_unknown
 from .parsing import check_limits, read_body
 from .request import GenerationRequest
@@ -140,13 +141,14 @@ async def read_events(
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
+    make: type[Job] = Job,
 ) -> Events:
     """Yield the events of a request, the last of which is `Finished` or `Failed`; None after each silence.
 
     Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
     """
     queue = EventQueue(wakes, silence_s)
-    job = engine.submit(request, queue.put)
+    job = engine.submit(request, queue.put, make)
     try:
         event: Event | None = None
         while not isinstance(event, Finished | Failed):
@@ -171,6 +173,7 @@ class Api:
     media_type: str = EVENT_STREAM  # of a stream
     checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # its objects with parameters
     is_done: Callable[[GenerationRequest], bool] = lambda request: False  # it needs no engine
+    job: type[Job] = Job  # what answers a request
 
 
 async def answer(http_request: Request, *, engine: EngineThread, settings: Settings, api: Api) -> Response:
@@ -190,10 +193,10 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not body.stream:
-        found = _collect(read_events(engine, request, wakes=LAST_EVENTS))
+        found = _collect(read_events(engine, request, wakes=LAST_EVENTS, make=api.job))
         events = await _while_connected(http_request.receive, found)
         return JSONResponse(writer.whole(events))
-    source = read_events(engine, request, settings.keepalive_seconds)
+    source = read_events(engine, request, settings.keepalive_seconds, make=api.job)
     return EventStream(source, writer, settings.keepalive_seconds, api.media_type)
 
 

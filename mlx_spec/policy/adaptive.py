@@ -388,7 +388,7 @@ class FixedPolicy:
                 f"num_draft_tokens is {num_draft_tokens}, it must be 0 to {MAX_DRAFT_TOKENS}: "
                 "0 is plain decoding"
             )
-        self._length, self._names, self._reason, self._ahead = num_draft_tokens, names, reason, ahead
+        self.length, self._names, self._reason, self._ahead = num_draft_tokens, names, reason, ahead
         self._ratios, self._clock = ratios, clock
         self._decided = self._done = 0.0  # times of the last decision and of the end of the last round
         self.begin()
@@ -397,11 +397,11 @@ class FixedPolicy:
         self, clock: Clock = time.perf_counter, gains: object = None, available: object = None
     ) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
-        return FixedPolicy(self._length, self._reason, self._names, self._ahead, self._ratios, clock)
+        return FixedPolicy(self.length, self._reason, self._names, self._ahead, self._ratios, clock)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
-        choices = [Choice(index, self._length, name, self._ahead) for index, name in names if self._length]
+        choices = [Choice(index, self.length, name, self._ahead) for index, name in names if self.length]
         own = len(self._names)
         choices = [*choices[own:], *choices[:own]]
         cost = None if self._ratios is None else self._cost

@@ -249,6 +249,63 @@ def test_loading_and_reading_are_shown(tab):
         assert not any(one[0] == "ready" for one in seen if one[2])
 
 
+RACE = "[...document.querySelectorAll('.actions button')].find((n) => n.textContent === 'Race').click()"
+
+
+def test_a_race_runs_below_its_answer(server, tab):
+    visit(tab, server.base_url)
+    ask(tab)
+    tab.until("!document.querySelector('#send').hidden")
+    said = text(tab, ".turn > .answer")
+    tab.value(
+        "window.bodies = []; window.sent = window.fetch; window.fetch = (path, options) => {"
+        "if (path === 'race') window.bodies.push(JSON.parse(options.body));"
+        "return window.sent(path, options) }"
+    )
+    tab.value(RACE)
+    tab.until("document.querySelectorAll('.race .result').length === 2")
+    tails = tab.value("[...document.querySelectorAll('.racer .tail')].map((n) => n.textContent)")
+    assert tails == [said] * 2
+    assert tab.value("[...document.querySelectorAll('.pace')].every((n) => n.style.width !== '')")
+    assert text(tab, ".race .result:last-child") == "every token the same ✓"
+    assert text(tab, "#announce").endswith("every token the same ✓")
+    (body,) = tab.value("window.bodies")
+    assert (
+        body["messages"] == [{"role": "user", "content": QUESTION}] and body["max_completion_tokens"] == 256
+    )
+    tab.value("document.querySelector('#temperature').value = 0.7")
+    tab.until("!document.querySelector('#send').hidden")
+    tab.value("document.querySelector('#max-completion-tokens').value = 20")
+    tab.value(RACE)
+    tab.until("window.bodies.length === 2 && document.querySelectorAll('.race .result').length === 2")
+    assert (
+        tab.value("window.bodies[1].seed") == 0 and tab.value("window.bodies[1].max_completion_tokens") == 20
+    )
+    tab.until("!document.querySelector('#send').hidden")
+    lines = "[...document.querySelectorAll('.race .result')].map((n) => n.textContent)"
+    result = tab.value(lines)
+    reload(tab)
+    assert tab.value(lines)[-2:] == result, "how it ended is kept"
+    tab.value(ENDLESS.replace("2000", "1500"))
+    tab.value(RACE)
+    tab.until("document.querySelectorAll('.racer').length === 2")
+    tab.press("Escape")
+    tab.until("document.querySelector('.race .result')?.textContent === 'The race was stopped.'")
+    wait_until(lambda: server.get("/health").json()["running"] == 0, 10)
+    assert tab.complaints == []
+
+
+def test_a_race_that_cannot_be_says_why(tab):
+    with serving(Settings((ServedModel("demo", PairSpec("demo", drafter="none")),))) as client:
+        visit(tab, client.base_url)
+        ask(tab)
+        tab.until("!document.querySelector('#send').hidden")
+        tab.value(RACE)
+        tab.until("document.querySelector('.race .result')")
+        assert "nothing drafts with this model" in text(tab, ".race")
+        assert not tab.value("document.querySelector('.racer')")
+
+
 def test_figures_are_those_of_the_chosen_model(server, tab):
     visit(tab, server.base_url)
     ask(tab)

@@ -220,6 +220,8 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
          lambda reply: reply["output"][0]["content"][0]["text"]),
         (OLLAMA, {"messages": [{"role": "user", "content": QUESTION, "images": [A]}], "stream": False},
          lambda reply: reply["message"]["content"]),
+        ("/race", {"messages": [user(PNG, said(QUESTION))]}, lambda reply: reply["racers"][0]["text"]),
+        ("/race", {"messages": [user(PNG, said(QUESTION))]}, lambda reply: reply["racers"][1]["text"]),
     ],
 )  # fmt: skip
 def test_an_answer_is_that_of_transformers(client: Any, path: str, body: dict[str, Any], read: Any) -> None:

@@ -150,7 +150,9 @@ class Stub:
     def resolve(self, name: str | None) -> str:
         return find_model(name, dict.fromkeys((None, "demo", "alias"), "demo"))
 
-    def submit(self, request: GenerationRequest, send: Callable[[Event], None]) -> StubJob:
+    def submit(
+        self, request: GenerationRequest, send: Callable[[Event], None], make: object = None
+    ) -> StubJob:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)

@@ -31,6 +31,7 @@ MODULES = (
     "markdown.js",
     "origins.js",
     "pictures.js",
+    "race.js",
     "server.js",
     "settings.js",
     "store.js",

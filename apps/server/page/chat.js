@@ -1,16 +1,17 @@
 // The page: the conversation that is shown, its requests, and the server's state every two seconds.
 import { Chats } from "./chats.js";
 import { Conversation } from "./conversation.js";
-import { announce, byId, copyButton, element, keep, plural, recall } from "./dom.js";
+import { announce, byId, copyButton, element, keep, known, plural, recall } from "./dom.js";
 import { isNearEnd, summary } from "./exchange.js";
 import { Figures } from "./figures.js";
 import { drawLegend } from "./origins.js";
 import { Pictures, content } from "./pictures.js";
-import { Refused, getJson, setKey, streamAnswer } from "./server.js";
+import { Refused, getJson, setKey, streamAnswer, streamRace } from "./server.js";
 import { chosenCard, hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
 import { isKept } from "./store.js";
 
 const POLL_MS = 2000; // between two looks at the server
+const RACE_TOKENS = 256; // of each answer of a race: enough turns to compare them
 const WAITING_POLL_MS = 300; // while an answer has not begun
 const OPENED = "mlx_spec.opened"; // the conversation of this tab
 const DRAFT = "mlx_spec.draft"; // what was typed and not sent
@@ -59,7 +60,7 @@ function drawSwitches() {
 
 // --- the conversation
 
-const view = { log, sources, actions: { ask: askAgain, turn }, failed: sayNotKept };
+const view = { log, sources, actions: { ask: askAgain, race, turn }, failed: sayNotKept };
 const opened = new Map(); // conversations by id
 let conversation = new Conversation(view);
 const chats = new Chats({ open, find, removed });
@@ -144,6 +145,37 @@ async function send(written, parent = conversation.record.leaf, images = []) {
   isListed = false; // a model that was loaded knows more of itself
 }
 
+// Answers a question twice at once, with drafts and plain, and shows both below its answer.
+async function race(exchange) {
+  if (running) return;
+  const view = exchange.showRace();
+  const messages = [...systemMessages(), ...conversation.history(exchange), ...exchange.asks()];
+  const fields = requestFields();
+  const most = Math.min(fields.max_completion_tokens ?? RACE_TOKENS, RACE_TOKENS);
+  const seed = fields.temperature && !known(fields.seed) ? { seed: 0 } : {}; // else both draw other tokens
+  const controller = new AbortController();
+  setRunning({ controller, exchange: { conversation: exchange.conversation, showPhase: (text) => view.showPhase(text) }, phase: "waiting" });
+  let lines = ["The race was stopped."];
+  try {
+    for await (const turn of streamRace({ ...fields, ...seed, max_completion_tokens: most, messages }, controller.signal)) {
+      setPhase("racing");
+      view.take(turn);
+      if (turn.verdict.length) lines = turn.verdict;
+    }
+  } catch (error) {
+    if (!controller.signal.aborted) lines = [problemOf(error)];
+  }
+  view.end(lines.slice(-2)); // the rows say the rest
+  if (!controller.signal.aborted) exchange.endRace(lines);
+  announce(lines.slice(-2).join(". "));
+  setRunning(null);
+}
+
+function problemOf(error) {
+  if (error instanceof Refused && error.status === 401) askForKey();
+  return error instanceof Refused ? error.message : "The server cannot be reached. Is it still running?";
+}
+
 // Draws the chunks of one answer. Returns how it ended.
 async function follow(exchange, body) {
   const end = { timings: null, usage: null, reason: null, stopped: false, problem: null };
@@ -164,8 +196,7 @@ async function follow(exchange, body) {
     }
   } catch (error) {
     if (signal.aborted) end.stopped = true;
-    else end.problem = error instanceof Refused ? error.message : "The server cannot be reached. Is it still running?";
-    if (error instanceof Refused && error.status === 401) askForKey();
+    else end.problem = problemOf(error);
   }
   figures.end(exchange.model, end.timings);
   return { ...end, timings: end.timings ?? last };

@@ -2,6 +2,7 @@
 import { copyButton, decimal, duration, element, known, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
 import { content, thumbnails } from "./pictures.js";
+import { RaceView } from "./race.js";
 
 const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
 const IDLE_SHARE = 3; // of the time of a drawing, for which the next one waits: long answers leave time to scroll
@@ -9,7 +10,7 @@ const IDLE_SHARE = 3; // of the time of a drawing, for which the next one waits:
 export class Exchange {
   // `view` has {log, sources, actions}: the legend explains `sources`, and actions get this exchange.
   constructor(view, { id, parent, question, images = [], conversation }) {
-    Object.assign(this, view, { id, parent, question, images, conversation, model: "", facts: [], problem: null, hasEnded: false });
+    Object.assign(this, view, { id, parent, question, images, conversation, model: "", facts: [], problem: null, race: null, hasEnded: false });
     this.said = element("div", { class: "said" }, ...thumbnails(images), question);
     this.tools = element("div", { class: "tools" });
     this.asked = element("article", { class: "turn user", "aria-label": "You" }, this.said, this.tools);
@@ -140,37 +141,57 @@ export class Exchange {
       element("div", { class: "foot" },
         element("div", { class: "actions" },
           ...(this.answer.text ? [copyButton(() => this.answer.text, "Copy answer")] : []),
-          this.#button("Retry", () => this.actions.ask(this.question, this))),
+          this.#button("Retry", () => this.actions.ask(this.question, this)),
+          this.#button("Race", () => this.actions.race(this), "Race: answer this twice at once, with drafts and plain")),
         ...(facts.length ? [element("p", { class: "facts" }, facts.join(" · "))] : [])),
     );
   }
 
   #button(text, action, label = text) {
-    const button = element("button", { type: "button", class: "small again", "aria-label": label }, text);
+    const button = element("button", { type: "button", class: "small again", "aria-label": label, ...(label === text ? {} : { title: label }) }, text);
     button.addEventListener("click", action);
     return button;
   }
 
+  // Shows a race of this question, in place of an earlier one.
+  showRace() {
+    const view = new RaceView();
+    this.turn.querySelector(".race")?.remove();
+    this.turn.append(view.element);
+    view.element.scrollIntoView({ block: "nearest" });
+    return view;
+  }
+
+  // Keeps how a race ended.
+  endRace(lines) {
+    this.race = lines;
+    this.keep();
+  }
+
   messages() { // a question without an answer is not part of the history
-    if (!this.answer.text) return [];
-    return [{ role: "user", content: content(this.question, this.images) }, { role: "assistant", content: this.answer.text }];
+    return this.answer.text ? [...this.asks(), { role: "assistant", content: this.answer.text }] : [];
+  }
+
+  asks() {
+    return [{ role: "user", content: content(this.question, this.images) }];
   }
 
   // As it is kept. What is read before the end was cut off.
   toJSON() {
-    const { id, conversation, parent, question, images, model, facts, hasEnded } = this;
+    const { id, conversation, parent, question, images, model, facts, race, hasEnded } = this;
     const problem = hasEnded ? this.problem : "The answer was cut off: its page was closed.";
     const [answer, thinking] = [this.answer.toJSON(), this.thinking?.toJSON() ?? null];
-    return { id, conversation, parent, question, images, model, answer, thinking, facts, problem };
+    return { id, conversation, parent, question, images, model, answer, thinking, facts, race, problem };
   }
 
   // Takes a kept answer; it is drawn when it is shown.
-  restore({ model, answer, thinking, facts, problem }) {
-    this.model = model;
+  restore({ model, answer, thinking, facts, race = null, problem }) {
+    Object.assign(this, { model, race });
     if (thinking) this.#thinkingText().restore(thinking);
     this.answer.restore(answer);
     for (const { source } of [...this.answer.runs, ...(this.thinking?.runs ?? [])]) this.sources.add(source);
     this.#close(facts, problem);
+    if (race) this.showRace().end(race);
   }
 }
 

@@ -23,12 +23,17 @@ async function request(path, options = {}) {
 
 export const getJson = async (path, options) => (await request(path, options)).json();
 
-// Yields the chunks of a streamed answer.
-export async function* streamAnswer(body, signal) {
-  const response = await request("v1/chat/completions", {
+const OPTIONS = { include_usage: true, include_draft: true };
+
+export const streamAnswer = (body, signal) => streamed("v1/chat/completions", { ...body, stream_options: OPTIONS }, signal);
+export const streamRace = (body, signal) => streamed("race", body, signal);
+
+// Yields the chunks of a stream.
+async function* streamed(path, body, signal) {
+  const response = await request(path, {
     method: "POST",
     headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true, include_draft: true } }),
+    body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
   for await (const data of eventData(response.body)) {

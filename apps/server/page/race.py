@@ -1,0 +1,132 @@
+"""`POST /race`: one question answered twice at once, with drafts and plain. The page's own route.
+
+Both answers take turns of a few tokens, beside the other requests: a turn lets none of them wait for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mlx_spec.apps.race import NAMES, Race, race, verdict
+from mlx_spec.session import Statistics
+from mlx_spec.tokenizer.stream import AnswerStream
+
+from .. import answers, openai_chat
+from ..errors import invalid, unsupported
+from ..generation import Job
+from ..http import Api, Json, data_event
+from ..openai_chat import ChatBody
+from ..preparation import PreparedRequest
+from ..request import GenerationRequest
+
+
+def parse(body: ChatBody, model: str) -> GenerationRequest:
+    """Return the request, for 256 tokens unless it names a number. Raises Failure (400)."""
+    left_out = {"n", "tools", "logprobs", "prediction", "stop", "stream_options"}
+    for name in body.model_dump(include=left_out, exclude_defaults=True):
+        raise unsupported(f"{name}: a race has none: leave it out", name)
+    request = openai_chat.parse(body, model)
+    if request.sampling.temperature > 0 and request.sampling.seed is None:
+        raise invalid("seed: answers without a seed differ: give one, or temperature 0", "seed")
+    return replace(request, max_tokens=request.max_tokens or 256)  # enough turns to compare
+
+
+class RaceJob(Job):
+    """A race from its admission to its last event."""
+
+    def start(self, prepared: PreparedRequest) -> None:
+        """Begin. Raises Failure (400) if nothing drafts with this model."""
+        pair, (prompt,) = self.model.pair, prepared.prompts
+        most = self.request.max_tokens
+        assert most is not None
+        self._rows = 2 * (len(prompt) + most)  # tokens in the caches of both
+        if not pair.drafts:
+            way = "start the server without --drafter none and --num-draft-tokens 0"
+            raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
+        races = race(pair, prompt, most, prepared.sampling, prepared.ends)
+        texts = [AnswerStream(pair.tokenizer, prompt, ends=prepared.ends) for _ in NAMES]
+        self._turns: Iterator[answers.RaceTurn] | None = self._read(races, texts)
+        self._has_begun = False
+
+    def go_on(self) -> bool:
+        """Take a turn. Return True if both answers have ended."""
+        if not self._has_begun and not self.model.has_room(self._rows, 0):
+            return False
+        if not self._has_begun:
+            self.model.prefix_cache.shrink(round(self._rows * self.model.token_bytes))
+        assert self._turns is not None
+        self._has_begun, turn = True, next(self._turns, None)
+        if turn is not None:
+            self.send(turn)
+            return False
+        timings = answers.Timings(Statistics(), None, 0.0, 0.0)
+        self.send(answers.Finished(answers.Usage(0, 0, 0, 0), timings))
+        return True
+
+    def close(self) -> None:
+        """Give the caches back."""
+        self._turns = None
+        super().close()
+
+    def _read(self, races: Iterator[Race], texts: Sequence[AnswerStream]) -> Iterator[answers.RaceTurn]:
+        read, last = [0, 0], None
+        for last in races:
+            new = list[str]()
+            for i, run in enumerate(last.runs):
+                parts = [part for round in run.done[read[i] :] for part in texts[i].read(round)]
+                read[i] = len(run.done)
+                new.append("".join(part.text for part in parts))
+            yield _turn(last, new)
+        if last is not None:
+            rests = ["".join(part.text for part in text.end()) for text in texts]
+            yield _turn(last, rests, verdict(last, self.model.pair.tokenizer))
+
+
+def _turn(race: Race, texts: Sequence[str], lines: Sequence[str] = ()) -> answers.RaceTurn:
+    drafted, plain = (
+        answers.Racer(name, texts[i], len(race.runs[i].tokens), race.pace(i)) for i, name in enumerate(NAMES)
+    )
+    return answers.RaceTurn((drafted, plain), race.multiple, len(race.ratios), race.difference, tuple(lines))
+
+
+class RaceWriter:
+    """Writes a race: an event for each turn, or its end as one object."""
+
+    def __init__(self, body: ChatBody, request: GenerationRequest) -> None:
+        self._head = {"model": request.model, **answers.notes_json(request.notes)}
+
+    def frames(self, event: answers.Event | None) -> Iterator[str]:
+        match event:
+            case None:
+                yield openai_chat.KEEPALIVE
+            case answers.RaceTurn():
+                yield data_event(self._head | _json(event))
+            case answers.Finished():
+                yield openai_chat.DONE
+            case answers.Failed(failure=failure):
+                yield data_event(failure.body)
+
+    def whole(self, events: list[answers.Event]) -> Json:
+        turns = [event for event in events if isinstance(event, answers.RaceTurn)]
+        found = self._head | _json(turns[-1])
+        for i, racer in enumerate(found["racers"]):
+            racer["text"] = "".join(turn.racers[i].text for turn in turns)
+        return found
+
+
+def _json(turn: answers.RaceTurn) -> Json:
+    low, middle, high = turn.multiple or (None, None, None)
+    return {
+        "racers": [dict(vars(racer)) for racer in turn.racers],
+        "multiple": middle,
+        "multiple_least": low,
+        "multiple_most": high,
+        "turns": turn.turns,
+        "first_difference": turn.difference,
+        "is_same": turn.difference is None,
+        "verdict": list(turn.verdict),
+    }
+
+
+API = Api(ChatBody, parse, RaceWriter, job=RaceJob)
