@@ -253,7 +253,7 @@ class CacheFolder:
             LOG.warning("nothing more is written to %s until the next start: %s", self.path, one_line(error))
 
     def _make_room(self, size: int) -> None:
-        """Remove files that no request used for long, and the oldest until `size` bytes are left."""
+        """Remove files of prompts and answers that are old, and the oldest until `size` bytes are left."""
         now, found = time.time(), []
         for entry in os.scandir(self.path):
             try:
@@ -261,7 +261,7 @@ class CacheFolder:
                 stale_s = 3600  # age of a temporary file whose writer must have died
                 if entry.name.endswith(".tmp") and now - info.st_mtime > stale_s:
                     os.unlink(entry.path)
-                elif NAME.fullmatch(entry.name):
+                elif NAME.fullmatch(entry.name) or entry.name.endswith(".answers"):
                     found.append((info.st_mtime, info.st_size, entry.path))
             except FileNotFoundError:
                 continue  # another server removed it

@@ -245,6 +245,13 @@ def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 2 and first.exists()
     CacheFolder(tmp_path, first.stat().st_size - 1)
     assert not list(tmp_path.iterdir())
+    answers = [tmp_path / f"{name}.answers" for name in "ab"]
+    for i, file in enumerate(answers):
+        file.write_bytes(bytes(800))
+        os.utime(file, (time.time(), time.time() + i))
+    CacheFolder(tmp_path, 1000)
+    assert list(tmp_path.iterdir()) == answers[1:]
+    answers[1].unlink()
     stored(plain, tmp_path)
     old = time.time() - prefix_cache.MAX_AGE_S - 60
     os.utime(next(tmp_path.iterdir()), (old, old))
