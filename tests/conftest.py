@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -12,6 +13,10 @@ from mlx_spec.device.blas import use_blas
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # On a CPU, MLX wakes a thread for every operation. One of this class does not interrupt the thread that
+    # wakes it, so that a tiny model takes two thirds of the time. Threads and processes inherit the class.
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     # Tests compare passes of one row and of several to 1e-5: an optimized BLAS has another kernel for each.
     use_blas(optimized=False)
     if device := os.environ.get("TEST_DEVICE"):  # cpu or gpu; without it MLX chooses
