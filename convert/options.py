@@ -81,5 +81,8 @@ class TrainingOptions:
     width: Annotated[
         int | None, option(value="N", min=32, help="of a new drafter", default="512, or the target's")
     ] = None
-    parallel: Annotated[int, option(value="N", min=1, help="answers that are made at a time")] = 64
+    parallel: Annotated[
+        int | None,
+        option(value="N", min=1, help="answers that are made at a time", default="as many as memory holds"),
+    ] = None
     seed: Annotated[int, option(value="N", help="the same seed, the same drafter")] = 0

@@ -1,44 +1,39 @@
-"""Prompts, and a target's own answers to them with what a drafter reads and predicts.
+"""A target's own answers to prompts, with what a drafter reads and predicts.
 
 The target decodes many prompts in one batch. A drafter that drafts nothing sees the rows of each answer and
 writes them to a file when the answer ends, so that an interrupted run loses the unfinished answers only.
 
-Bundled prompts join an instruction with a topic. Those about a text quote the beginning of an answer that the
-target gave before, so they are made after the others were answered. The plan says how each answer is sampled,
-which are held out, and where they are.
+The plan says how each answer is sampled, which are held out, and where they are.
 """
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint.files import one_line, typed_path
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.drafters.gemma4 import SLIDING
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.normal import log_total
-from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+
+from .prompts import TrainingPrompt, bundled_prompt, encode
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
 MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a chain of drafts
 KEYS, VALUES = "keys.", "values."
 
-BUNDLED: dict[str, Any] = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
-OWN = "own"  # kind of the prompts in a user's files
 HELD_OUT = 25  # one answer in 25 is held out: a few dozen of a run tell 2 % of acceptance apart
 TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution are both drafted for later
 
@@ -209,93 +204,6 @@ def read_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     return cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
 
 
-# --- prompts
-
-
-@dataclass(frozen=True)
-class TrainingPrompt:
-    """A prompt, and what kind of text it wants."""
-
-    kind: str
-    messages: tuple[Mapping[str, str], ...]
-
-
-def bundled_prompts(count: int, seed: int) -> list[TrainingPrompt]:
-    """Return that many prompts without quotations; the kinds take turns."""
-    chance, prompts = random.Random(seed), list[TrainingPrompt]()
-    kinds: dict[str, list[str]] = BUNDLED["kinds"]
-    for i in range(count):
-        kind = list(kinds)[i % len(kinds)]
-        topic, other = chance.sample(BUNDLED["topics"], 2)
-        language, task = chance.choice(BUNDLED["languages"]), chance.choice(BUNDLED["tasks"])
-        text = chance.choice(kinds[kind]).format(topic=topic, other=other, language=language, task=task)
-        prompts.append(_question(kind, text))
-    return prompts
-
-
-def quoting_prompts(answers: Iterator[tuple[str, str]], seed: int) -> Iterator[TrainingPrompt]:
-    """Return a prompt about each answer, given as its kind and its text."""
-    chance = random.Random(seed + 1)
-    for answered, text in answers:
-        kind = "edit code" if answered == "code" else chance.choice(["summary", "edit"])
-        # of a quoted answer, about 130 tokens: a longer one leaves less time for answers
-        quoted = text[:600].rsplit(" ", 1)[0]
-        yield _question(kind.split()[0], chance.choice(BUNDLED["texts"][kind]).replace("{text}", quoted))
-
-
-def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
-    """Read prompts of the user: one on each line, or a conversation that the chat saved.
-
-    A line may be a JSON string. Each message of the user in a conversation is a prompt, with all before it.
-    Raises BadCheckpoint for a file that cannot be read, InvalidValue if there is no prompt.
-    """
-    prompts = []
-    for file in files:
-        try:
-            text = typed_path(file).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadCheckpoint(
-                f"{file} cannot be read ({error}): give a text file with a prompt on each line"
-            ) from error
-        prompts += _conversation(text) or [
-            _question(OWN, line) for line in map(_unquoted, text.splitlines()) if line
-        ]
-    if files and not prompts:
-        raise InvalidValue(f"{', '.join(map(str, files))}: there is no prompt in it: write one on each line")
-    return prompts
-
-
-def encode(tokenizer: Tokenizer, prompt: TrainingPrompt) -> list[int]:
-    """Return the tokens of a prompt; without a chat template the tokens of its last message."""
-    if tokenizer.chats:
-        return tokenizer.prompt([dict(message) for message in prompt.messages])
-    return tokenizer.prompt_tokens(prompt.messages[-1]["content"])
-
-
-def _question(kind: str, text: str) -> TrainingPrompt:
-    return TrainingPrompt(kind, ({"role": "user", "content": text},))
-
-
-def _unquoted(line: str) -> str:
-    if line.startswith('"'):
-        try:
-            return str(json.loads(line))
-        except ValueError:
-            pass
-    return line.strip()
-
-
-def _conversation(text: str) -> list[TrainingPrompt]:
-    """Return the prompts in a saved conversation; none if the text is not a conversation."""
-    try:
-        messages = json.loads(text)["messages"]
-        turns = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
-    except (ValueError, KeyError, TypeError):
-        return []
-    ends = [i + 1 for i, turn in enumerate(turns) if turn["role"] == "user"]
-    return [TrainingPrompt(OWN, tuple(turns[:end])) for end in ends]
-
-
 # --- the answers of one run
 
 
@@ -312,14 +220,8 @@ class AnswerPlan:
     def record(self, pair: Pair, max_running: int) -> Iterator[int]:
         """Record what has no file yet. Yields the number of tokens in each new answer."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        recorder = recording(pair)
-        for prompts in (self._first(), self._second(pair)):
-            questions = (
-                AnswerRequest(self._file(i), prompt.kind, encode(pair.tokenizer, prompt), self._sampling(i))
-                for i, prompt in prompts
-                if not self._file(i).exists()
-            )
-            yield from record(recorder, questions, self.max_tokens, max_running)
+        questions = (self._request(pair, i) for i in range(self.count) if not self._file(i).exists())
+        yield from record(recording(pair), questions, self.max_tokens, max_running)
 
     def answers(self, *, held_out: bool) -> list[Path]:
         """Return the files of the answers to train with, or of those to test with."""
@@ -328,32 +230,19 @@ class AnswerPlan:
 
     def tests(self, pair: Pair) -> Iterator[tuple[str, list[int]]]:
         """Yield kind and tokens of the prompts whose answers are held out."""
-        for prompts in (self._first(), self._second(pair)):
-            for i, prompt in prompts:
-                if self._is_held_out(i):
-                    yield prompt.kind, encode(pair.tokenizer, prompt)
+        for i in filter(self._is_held_out, range(self.count)):
+            request = self._request(pair, i)
+            yield request.kind, request.tokens
 
-    @property
-    def _split(self) -> int:
-        """Return the number of prompts without quotations; a quotation of a held-out answer is held out."""
-        # a quarter of the prompts quote an answer: as often as people ask about a text of theirs
-        return self.count if self.own else int(self.count * 0.75) // HELD_OUT * HELD_OUT
-
-    def _first(self) -> Iterator[tuple[int, TrainingPrompt]]:
+    def _request(self, pair: Pair, index: int) -> AnswerRequest:
         if self.own:
-            return enumerate(islice(cycle(self.own), self.count))
-        return enumerate(bundled_prompts(self._split, self.seed))
-
-    def _second(self, pair: Pair) -> Iterator[tuple[int, TrainingPrompt]]:
-        """Yield the prompts that quote the first answers."""
-        split = self._split  # a few answers are quoted twice if there are fewer than quotations
-        quoted = [i for i in range(self.count - split) if self._file(i % split).exists()]
-        found = (read_answer(self._file(i % split)) for i in quoted)
-        answers = (
-            (each.kind, pair.tokenizer.decode(cast(list[int], each.tokens.tolist()))) for each in found
-        )
-        for i, prompt in zip(quoted, quoting_prompts(answers, self.seed), strict=True):
-            yield split + i, prompt
+            prompt = self.own[index % len(self.own)]
+        else:
+            prompt = bundled_prompt(index, self.seed, held_out=self._is_held_out(index))
+        # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
+        temperature = TEMPERATURES[index // 4 % len(TEMPERATURES)]
+        sampling = Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
+        return AnswerRequest(self._file(index), prompt.kind, encode(pair.tokenizer, prompt), sampling)
 
     def _file(self, index: int) -> Path:
         return self.folder / f"{index:06d}.safetensors"
@@ -362,8 +251,3 @@ class AnswerPlan:
         """Return True for an answer that no weight is fitted to; its prompt is in no other answer."""
         own = len(self.own) or self.count
         return index % own % HELD_OUT == min(HELD_OUT, own) - 1
-
-    def _sampling(self, index: int) -> Sampling:
-        # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
-        temperature = TEMPERATURES[index // 4 % len(TEMPERATURES)]
-        return Sampling(temperature=temperature, seed=self.seed + index if temperature else None)

@@ -5,9 +5,8 @@ position of an answer where a round could begin. Its first step reads the target
 token after it; all steps attend to the K/V up to that position. They run at the position of the pending
 token, as in `drafters/gemma4.py`, so all rows of a batch take a step in one pass.
 
-The loss is the KL divergence from the target's distribution, summed over the steps with falling weights. It
-is taken over the tokens that the drafter knows. In the experiments of FastMTP (arXiv:2509.18362) and others,
-unrolling raised the accepted length by a fifth, and a distribution taught more than the token drawn from it.
+In the experiments of FastMTP (arXiv:2509.18362) and others, unrolling raised the accepted length by a fifth,
+and a distribution taught more than the token drawn from it. The loss is in `loss.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from mlx_spec.drafters.gemma4 import SLIDING, AssistantNetwork
 from mlx_spec.types import KVRows, TargetParts
 
 from .answers import RecordedAnswer, read_answer, read_arrays, write_arrays
+from .loss import Step, TokenSample, loss_of, round_tokens, sample_tokens
 
 DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
-STEP_ROWS = 512  # rows of a step, padding included: Muon's products then take a third of its time
-PEAK = 0.003  # learning rate of Muon for matrices: for SmolLM2, three times more or less learns slower
-WARM_UP, FLOOR = 0.1, 0.02  # shares: of the steps until the peak, and of the peak that is left at the end
-EVALUATIONS = 12  # in a run: points of the curve that is shown
+STEP_ROWS = (
+    512  # rows of a step, padding included: more of them need fewer products of Muon, fewer learn faster
+)
 STATE = "state.safetensors"
-STEP_WEIGHT = 0.8  # of a step against the one before it: a later draft counts only if all before are accepted
 
 Embed = Callable[[mx.array], mx.array]
 
@@ -113,81 +111,58 @@ def take_step(
     return network.post_projection(normed), normed
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a chain over all rows that have a token so far ahead."""
-
-    logprobs: mx.array  # of the drafter, [B, A - k, W]
-    target: mx.array  # the target's probabilities of the same tokens, [B, A - k, W]
-    real: mx.array  # bool [B, A - k]
-
-
-@dataclass(frozen=True)
 class Heads:
-    """The tokens that a drafter is trained on, and what scores them."""
+    """Scores the tokens that a drafter is trained on: by the target's head, or by the drafter's own table."""
 
-    ids: mx.array  # [W] int32
-    drafter: Callable[[AssistantNetwork, mx.array, mx.array], mx.array]  # hidden, final norm -> [.., W]
-    target: Callable[[mx.array], mx.array]  # hidden -> [.., W]
+    def __init__(self, network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> None:
+        self.ids = ids  # [W] int32
+        self._parts, self._target = parts, parts.select(ids)
+        self._own = None if "draft_ids" in network else network.places(ids)  # rows of its table
+
+    def target(self, rows: TrainingRows) -> mx.array:
+        """Return the target's probabilities [B, A, W] of these tokens."""
+        return weights_of(self._target(rows.hidden), rows.logsumexp)
+
+    def drafter(
+        self, sample: TokenSample | None
+    ) -> Callable[[AssistantNetwork, mx.array, mx.array], mx.array]:
+        """Return what scores these tokens, or some of them, by the hidden state and the final norm."""
+        if self._own is None:
+            score = self._target if sample is None else self._parts.select(self.ids[sample.places])
+            return lambda network, hidden, normed: score(hidden)
+        rows = self._own if sample is None else self._own[sample.places]
+        return lambda network, hidden, normed: normed @ network.model.embed_tokens.weight[rows].T
 
 
-def heads_of(network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> Heads:
-    """Return what scores the tokens `ids`: the target's head, or the drafter's own table."""
-    score = parts.select(ids)
-    if "draft_ids" in network:
-        return Heads(ids, lambda network, hidden, normed: score(hidden), score)
-    places = network.places(ids)
-    return Heads(
-        ids, lambda network, hidden, normed: normed @ network.model.embed_tokens.weight[places].T, score
-    )
+def weights_of(logits: mx.array, logsumexp: mx.array) -> mx.array:
+    """Return the probabilities [.., W] of tokens by their logits and the logsumexp [..] of all of them."""
+    # not `mx.exp`, as in `sampling.normal.weights`
+    return mx.power(math.e, logits.astype(mx.float32) - logsumexp[..., None])
 
 
 def unroll(
-    network: AssistantNetwork, rows: TrainingRows, depth: int, heads: Heads, embed: Embed
+    network: AssistantNetwork,
+    rows: TrainingRows,
+    depth: int,
+    heads: Heads,
+    embed: Embed,
+    key: mx.array | None = None,
 ) -> list[Step]:
-    """Take `depth` steps from every row."""
+    """Take `depth` steps from every row. With a key, score only the tokens that it chooses for the batch."""
     B, A = rows.real.shape
-    target = mx.exp(heads.target(rows.hidden).astype(mx.float32) - rows.logsumexp[..., None])
-    target = mx.stop_gradient(target)
-    hidden, steps = rows.hidden.reshape(B * A, -1), []
+    target = mx.stop_gradient(heads.target(rows))
+    sample = None if key is None else sample_tokens(target, key)
+    if sample is not None:
+        target = target[..., sample.places]
+    score, hidden, steps = heads.drafter(sample), rows.hidden.reshape(B * A, -1), []
     for k in range(1, depth + 1):
         tokens = mx.pad(rows.tokens[:, k - 1 :], [(0, 0), (0, k - 1)]).reshape(-1)
         hidden, normed = take_step(network, embed(tokens), hidden, rows)
-        logits = heads.drafter(network, hidden, normed).reshape(B, A, -1)[:, : A - k].astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        steps.append(Step(logprobs, target[:, k:], rows.real[:, k:]))
+        logits = score(network, hidden, normed).reshape(B, A, -1)[:, : A - k].astype(mx.float32)
+        if sample is not None:
+            logits = logits + sample.log_weights
+        steps.append(Step(logits, target[:, k:], rows.real[:, k:]))
     return steps
-
-
-def loss_of(steps: Sequence[Step]) -> mx.array:
-    """Return the weighted cross entropy of all steps, in nats a row.
-
-    It differs from the KL divergence by the target's entropy, which no weight changes.
-    """
-    total, weights = mx.array(0.0), 0.0
-    for k, step in enumerate(steps):
-        entropy = -(step.target * step.logprobs).sum(axis=-1)
-        mean = mx.where(step.real, entropy, 0).sum() / mx.maximum(step.real.sum(), 1)
-        total = total + STEP_WEIGHT**k * mean
-        weights += STEP_WEIGHT**k
-    return total / weights
-
-
-def round_tokens(steps: Sequence[Step], rows: TrainingRows, ids: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the tokens of a round from each row, [B, A - K]: greedy, and expected when sampled.
-
-    Greedy figures hold for greedy answers, where a draft is accepted if it is the next token. Sampled ones
-    take the draft tokens before as the tokens of the answer.
-    """
-    K, A = len(steps), rows.real.shape[1]
-    greedy = sampled = mx.ones(rows.real[:, K:].shape)
-    results = greedy, sampled
-    for k, step in enumerate(steps, 1):
-        right = ids[mx.argmax(step.logprobs, axis=-1)] == rows.tokens[:, k:]
-        overlap = mx.minimum(mx.exp(step.logprobs), step.target).sum(axis=-1)
-        greedy, sampled = greedy * right[:, : A - K], sampled * overlap[:, : A - K]
-        results = results[0] + greedy, results[1] + sampled
-    return results
 
 
 # --- the run
@@ -221,14 +196,16 @@ class Fit:
         seed: int,
     ) -> None:
         self.network, self.progress = network, Progress()
-        self._embed, self._heads = parts.embed, heads_of(network, parts, ids)
+        self._embed, self._heads = parts.embed, Heads(network, parts, ids)
         self._train, self._test = files
         self._folder, self._window, self._seed = folder, window, seed
         self._sizes = {file: read_answer(file).tokens.size for file in self._train}
         self.rows = sum(self._sizes.values())
         self.steps = max(math.ceil(epochs * self.rows / STEP_ROWS), 1)
-        peak = 0.3 * PEAK if fine_tunes else PEAK  # a drafter that is trained already needs less
-        matrices = optim.Muon(self._schedule(peak), weight_decay=0.0)
+        # of Muon for matrices; three times more or less learns slower, and an improved drafter needs less
+        peak = 0.001 if fine_tunes else 0.003
+        # the usual five iterations of Newton and Schulz take a quarter of a step on a CPU
+        matrices = optim.Muon(self._schedule(peak), weight_decay=0.0, ns_steps=3)
         # less for norms, which AdamW changes by about the rate in each step; they are near 1
         others = optim.AdamW(self._schedule(0.1 * peak), betas=[0.9, 0.98], weight_decay=0.0)
         self._optimizer = optim.MultiOptimizer([matrices, others], [lambda name, weight: weight.ndim == 2])
@@ -247,14 +224,16 @@ class Fit:
         while self.progress.step < self.steps:
             begun = time.monotonic()
             answers = [read_answer(file) for file in next(batches)]
-            loss, gradients = compute(self.network, answers)
+            key = mx.random.key(self._seed + self.progress.step)
+            loss, gradients = compute(self.network, answers, key)
             gradients, _ = optim.clip_grad_norm(gradients, 1.0)  # largest norm of a gradient
             self._optimizer.update(self.network, gradients)
             mx.eval(self.network.parameters(), self._optimizer.state, loss)
             progress = self.progress
             progress.step += 1
             progress.losses.append(float(loss))
-            if progress.step * EVALUATIONS // self.steps > (progress.step - 1) * EVALUATIONS // self.steps:
+            points = progress.step * 12 // self.steps  # of the curve that is shown
+            if points > (progress.step - 1) * 12 // self.steps:
                 self._note()
             progress.seconds += time.monotonic() - begun
             # between two states on the disk: what kill -9 loses at most, and a save takes far less
@@ -282,7 +261,7 @@ class Fit:
             answer = read_answer(file)
             rows = batch_of([answer], self._window, mx.float32)
             steps = unroll(self.network, rows, DEPTH, self._heads, self._embed)
-            ours, expected = round_tokens(steps, rows, self._heads.ids)
+            ours, expected = round_tokens(steps, rows.tokens, self._heads.ids)
             into, found = (greedy, ours) if answer.greedy else (sampled, expected)
             into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
             left -= found.size
@@ -290,14 +269,14 @@ class Fit:
 
     def _schedule(self, peak: float) -> Callable[[mx.array], mx.array]:
         """Return the learning rate by step: it rises to `peak`, then falls along a cosine."""
-        warm = max(round(WARM_UP * self.steps), 1)
+        warm = max(round(0.1 * self.steps), 1)
         rising = optim.linear_schedule(0.0, peak, warm)
-        falling = optim.cosine_decay(peak, max(self.steps - warm, 1), FLOOR * peak)
+        falling = optim.cosine_decay(peak, max(self.steps - warm, 1), 0.02 * peak)
         return optim.join_schedules([rising, falling], [warm])
 
-    def _loss(self, network: AssistantNetwork, answers: Sequence[RecordedAnswer]) -> mx.array:
+    def _loss(self, network: AssistantNetwork, answers: Sequence[RecordedAnswer], key: mx.array) -> mx.array:
         rows = batch_of(answers, self._window, mx.float32)
-        return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed))
+        return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed, key))
 
     def _batches(self) -> Iterator[list[Path]]:
         """Yield the answers of each step, without end. Those of a step are of similar length."""

@@ -34,6 +34,7 @@ from mlx_spec.checkpoint.files import (
 )
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
+from mlx_spec.device import memory_for_models
 from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.drafters.gemma4 import (
     FULL,
@@ -53,8 +54,9 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 
 from ..options import TrainingOptions
-from .answers import AnswerPlan, TrainingPrompt, encode, own_prompts, recording
+from .answers import AnswerPlan, recording
 from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
+from .prompts import TrainingPrompt, encode, own_prompts
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
 TEST_TOKENS = 96  # of each answer in the test with the real engine
@@ -151,6 +153,23 @@ def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPro
     return found
 
 
+def _answer_bytes(target: LMTarget, options: TrainingOptions) -> int:
+    """Return the memory of one running answer; `target` has read something."""
+    # K/V of the answer and of a prompt half as long, twice: a batch is copied when it grows
+    return options.answer_tokens * 3 * target.row_bytes
+
+
+def _parallel(pair: Pair, options: TrainingOptions) -> int:
+    """Return how many answers run at a time: as many as memory holds, unless the user gives a number."""
+    if options.parallel is not None:
+        return options.parallel
+    target = pair.open().target
+    target.prefill([0, 0])
+    # half of what is left, for other programs; beyond 256 rows the products of a pass are no faster
+    free = (memory_for_models() - pair.info.target_bytes) // 2
+    return min(max(free // _answer_bytes(target, options), 1), 256)
+
+
 def _announce(pair: Pair, plan: AnswerPlan, options: TrainingOptions) -> int:
     """Say what memory and disk a run takes. Returns the bytes that are not on the disk yet."""
     parts = pair.open()
@@ -159,8 +178,7 @@ def _announce(pair: Pair, plan: AnswerPlan, options: TrainingOptions) -> int:
     width = parts.target.parts.embed(mx.array([0])).shape[-1]
     shared = sum(each.keys.nbytes + each.values.nbytes for each in parts.target.shared_kv().values()) // 2
     disk = rows * (2 * width + shared)
-    caches = options.parallel * options.answer_tokens * 2 * parts.target.row_bytes
-    memory = pair.info.target_bytes + caches
+    memory = pair.info.target_bytes + _parallel(pair, options) * _answer_bytes(parts.target, options)
     print(
         f"{options.answers} answers of up to {options.answer_tokens} tokens: at most {human_bytes(memory)} "
         f"of memory and {human_bytes(disk)} on the disk until it is done",
@@ -175,7 +193,7 @@ def _announce(pair: Pair, plan: AnswerPlan, options: TrainingOptions) -> int:
 def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: StageProgress) -> None:
     done = sum(file.exists() for held in (True, False) for file in plan.answers(held_out=held))
     tokens = 0
-    for count in plan.record(pair, options.parallel):
+    for count in plan.record(pair, _parallel(pair, options)):
         done, tokens = done + 1, tokens + count
         progress.show("answers", min(done, options.answers), options.answers, f"{tokens} tokens")
     for held_out in (True, False):
@@ -291,23 +309,22 @@ def _test(
     """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"])
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
-    # At least 32 held-out prompts for the real engine.
-    prompts, limit = of_all_kinds(plan.tests(pair), 32), min(TEST_TOKENS, plan.max_tokens)
+    prompts, limit = of_all_kinds(plan.tests(pair), 48), min(TEST_TOKENS, plan.max_tokens)
     results = {}
-    temperatures = 0.0, 0.8  # at which acceptance is measured
-    for temperature in temperatures:
+    # a seed couples drafter and target by their noise; without one they are judged by block verification
+    for name, temperature, seeded in (("0", 0.0, False), ("0.8", 0.8, False), ("0.8 with a seed", 0.8, True)):
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for i, (kind, tokens) in enumerate(prompts):
-            sampling = Sampling(temperature=temperature, seed=i if temperature else None)
+            sampling = Sampling(temperature=temperature, seed=i if seeded else None)
             for result in drafting.generate(tokens, sampling=sampling, max_tokens=limit):
                 if result.kind == "draft":
                     for each in (kind, "all"):
                         counts[each][0] += len(result.tokens)
                         counts[each][1] += 1
-            progress.show(f"test at temperature {temperature:g}", i + 1, len(prompts))
+            progress.show(f"test at temperature {name}", i + 1, len(prompts))
         if counts:  # else no answer was long enough for a draft
             found = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
-            results[f"{temperature:g}"] = found
+            results[name] = found
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -29,11 +30,6 @@ from mlx_spec.convert.train import train
 from mlx_spec.convert.train.answers import (
     AnswerPlan,
     AnswerRequest,
-    TrainingPrompt,
-    bundled_prompts,
-    encode,
-    own_prompts,
-    quoting_prompts,
     read_answer,
     record,
     recording,
@@ -41,12 +37,13 @@ from mlx_spec.convert.train.answers import (
 )
 from mlx_spec.convert.train.fit import (
     Fit,
+    Heads,
     batch_of,
     frequent_tokens,
-    heads_of,
-    loss_of,
     unroll,
 )
+from mlx_spec.convert.train.loss import Step, loss_of, sample_tokens
+from mlx_spec.convert.train.prompts import TrainingPrompt, bundled_prompt, encode, own_prompts, rules
 from mlx_spec.convert.train.train import WORK, of_all_kinds
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.gemma4 import AssistantNetwork, Gemma4Assistant
@@ -171,16 +168,16 @@ def test_the_trained_chain_is_the_one_that_drafts(demo: Pair, answers: list[Path
         logsumexp=mx.zeros(size),
     )
     batch = batch_of([changed], 64, mx.float32)
-    heads = heads_of(network, demo.parts, network.draft_ids)
+    heads = Heads(network, demo.parts, network.draft_ids)
     steps = unroll(network, batch, 4, heads, demo.parts.embed)
-    best = [int(heads.ids[int(mx.argmax(step.logprobs[0, place]))]) for step in steps]
+    best = [int(heads.ids[int(mx.argmax(step.logits[0, place]))]) for step in steps]
     assert best == drafted
 
 
 def test_padding_changes_nothing(demo: Pair, answers: list[Path]) -> None:
     """The loss of two answers in one batch is the mean of their losses, weighted by their rows."""
     network = new_network(answers, demo)
-    heads = heads_of(network, demo.parts, network.draft_ids)
+    heads = Heads(network, demo.parts, network.draft_ids)
     both = [read_answer(file) for file in answers[:2]]
     assert both[0].tokens.size != both[1].tokens.size
 
@@ -307,24 +304,13 @@ def test_a_run_goes_on_where_only_the_rest_fits_on_the_disk(
     assert train._announce(demo, plan, options) == whole - answers[0].stat().st_size
 
 
-def test_a_plan_makes_as_many_answers_as_it_says(answers: list[Path], demo: Pair, tmp_path: Path) -> None:
-    """Of 60 ten were made only when a run went on, from prompts that quoted quotations."""
-    plan = AnswerPlan(tmp_path, 60, 16, 0)
-    first = [i for i, _ in plan._first()]
-    for i in first:
-        shutil.copy(answers[0], plan._file(i))
-    second = list(plan._second(demo))
-    assert [*first, *(i for i, _ in second)] == list(range(60))
-    shutil.copy(answers[0], plan._file(40))
-    assert list(plan._second(demo)) == second
-
-
 def test_answers_too_short_for_a_draft_are_no_figures(
     answers: list[Path], demo: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command ended with a KeyError after it had written the drafter."""
     monkeypatch.setattr(train, "TEST_TOKENS", 1)
-    plan = AnswerPlan(tmp_path, 2, 16, 0, tuple(bundled_prompts(2, 0)))
+    own = tuple(bundled_prompt(i, 0, held_out=False) for i in range(2))
+    plan = AnswerPlan(tmp_path, 2, 16, 0, own)
     _, config = train._network(demo, SMALL)
     tests = train._test(demo, plan, new_network(answers, demo), config, StageProgress(io.StringIO()))
     report = {"rows": 1, "steps": 1, "tokens_a_round": tests}
@@ -378,15 +364,47 @@ def test_a_prompt_without_a_template_begins_as_when_it_is_answered() -> None:
     assert encode(Tokenizer(tokenizer, None, ()), prompt)[0] == 0
 
 
-def test_prompts(tmp_path: Path) -> None:
-    """Bundled prompts have four kinds and no gap; a user's come from lines, JSON strings and saved chats."""
-    prompts = bundled_prompts(40, seed=5)
-    assert {prompt.kind for prompt in prompts} == {"chat", "list", "writing", "code"}
-    assert not any("{" in prompt.messages[0]["content"] for prompt in prompts)
-    assert prompts == bundled_prompts(40, seed=5) != bundled_prompts(40, seed=6)
-    quoting = list(quoting_prompts(iter([("code", "print({x})"), ("chat", "Tea is a drink.")]), seed=1))
-    assert "print({x})" in quoting[0].messages[0]["content"]
+def test_bundled_prompts() -> None:
+    """Kinds take turns, no slot stays, and held-out prompts share no list with the others."""
+    texts = {}
+    for held_out in (False, True):
+        prompts = [bundled_prompt(i, 5, held_out=held_out) for i in range(300)]
+        assert len({prompt.kind for prompt in prompts[:6]}) == 6
+        texts[held_out] = {prompt.messages[0]["content"] for prompt in prompts}
+        assert not any(re.search(r"\$[a-z]", text) for text in texts[held_out])
+    assert len(texts[False]) > 290 and not texts[False] & texts[True]
+    for name in ("topic", "task", "sentence", "code_body", "chat", "code", "edit", "list", "summary"):
+        assert not set(rules(name, held_out=False)) & set(rules(name, held_out=True))
+    assert bundled_prompt(7, 5, held_out=True) == bundled_prompt(7, 5, held_out=True)
 
+
+def test_a_part_of_the_vocabulary_teaches_what_all_of_it_does() -> None:
+    """Over many samples, the gradient of the loss is near that of a full softmax, which MLX's own gives."""
+    logits, target = mx.random.normal((1, 3, 64), key=mx.random.key(0)), mx.random.normal((1, 3, 64))
+    target = 0.9 * mx.softmax(4 * target, axis=-1)  # the drafter does not know a tenth
+    real = mx.array([[True, True, False]])
+
+    def full(logits: mx.array) -> mx.array:
+        entropy = -(target * (logits - mx.logsumexp(logits, axis=-1, keepdims=True))).sum(axis=-1)
+        return mx.where(real, entropy, 0).sum() / 2
+
+    def part(logits: mx.array, key: mx.array | None) -> mx.array:
+        sample = None if key is None else sample_tokens(target, key, likely=24, sampled=20)
+        if sample is None:
+            return loss_of([Step(logits, target, real)])
+        chosen = logits[..., sample.places] + sample.log_weights
+        return loss_of([Step(chosen, target[..., sample.places], real)])
+
+    expected = mx.grad(full)(logits)
+    assert mx.allclose(part(logits, None), full(logits), atol=1e-5)
+    assert mx.allclose(mx.grad(part)(logits, None), expected, atol=1e-6)
+    sampled = [mx.grad(part)(logits, mx.random.key(i)) for i in range(100)]
+    error = mx.abs(sum(sampled[1:], sampled[0]) / 100 - expected).max()
+    assert float(error) < 0.1 * float(mx.abs(expected).max())
+
+
+def test_prompts_of_a_user(tmp_path: Path) -> None:
+    """They come from lines, JSON strings and saved chats."""
     lines = tmp_path / "lines.txt"
     lines.write_text('What is tea?\n\n"two\\nlines"\n')
     assert [p.messages[0]["content"] for p in own_prompts([lines])] == ["What is tea?", "two\nlines"]
