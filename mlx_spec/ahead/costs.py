@@ -14,19 +14,17 @@ from mlx_spec.policy.adaptive import EPSILON, LEAST_LOSS
 from mlx_spec.policy.costs import CostModel, Floats, best_length
 from mlx_spec.types import Round
 
-MEMORY = 16  # rounds that the running means remember
-OUTLIER = math.log(1.5)  # log seconds: a larger surprise counts as this much, because it may be a pause
-
 
 class AheadCosts:
     """The costs of drafting ahead with one drafter. Shared by all sequences of a pair."""
 
+    MEMORY = 16  # rounds that the running means remember
+
     def __init__(self) -> None:
         self.slowdown = 0.0  # log of the seconds of a pass over those without drafting ahead
-        # share of drafts that are there at once
-        self.hits = 0.5
-        # weight of the values assumed before anything was measured
-        self._measured = self._looked_up = 2  # rounds in the means
+        self.hits = 0.5  # share of drafts that are there at once
+        # Rounds in the means. The values that are assumed before anything was measured are worth two.
+        self._measured = self._looked_up = 2
         self._since = 0  # rounds without drafting ahead in a row
         self._streak = 0  # rounds with it in a row
 
@@ -72,14 +70,15 @@ class AheadCosts:
         """Learn from a round that drafted ahead. Return the seconds to charge for it."""
         passed = max(seconds - drafting, 0.1 * seconds)
         surprise = math.log(passed / float(costs.passes[tokens])) - self.slowdown
-        self._measured = min(self._measured + 1, MEMORY)
-        self.slowdown += float(np.clip(surprise, -OUTLIER, OUTLIER)) / self._measured
+        self._measured = min(self._measured + 1, self.MEMORY)
+        most = math.log(1.5)  # A larger surprise counts as this much, because it may be a pause.
+        self.slowdown += float(np.clip(surprise, -most, most)) / self._measured
         costs.allow_longer(tokens)
         return min(seconds, drafting + (tokens + 1) * costs.plain + self.extra(costs, tokens))
 
     def observe_round(self, hit: bool | None, *, ahead: bool) -> None:
         """Count a round of its kind. `hit`: its draft was there at once; None if nothing was made ahead."""
         if hit is not None:
-            self._looked_up = min(self._looked_up + 1, MEMORY)
+            self._looked_up = min(self._looked_up + 1, self.MEMORY)
             self.hits += (hit - self.hits) / self._looked_up
         self._since, self._streak = (0, self._streak + 1) if ahead else (self._since + 1, 0)

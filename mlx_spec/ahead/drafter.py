@@ -35,9 +35,6 @@ from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
 
-FAN_OUT = 3  # next tokens guessed for each number of accepted tokens, on average
-PRIOR_TOKENS = 10  # its weight
-
 
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens.
@@ -90,9 +87,9 @@ class Ahead(DrafterWrapper):
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: AheadRequest | None = None
-        # of a draft token before any was verified
-        self._accepted = 0.7 * PRIOR_TOKENS
-        self._judged = float(PRIOR_TOKENS)  # draft tokens that were accepted or rejected
+        # At first an acceptance of 0.7 is assumed, which is worth 10 draft tokens.
+        self._accepted = 0.7 * 10
+        self._judged = 10.0  # draft tokens that were accepted or rejected
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +147,7 @@ class Ahead(DrafterWrapper):
 
 
 def ahead_source(
-    source: DrafterSource, make_copy: Callable[[], DrafterCopy] | None = None, mean: float = FAN_OUT
+    source: DrafterSource, make_copy: Callable[[], DrafterCopy] | None = None, mean: float = 3
 ) -> DrafterSource:
     """Return the source of drafters that also draft ahead: with a copy here if `make_copy` is None.
 

@@ -10,13 +10,10 @@ from heapq import nlargest
 from mlx_spec.decode.round import PREFILL_STEP
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-# Pauses whose errors are remembered, and how many of them may be longer than planned for: 1 %.
-PAUSES, LATE = 300, 3
 MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
 # Seconds that sequences wait for other prompts before the first of them decodes. A second is the longest wait
 # that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_WAIT_S = 1.0
-CHUNKS, ROUNDS = 2, 4  # whose times are remembered: prompts may be read by turns, and not all rounds draft
 
 Clock = Callable[[], float]
 
@@ -31,10 +28,12 @@ class PromptPace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._chunks: deque[tuple[int, float]] = deque(maxlen=CHUNKS)  # tokens and seconds
-        self._rests: deque[float] = deque(maxlen=ROUNDS)  # seconds of pauses without their chunks
-        self._smallest: deque[float] = deque(maxlen=ROUNDS)  # seconds of chunks of at most MIN_CHUNK tokens
-        self._errors: deque[float] = deque(maxlen=PAUSES)  # seconds of a pause by those that were expected
+        # Prompts may be read by turns, so two chunks are remembered. Not all rounds draft, so four of them
+        # are.
+        self._chunks: deque[tuple[int, float]] = deque(maxlen=2)  # tokens and seconds
+        self._rests: deque[float] = deque(maxlen=4)  # seconds of pauses without their chunks
+        self._smallest: deque[float] = deque(maxlen=4)  # seconds of chunks of at most MIN_CHUNK tokens
+        self._errors: deque[float] = deque(maxlen=300)  # seconds of a pause by those that were expected
         self.reading = 0.0  # seconds of chunks since the last round
         self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
         self._last_round: float | None = None  # time of its end; None if no sequence decodes
@@ -47,10 +46,10 @@ class PromptPace:
         are too long whatever is read: then a chunk may take longer than a round. Small ones would keep one
         client waiting and gain the others little. Varying times do not justify that.
         """
-        # of MAX_PAUSE_S: what rounds and chunks are planned to take at most: times vary
-        planned_s = MAX_PAUSE_S * 0.8
-        worst = nlargest(LATE, self._errors)
-        p99_error = worst[-1] if len(worst) == LATE else 1.0
+        planned_s = MAX_PAUSE_S * 0.8  # for a round and its chunks, whose times vary
+        late = 3  # Of the 300 pauses that are remembered, 1 % may be longer than planned.
+        worst = nlargest(late, self._errors)
+        p99_error = worst[-1] if len(worst) == late else 1.0
         budget_s = min(planned_s, MAX_PAUSE_S / p99_error) - max(self._rests, default=MAX_PAUSE_S)
         fastest_round_s = min(self._rests, default=0.0)
         if min(self._smallest, default=0.0) > planned_s - fastest_round_s:

@@ -21,11 +21,6 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
 
-# Rows of a pass that reads several prompts, padding included. With more, computing takes longer than reading
-# the weights, on any Mac, so that a pass of their own costs each prompt no more.
-MAX_PROMPT_ROWS = 512
-MAX_PADDING = 2**30  # bytes of shared buffers that may be unused, unless the caller says otherwise
-
 Result = Round | Exception
 
 
@@ -62,7 +57,7 @@ class Batch:
         target_batch: Callable[[], TargetBatch] | None,
         max_running: int,
         policies: Callable[[], GroupPolicy] | None = None,
-        max_padding: int = MAX_PADDING,
+        max_padding: int = 2**30,
         clock: Clock = time.perf_counter,
     ) -> None:
         if max_running < 1:
@@ -218,7 +213,9 @@ class Batch:
         Returns them. None are read if fewer than two fit, or not the first, or if the pass fails: then they
         are read one by one, which finds the failing one.
         """
-        chosen, count, most = list[Entry](), 0, min(self._chunk(), MAX_PROMPT_ROWS)
+        # With more than 512 rows, padding included, computing takes longer than reading the weights on any
+        # Mac. Then each prompt costs no more in a pass of its own.
+        chosen, count, most = list[Entry](), 0, min(self._chunk(), 512)
         for entry in order:
             if entry.sequence.can_share_prefill:
                 unread = entry.sequence.unread

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CALLED = "cblas_sgemm"  # what MLX calls for a product of float32 matrices
-SCIPY = "scipy_"  # the prefix of all names in the wheel
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from mlx_spec.types import TargetParts
 KEY = "mlx_spec"  # key of the conventions in config.json
 CONFIG = "config.json of the drafter"
 POST_NORM, PRE_NORM, LAYERS = "post_norm", "pre_norm", "layers"
-QUANTIZABLE = nn.Linear, nn.Embedding, SwitchLinear, MultiLinear
 
 Value = TypeVar("Value")
 
@@ -127,7 +126,8 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     tensors = {name: array for name, array in read_tensors(folder).items() if name not in skip}
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
-        if not isinstance(layer, QUANTIZABLE) or f"{path}.scales" not in tensors:
+        quantizable = nn.Linear | nn.Embedding | SwitchLinear | MultiLinear
+        if not isinstance(layer, quantizable) or f"{path}.scales" not in tensors:
             return False
         return dict(infer_quant_config(path, layer, tensors))
 

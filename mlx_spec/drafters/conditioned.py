@@ -20,8 +20,6 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.layer_caches import capacity_for
 from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-MAX_WAITING = 64  # rows; `observe` writes more than these at once, so that no draft waits for a long pass
-
 
 class Rows:
     """K and V of one layer of a drafter. Positions have gaps where rows are missing."""
@@ -97,7 +95,7 @@ class ConditionedDrafter(SequenceDrafter):
         self._positions += range(first, len(history) - 1)
         self._tokens += history[first + 1 :]
         self._waiting.append(rows)
-        if self._num_waiting > MAX_WAITING:
+        if self._num_waiting > 64:  # More rows are written at once, so that no draft waits for a long pass.
             self._write(self._num_waiting - 1)
             mx.async_eval([cache.buffers for cache in self._caches])
 

@@ -37,7 +37,6 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-SOFTCAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class DFlashNetwork(nn.Module):
         self.layers = [self.make_layer(config, index, view) for index, view in enumerate(views(config))]
         self.norm = nn.RMSNorm(width, eps=eps)
         add_tables(self, config.tensors, width, config.vocab_size, config.draft_vocab_size)
-        self._softcap = config.written.get(SOFTCAP) if "lm_head" in self else None
+        self._softcap = config.written.get("final_logit_softcapping") if "lm_head" in self else None
 
     def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
         """Return layer `index`."""
@@ -182,10 +181,11 @@ def block_source(
     Raises BadCheckpoint, and Mismatch if it is made for another target.
     """
     network, sizes = load_layers(kind, path, config, target_config)
-    cap = text_config(target_config).get(SOFTCAP)
-    if "lm_head" not in network and config.get(SOFTCAP) not in (None, cap):
+    key = "final_logit_softcapping"
+    cap = text_config(target_config).get(key)
+    if "lm_head" not in network and config.get(key) not in (None, cap):
         raise BadCheckpoint(
-            f"{CONFIG} has {SOFTCAP} {config[SOFTCAP]!r}, the target {cap!r}: only the target's is supported"
+            f"{CONFIG} has {key} {config[key]!r}, the target {cap!r}: only the target's is supported"
         )
     masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", int, CONFIG) - 1)
     needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift

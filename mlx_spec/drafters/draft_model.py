@@ -27,7 +27,6 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import CacheState, Draft, DraftingSampler, Features, FeatureSpec, Sampler, no_draft
 
-PREFILL_STEP = 512  # tokens in one pass over a prompt
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
 
 
@@ -197,8 +196,9 @@ class DraftModel(SequenceDrafter):
     def _prefill(self, history: Sequence[int], count: int) -> None:
         """Write and commit the next `count` tokens of `history`."""
         end = len(self._written) + count
+        step = 512  # tokens of a prompt in one pass, which bounds the memory of its activations
         while len(self._written) < end:
-            chunk = history[len(self._written) : min(len(self._written) + PREFILL_STEP, end)]
+            chunk = history[len(self._written) : min(len(self._written) + step, end)]
             self._model.prefill(self._vocabulary.known(chunk))
             self._written += chunk
 

@@ -71,9 +71,6 @@ class RecurrentMarkovHead(MarkovHead):
         return self.markov_w2(mx.tanh(out)), gate * state + (1 - gate) * mx.tanh(candidate)
 
 
-HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
-
-
 class DSparkNetwork(DFlashNetwork):
     """Layers of Qwen3. Names are those that the converter writes."""
 
@@ -81,9 +78,10 @@ class DSparkNetwork(DFlashNetwork):
         super().__init__(config)
         kind = required(config.written, "markov_head_type", str, CONFIG)
         rank = required(config.written, "markov_rank", int, CONFIG)
-        if kind not in HEADS:
-            raise BadCheckpoint(f"{CONFIG} has markov_head_type {kind!r}, known are {', '.join(HEADS)}")
-        self.markov_head = HEADS[kind](config, rank)
+        heads = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
+        if kind not in heads:
+            raise BadCheckpoint(f"{CONFIG} has markov_head_type {kind!r}, known are {', '.join(heads)}")
+        self.markov_head = heads[kind](config, rank)
         self._vocab_size = config.vocab_size
 
     def follow(

@@ -28,7 +28,6 @@ from mlx_spec.prompt import Prompt
 
 TAIL = 32  # tokens of a prompt before its answer: an answer's first tokens are found by them; longest match
 LENGTHS = (2, 4, 8, 16)  # tokens of the contexts that have a table
-TOKEN_BYTES = 4 * (1 + len(LENGTHS))  # of a ring, for each of its tokens
 MAX_TOKENS = 1 << 20  # of a ring: 21 MB
 MAX_ANSWER = 1 << 15  # tokens of one answer: entering them must not delay other requests
 MAX_RINGS = 4  # API keys whose answers are kept, for each target
@@ -36,7 +35,6 @@ MAX_RINGS = 4  # API keys whose answers are kept, for each target
 EMPTY = -1  # between two texts
 MASK = (1 << 64) - 1
 STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
-UNSTEP = pow(STEP, -1, 1 << 64)
 
 _log = logging.getLogger("mlx_spec")
 
@@ -74,7 +72,9 @@ class TextRing:
         self._text[start : self._end - 1] = text
         self._text[self._end - 1] = EMPTY
         sums, places = np.zeros(size + 1, np.uint64), np.arange(start, start + size, dtype=np.int32)
-        np.cumsum((text.astype(np.uint64) + np.uint64(1)) * _powers(UNSTEP)[:size], out=sums[1:])
+        np.cumsum(
+            (text.astype(np.uint64) + np.uint64(1)) * _powers(pow(STEP, -1, 1 << 64))[:size], out=sums[1:]
+        )
         factors, shift = _powers(STEP)[:size] * np.uint64(STEP * MIX & MASK), np.uint64(self._shift)
         for n, table in self._tables.items():
             if size > n:  # the n tokens up to each one but the last, which none follows
@@ -207,8 +207,9 @@ class EarlierAnswers:
 
 def ring_tokens(memory: int) -> int:
     """Return the tokens of a ring on a machine with these bytes for models: a power of two."""
-    # of the machine's memory for models: 8 GB of it get half of MAX_TOKENS
-    fitting = int(memory * (1 / 500) / TOKEN_BYTES)
+    # Each token takes four bytes in the ring and in every table. A 500th of the memory is theirs: on a
+    # machine with 8 GB for models that is half of MAX_TOKENS.
+    fitting = int(memory * (1 / 500) / (4 * (1 + len(LENGTHS))))
     return min(MAX_TOKENS, 1 << max(fitting.bit_length() - 1, 10))
 
 

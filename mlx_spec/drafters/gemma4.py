@@ -29,7 +29,6 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-ACTIVATION = "gelu_pytorch_tanh"
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
@@ -109,10 +108,11 @@ def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
 
 
 def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    activation = text.get("hidden_activation", ACTIVATION)
-    if activation != ACTIVATION:
+    supported = "gelu_pytorch_tanh"
+    activation = text.get("hidden_activation", supported)
+    if activation != supported:
         raise BadCheckpoint(
-            f"the drafter's hidden_activation is {activation!r}, only {ACTIVATION!r} is supported"
+            f"the drafter's hidden_activation is {activation!r}, only {supported!r} is supported"
         )
     if not raw.get("tie_word_embeddings", True):
         raise BadCheckpoint("the drafter has its own LM head (tie_word_embeddings is false): not supported")

@@ -14,11 +14,9 @@ from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import Draft, EarlierTexts, Features, FeatureSpec, Sampler, no_draft
 
-MIN_MATCH = 2  # tokens that must match before anything is copied, unless one token is a proposal of its own
 MAX_MATCH = 32  # tokens of a match that are compared
 # The proposals of lookup, with the lengths of the matches that they draft from.
 RANGES = {"lookup": (6, MAX_MATCH), "lookup, a few tokens": (2, 5), "lookup, one token": (1, 1)}
-MAX_PLACES = 256  # earlier places compared in one draft, latest first
 MAX_TAIL = 64  # tokens compared to notice that the history was replaced
 
 
@@ -29,13 +27,14 @@ class Lookup(SequenceDrafter):
     place after them, and a chain from every place to the one before. Earlier answers count where they match
     longer. A draft is no longer than its match, as in suffix decoding.
 
-    A place is the index of the token that followed a match.
+    A place is the index of the token that followed a match. `min_match` tokens must match before anything is
+    copied; with 1, a single token is a proposal of its own.
     """
 
     needs = FeatureSpec()
     source = "lookup"  # of drafts from the conversation
 
-    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
+    def __init__(self, min_match: int = 2, max_match: int = MAX_MATCH) -> None:
         self._min_match, self._max_match = max(min_match, 2), max_match
         self._copies_after_one = min_match == 1
         self._earlier: EarlierTexts | None = None
@@ -135,7 +134,7 @@ class Lookup(SequenceDrafter):
             return (place, 1) if is_match else (0, 0)
         last = list(history[-self._max_match :])[::-1]
         best, length = 0, self._min_match - 1
-        for _ in range(MAX_PLACES):
+        for _ in range(256):  # The latest places are compared. A draft must not wait for all of a long text.
             if not place or length == len(last):
                 break
             if length < place and history[place - 1 - length] == last[length]:

@@ -32,16 +32,6 @@ from mlx_spec.model.tree import Tree, TreeTemplate, tree_of, tree_template
 from mlx_spec.sampling import likeliest
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-# The hidden states of a prompt are not worth their memory: the first token comes without a draft.
-NEEDS = {
-    POST_NORM: FeatureSpec(final_hidden=True, prompt=False),
-    PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt=False),
-}
-
-FIRST_GUESS, OTHER_GUESS = 0.6, 0.35  # acceptance assumed of a first guess; of another if those before fail
-PRIOR_WEIGHT = 6.0  # drafts that the assumption is worth
-FORGET = 0.995  # of the counts, a draft: the last 200 drafts count
-
 
 class MedusaNetwork(nn.Module):
     """All heads; the residual blocks of each have biases or not."""
@@ -76,9 +66,11 @@ class GuessRates:
     """
 
     def __init__(self, heads: int) -> None:
-        self._first = [[PRIOR_WEIGHT * FIRST_GUESS, PRIOR_WEIGHT] for _ in range(heads)]  # accepted, judged
-        # beside the first, 3 guesses for one place: rarer ones are accepted too seldom to be worth a row
-        self._other = [[PRIOR_WEIGHT * OTHER_GUESS, PRIOR_WEIGHT] for _ in range(3)]
+        # Accepted and judged guesses. At first an acceptance of 0.6 is assumed of the first guess, and of
+        # 0.35 of another one if those before it fail. The assumption is worth 6 drafts.
+        self._first = [[6 * 0.6, 6.0] for _ in range(heads)]
+        # Beside the first, a place gets 3 guesses. Rarer ones are accepted too seldom to be worth a row.
+        self._other = [[6 * 0.35, 6.0] for _ in range(3)]
         self._judged = 0  # drafts
         self._template: TreeTemplate | None = None
 
@@ -91,8 +83,9 @@ class GuessRates:
             found = next((r for r, j in enumerate(guesses) if drafted[j] == token), None)
             for rank in range(len(guesses) if found is None else found + 1):
                 counts = self._first[depth] if rank == 0 else self._other[rank - 1]
-                counts[0] = FORGET * counts[0] + (rank == found)
-                counts[1] = FORGET * counts[1] + 1
+                memory = 0.995  # The last 200 drafts count.
+                counts[0] = memory * counts[0] + (rank == found)
+                counts[1] = memory * counts[1] + 1
             if found is None:
                 break
             row = guesses[found] + 1
@@ -171,16 +164,20 @@ class MedusaTrees(Medusa):
 def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
     conventions = Conventions.from_config(config)
-    if conventions.hidden not in NEEDS:
+    known = {  # The hidden states of a prompt are not worth their memory: the first token gets no draft.
+        POST_NORM: FeatureSpec(final_hidden=True, prompt=False),
+        PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt=False),
+    }
+    if conventions.hidden not in known:
         raise BadCheckpoint(
-            f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(NEEDS)}"
+            f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(known)}"
         )
     check_target(config, target_config)
     heads, blocks = (required(config, key, int, CONFIG) for key in ("num_heads", "num_layers"))
     target, biased = config["target"], "heads.0.layers.0.bias" in read_tensors(path)
     network = MedusaNetwork(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
     load_weights(network, path)
-    needs, rates = NEEDS[conventions.hidden], GuessRates(heads)
+    needs, rates = known[conventions.hidden], GuessRates(heads)
 
     def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:
         return lambda parts: kind(network, needs, rates)

@@ -30,7 +30,6 @@ from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDraft
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
-NEEDS = FeatureSpec(final_hidden=True, prompt=False)  # the first token comes without a draft
 EPS = 1e-6
 Memory = tuple[mx.array, mx.array]  # the state that a head reads, and the cell of an LSTM, [1, I] each
 
@@ -129,8 +128,9 @@ class ShiftedNorm(nn.Module):
 class MLPSpeculator(SequenceDrafter):
     """Drafts for one sequence. Keeps the newest hidden state of the target."""
 
+    needs = FeatureSpec(final_hidden=True, prompt=False)  # the first token comes without a draft
+
     def __init__(self, network: MLPSpeculatorNetwork) -> None:
-        self.needs = NEEDS
         self._network = network
         self._hidden: mx.array | None = None  # [1, D], of the position before the pending token
         self._length = 0  # of the history that it belongs to
@@ -169,4 +169,4 @@ def open_mlp_speculator(
     def make(parts: TargetParts) -> MLPSpeculator:
         return MLPSpeculator(network)
 
-    return DrafterSource(name, NEEDS, make, network)
+    return DrafterSource(name, MLPSpeculator.needs, make, network)

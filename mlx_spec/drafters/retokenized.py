@@ -38,11 +38,6 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.types import Draft, Features, Sampler, no_draft
 
-MIN_RATIO, MAX_RATIO = 0.25, 4.0  # the drafter's tokens per token of the target, within which it is believed
-PIECE = 32  # tokens of the target after which a piece of text is closed at the next word
-MAX_PIECE = 4 * PIECE  # tokens of the target after which it is closed at the next character
-PROBE = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
-
 
 def encode_after(tokenizer: Tokenizer, before: bytes, text: bytes) -> list[int] | None:
     """Return the tokens of `text` when it follows `before`.
@@ -123,14 +118,17 @@ class Translation:
         return Place([*self._tokens, *self._encode(text)], before, pending)
 
     def _closed(self, start: int) -> Iterator[int]:
-        """Yield the ends of the pieces from `start` on, without the last one."""
+        """Yield the ends of the pieces from `start` on, without the last one.
+
+        A piece is closed at the first word after 32 tokens, and at the first character after 128.
+        """
         for i in range(start, len(self._history)):
             token, length = self._history[i], i - start
             control = token in self._target.controls
-            # a new word begins with one of these in every tokenizer that keeps words apart
+            # A new word begins with one of these in every tokenizer that keeps words apart.
             spaces = (b" ", b"\n")
-            word = length >= PIECE and self._target.token_bytes(token).startswith(spaces)
-            long = length >= MAX_PIECE and not split_characters(self._bytes(start, i))[1]
+            word = length >= 32 and self._target.token_bytes(token).startswith(spaces)
+            long = length >= 128 and not split_characters(self._bytes(start, i))[1]
             if length and (control or word or long):
                 yield i
                 start = i
@@ -197,7 +195,8 @@ class Retokenized(DrafterWrapper):
         place = self._place(history)
         if limit < 1 or not place.tokens:
             return no_draft()
-        ratio = min(max(len(place.tokens) / len(history), MIN_RATIO), MAX_RATIO)
+        # The drafter's tokens per token of the target, as far as a short text can be believed.
+        ratio = min(max(len(place.tokens) / len(history), 0.25), 4.0)
         steps = min(math.ceil(limit * ratio) + 1, 48)  # the drafter's tokens in one draft
         tokens = read_tokens(self.inner.draft(place.tokens, steps, self._greedy).tokens)
         self.inner.keep_draft(tokens)
@@ -242,8 +241,9 @@ def open_retokenized(
 
     Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.
     """
+    probe = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
     for tokenizer, whose in ((drafter, f"the drafter {path}"), (target, "the target")):
-        if encode_after(tokenizer, b"", PROBE.encode()) is None:
+        if encode_after(tokenizer, b"", probe.encode()) is None:
             raise Mismatch(
                 f"the drafter {path} and the target have different tokenizers, and that of {whose} does not "
                 'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'

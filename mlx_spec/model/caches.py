@@ -38,7 +38,6 @@ from mlx_spec.model.layer_caches import (
 from mlx_spec.types import CacheState
 
 FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
-FREE_SHARE = 4  # buffers shrink when less than 1 / FREE_SHARE of their lanes is in use
 
 Arrays = list[mx.array | None]
 Cache = TypeVar("Cache")
@@ -334,13 +333,13 @@ class Caches:
 
     def _shrink(self) -> None:
         """Return memory when most lanes are free, or most columns since the longest sequence left."""
-        lanes = self._lanes
-        while len(self.sizes) * FREE_SHARE <= lanes and lanes > FIRST_LANES:
+        lanes, share = self._lanes, 4  # buffers shrink when less than a quarter of them is in use
+        while len(self.sizes) * share <= lanes and lanes > FIRST_LANES:
             lanes //= 2
         for columns in self._columns.values():
             need = max(size - first for size, first in zip(self.sizes, columns.first, strict=True))
             count = capacity_for(need + self.uncommitted)
-            if lanes < self._lanes or (columns.window is None and count * FREE_SHARE <= columns.count):
+            if lanes < self._lanes or (columns.window is None and count * share <= columns.count):
                 count = min(count, columns.count) if columns.window is None else columns.count
                 self._rearrange(columns, lanes, count, columns.first, len(self.sizes))
         self._lanes = lanes

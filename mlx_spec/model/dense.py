@@ -19,7 +19,9 @@ def dequantized(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if not isinstance(module, nn.QuantizedLinear) or module.bits not in UNPACK:
             continue
-        if module.biases is None or module.scales.size > MAX_GROUPS:  # another mode than affine; a head
+        # Left out are modes other than affine, and heads: 2^20 scales are 128 MB of dense weights in groups
+        # of 32.
+        if module.biases is None or module.scales.size > 1 << 20:
             continue
         weight = _weight(module.weight, module.scales, module.biases, module.bits)
         rows, columns = weight.shape
@@ -51,4 +53,3 @@ def _five(packed: mx.array) -> mx.array:
 
 
 UNPACK = {4: _four, 5: _five}
-MAX_GROUPS = 1 << 20  # scales of a layer that is unpacked here: 128 MB of dense weights in groups of 32

@@ -20,7 +20,6 @@ from mlx_spec.types import KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers
-CAPACITY_STEP = 256  # rows; buffers grow in whole steps
 
 Mask = mx.array | str | None
 Blocks = Sequence[tuple[int, int]]  # positions: the first one of each block, and the one after its last
@@ -325,8 +324,8 @@ def lanes_without(lane: int, count: int) -> list[int]:
 
 
 def capacity_for(rows: int) -> int:
-    """Return the capacity of a new buffer for `rows` rows: a quarter more, in whole steps."""
-    return -(-(rows + rows // 4) // CAPACITY_STEP) * CAPACITY_STEP
+    """Return the capacity of a new buffer for `rows` rows: a quarter more, in steps of 256."""
+    return -(-(rows + rows // 4) // 256) * 256
 
 
 def _zeros(like: mx.array, at: Columns) -> mx.array:

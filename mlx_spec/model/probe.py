@@ -12,18 +12,13 @@ from mlx.utils import tree_flatten
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 
-PROMPT, ROWS = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
-KEPT = 2  # rows that a rollback keeps
-# The error of logits or states that rounding explains, as a share of the largest value: with float32 weights,
-# and with others.
-MAX_EXACT_ERROR, MAX_ROUNDED_ERROR = 0.01, 0.05
-
 
 def rounding_of(model: nn.Module) -> float:
     """Return the largest error that rounding explains in a model."""
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     types = {array.dtype for _, array in weights}
-    return MAX_ROUNDED_ERROR if types & {mx.bfloat16, mx.float16} else MAX_EXACT_ERROR
+    # A share of the largest logit or state.
+    return 0.05 if types & {mx.bfloat16, mx.float16} else 0.01
 
 
 def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
@@ -32,18 +27,20 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
     `make` returns new targets of the model. The median error counts: single rows may have more, because
     another expert is chosen at a near tie, while a wrong mask or position spoils most rows.
     """
+    prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
+    kept = 2  # rows that a rollback keeps
     together, alone = make(), make()
     for target in (together, alone):
-        target.prefill(PROMPT)
-    block = together.verify(mx.array(ROWS))
+        target.prefill(prompt)
+    block = together.verify(mx.array(rows))
     single = []
-    for row in ROWS:
+    for row in rows:
         single.append(alone.verify(mx.array([row])))
         alone.commit(1)
-    together.commit(KEPT)
-    again = together.verify(mx.array(ROWS[KEPT:]))
+    together.commit(kept)
+    again = together.verify(mx.array(rows[kept:]))
     together.commit(0)
-    right = mx.concatenate([*single, *single[KEPT:]]).astype(mx.float32)
+    right = mx.concatenate([*single, *single[kept:]]).astype(mx.float32)
     found = mx.concatenate([block, again]).astype(mx.float32)
     right, found = (mx.where(mx.isinf(logits), 0, logits) for logits in (right, found))  # of banned tokens
     errors = mx.abs(found - right).max(axis=-1) / mx.abs(right).max(axis=-1)

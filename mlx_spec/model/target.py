@@ -28,9 +28,6 @@ from mlx_spec.model.tree import (
 from mlx_spec.prompt import Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
-CHECKPOINT_TOKENS = 32  # before the end of a prompt: a second checkpoint of a recurrent target, because the
-# next turn often drops what a chat template appends to begin an answer
-MAX_CHECKPOINTS = 2  # places beside the present one: more keep old windows and states in memory
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
 # What a model raises that calculates with an int where positions of several rows or sequences are given.
 POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
@@ -45,6 +42,8 @@ class LMTarget:
     after a rejection its state is restored, and the accepted tokens join the next forward pass instead of
     costing a pass of their own.
     """
+
+    MAX_CHECKPOINTS = 2  # places beside the present one: more would keep old windows and states in memory
 
     def __init__(
         self,
@@ -113,7 +112,9 @@ class LMTarget:
         `spans` are those of the whole prompt. Rows of a chunk that lie in one are its own.
         """
         rows, points = mx.array(list(tokens), dtype=mx.int32), []
-        early = len(tokens) - CHECKPOINT_TOKENS if self._recurrent else 0
+        # A recurrent target gets a second checkpoint 32 tokens before the end of a prompt, because the next
+        # turn often drops what a chat template appends to begin an answer.
+        early = len(tokens) - 32 if self._recurrent else 0
         if early > 0:
             self._write(rows[:early], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint())
@@ -131,7 +132,7 @@ class LMTarget:
 
     def checkpoint(self) -> None:
         """Let `rewind` return to this place, also when its rows are gone."""
-        self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-MAX_CHECKPOINTS:]
+        self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-self.MAX_CHECKPOINTS :]
 
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
@@ -277,7 +278,7 @@ class LMTarget:
         self._size, self._read = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
         self._caches.restore(self._caches.load(state.part("@0")))
-        for j in range(1, MAX_CHECKPOINTS + 1):
+        for j in range(1, self.MAX_CHECKPOINTS + 1):
             if (part := state.part(f"@{j}")).numbers:
                 self._checkpoints.append(self._caches.load(part))
 

@@ -18,9 +18,6 @@ from mlx_spec.model.probe import rounding_of
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, POSITION_ERRORS, LMTarget, captures_of, features_of
 from mlx_spec.types import Features, FeatureSpec, KVRows, no_draft
 
-PROBE_LENGTHS = (3, 6)  # prompt tokens of two sequences: unequal, so that rows need positions of their own
-PROBE_ROWS = 4  # of the probe's pass: neither 1 nor the number of sequences, so that no wrong shape fits
-
 
 class SingleTarget:
     """The target of one sequence: its passes need no padding, and it can verify trees."""
@@ -190,8 +187,9 @@ def probe_batch(model: nn.Module) -> BatchSupport:
     padding in its recurrent state gets wrong logits after an unequal pass.
     """
     is_recurrent, tolerance = LMTarget(model).is_recurrent, rounding_of(model)
+    rows = 4  # neither 1 nor the number of sequences, so that no wrong shape fits
     try:
-        error = _probe(model, [[1, 1] if is_recurrent else [PROBE_ROWS, PROBE_ROWS]])
+        error = _probe(model, [[1, 1] if is_recurrent else [rows, rows]])
     except POSITION_ERRORS as reason:
         return BatchSupport(f"its model calculates with positions ({one_line(reason, 80)})", False)
     if not error <= tolerance:  # NaN, too
@@ -199,7 +197,7 @@ def probe_batch(model: nn.Module) -> BatchSupport:
     if not is_recurrent:
         return BatchSupport(None, True)
     try:
-        return BatchSupport(None, _probe(model, [[1, PROBE_ROWS], [1, 1]]) <= tolerance)
+        return BatchSupport(None, _probe(model, [[1, rows], [1, 1]]) <= tolerance)
     except POSITION_ERRORS:
         return BatchSupport(None, False)
 
@@ -210,8 +208,9 @@ def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
     It is the error of logits, or of half of the recurrent states: padding that is not masked spoils all of
     them, and may hardly show in the next logits.
     """
-    shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in PROBE_LENGTHS]
-    for target, length in zip(alone, PROBE_LENGTHS, strict=True):
+    lengths = (3, 6)  # tokens of two prompts: unequal, so that rows need positions of their own
+    shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in lengths]
+    for target, length in zip(alone, lengths, strict=True):
         origin = LMTarget(model)
         for each in (target, origin):
             each.prefill([7 * i % 11 for i in range(length)])

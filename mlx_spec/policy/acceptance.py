@@ -19,16 +19,15 @@ from mlx_spec.types import MAX_DRAFT_TOKENS
 # Probability of acceptance on each level -> probability of the level for a new pair; the mean is 0.6.
 LEVELS = {0.03: 0.12, 0.15: 0.10, 0.35: 0.10, 0.55: 0.13, 0.75: 0.20, 0.9: 0.23, 0.97: 0.12}
 CHANGE = 0.02  # probability per token that the level changes: a stretch of text has about 50 tokens
-PRIOR_DRAFTS = 16  # verified drafts that the prior is worth
-MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
-DECLINE_PRIOR = 20.0  # accepted tokens at a position that the assumption "as the position before" is worth
-DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
 
 
 class DrafterStatistics:
-    """Statistics of one drafter, shared by all answers of a pair. `prior` is worth some verified drafts."""
+    """Statistics of one drafter, shared by all answers of a pair. `prior` counts as `worth` drafts."""
 
-    def __init__(self, prior: Sequence[float] = tuple(LEVELS.values()), worth: int = PRIOR_DRAFTS) -> None:
+    MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
+    DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
+
+    def __init__(self, prior: Sequence[float] = tuple(LEVELS.values()), worth: int = 16) -> None:
         self.frequencies, self._worth = list(prior), worth
         self._drafts = 0
         self.since = 0  # plain tokens since the last draft
@@ -38,15 +37,15 @@ class DrafterStatistics:
     @classmethod
     def with_mean(cls, mean: float) -> DrafterStatistics:
         """Return statistics for one request: its text is followed with this probability, or not at all."""
-        # the same for the drafter of one request, which must show soon whether it fits
+        # The prior is worth 4 drafts: the drafter of one request must show soon whether it fits.
         return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], 4)
 
     def learn(self, belief: Sequence[float]) -> None:
         """Average the belief after a verified draft into the frequencies."""
         self._drafts += 1
-        step = 1 / min(self._worth + self._drafts, MEMORY)
+        step = 1 / min(self._worth + self._drafts, self.MEMORY)
         self.frequencies = [f + step * (b - f) for f, b in zip(self.frequencies, belief, strict=True)]
-        if self._drafts % DECLINE_REFRESH == 0:
+        if self._drafts % self.DECLINE_REFRESH == 0:
             self._compute_rates()
 
     def count(self, position: int, accepted: bool, expected: float) -> None:
@@ -56,11 +55,12 @@ class DrafterStatistics:
 
     def _compute_rates(self) -> None:
         """Compute acceptance by level and position. Drafters can get worse within their own draft."""
-        keep = 1 - DECLINE_REFRESH / (5 * MEMORY)
+        keep = 1 - self.DECLINE_REFRESH / (5 * self.MEMORY)
         decline, factor = [], 1.0
         for position in range(MAX_DRAFT_TOKENS):
             accepted, expected = self._accepted[position], self._expected[position]
-            factor = min((accepted + DECLINE_PRIOR * factor) / (expected + DECLINE_PRIOR), 1.03)
+            prior = 20.0  # accepted tokens: the weight of the assumption "as the position before"
+            factor = min((accepted + prior * factor) / (expected + prior), 1.03)
             decline.append(factor)
             self._accepted[position] *= keep
             self._expected[position] *= keep

@@ -34,8 +34,6 @@ Available = Callable[[Sequence[int]], int]  # the tokens that a drafter has to f
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
-FIRST_RISK = 0.4  # plain tokens: the expected loss of an answer's first draft, if its first token is rejected
-ENOUGH_TOKENS = 16  # of an answer, to say that speculation pays: fewer are noise
 LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
 TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
 
@@ -191,10 +189,10 @@ class AdaptivePolicy:
         return *best_length(tokens, costs.rounds(index), limit), False
 
     def _reason_on(self) -> Reason:
-        """Return PAYS only if this answer has gained time, over enough tokens to mean it."""
+        """Return PAYS only if this answer has gained time, over 16 tokens: fewer are noise."""
         if self._waiting:
             return Reason.WAITING
-        gained = self._tokens >= ENOUGH_TOKENS and self._steps < self._tokens
+        gained = self._tokens >= 16 and self._steps < self._tokens
         return Reason.PAYS if gained else Reason.LEARNING
 
     def _limit(self, index: int, length: int, costs: CostModel, ahead: bool = False) -> int:
@@ -206,7 +204,8 @@ class AdaptivePolicy:
         proposal, account, wait = self._proposals[index], self._shared.account, costs.host / costs.plain
         risk = 0.0 if proposal.verified else 1 - proposal.first_rate()
         length = min(length, costs.longest)
-        while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > FIRST_RISK:
+        # In plain tokens: the expected loss of an answer's first draft, if its first token is rejected.
+        while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > 0.4:
             length -= 1
         while length:
             seconds = costs.seconds(index, length) + self._cost_of_repeated_draft(index, length, costs)

@@ -47,8 +47,6 @@ from mlx_spec.types import (
 
 BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
 FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
-PRIOR_ROUNDS = 2.0  # rounds that the corrections of the lengths around one are worth
-OUTLIER = math.log(1.5)  # log seconds: a round slower than known by more counts as this much: it was delayed
 LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
 BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
 
@@ -80,7 +78,8 @@ class SharedPasses:
         for i in range(1, len(lengths)):
             rounds = known[lengths[i]][1]
             prior = np.interp(lengths[i], lengths[:i] + lengths[i + 1 :], values[:i] + values[i + 1 :])
-            errors[lengths[i]] = (rounds * values[i] + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS)
+            # The corrections of the lengths around this one are worth two rounds.
+            errors[lengths[i]] = (rounds * values[i] + 2 * prior) / (rounds + 2)
         found: Floats = expected * np.exp(errors)
         return found
 
@@ -90,10 +89,10 @@ class SharedPasses:
             before, rounds = math.log(float(self.seconds(costs, count)[longest]) / costs.plain), 0
         else:
             before, rounds = self._known[count][longest]
-        # rounds that the correction of a cost remembers
-        rounds = min(rounds + 1, 16)
+        rounds = min(rounds + 1, 16)  # The correction of a cost remembers 16 rounds.
         error = math.log(seconds / costs.plain) - before
-        self._known.setdefault(count, {})[longest] = before + min(error, OUTLIER) / rounds, rounds
+        # A round that took more than 1.5 times the known seconds was delayed: it counts as 1.5.
+        self._known.setdefault(count, {})[longest] = before + min(error, math.log(1.5)) / rounds, rounds
 
 
 class MemberPolicy(AdaptivePolicy):

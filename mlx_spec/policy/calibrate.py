@@ -26,7 +26,6 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 ROWS = (1, 2, 5, 3, 9, 4, 17, 33, 6, 7, 11, 8, 13)
 DRAFTED = (1, 4, 2, 8)  # draft tokens, the first two required
 RUN = 4  # plain tokens of one sample, each queued while the one before it runs
-DRAFT_COST = 0.1  # plain tokens: one draft token that could not be measured; above published drafters
 
 Name = str | int | tuple[int, int]  # of a sample: its rows, or the drafter and its draft tokens
 Job = Callable[[], Iterator[None]]  # a sample, which yields between its passes
@@ -163,10 +162,10 @@ def measure(
             if is_whole:
                 (required if k in DRAFTED[:2] else optional)[i, k] = partial(draft, i, k)
     seconds = yield from _lower_quartiles(required, optional, watch)
-
     one = seconds["plain"] / RUN
     passes = {rows: seconds[rows] for rows in ROWS if rows in seconds}
-    assumed = {k: one * DRAFT_COST * k for k in (1, MAX_DRAFT_TOKENS)}
+    # One that could not be measured counts as a tenth of a plain token: published drafters take less.
+    assumed = {k: one * 0.1 * k for k in (1, MAX_DRAFT_TOKENS)}
     drafts = [
         {} if i in copying else _drafts(seconds, i, i in trees) or assumed for i in range(len(drafters))
     ]

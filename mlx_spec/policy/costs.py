@@ -21,12 +21,8 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Round
 
 Floats = NDArray[np.float64]
 
-HEAT, SLOPE, OWN = 0.05, 0.25, 0.10  # log seconds: prior deviations of the three kinds of error
 NOISE = 0.05  # log seconds: deviation of one measurement
-ROW_COST = 0.35  # plain tokens: one more row on the dearest published Apple device (M1 Ultra)
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
-CONTEXT_STEP = 512  # tokens: contexts up to 512, 2048, 8192, ... have costs of their own
-MAX_SAVED = 1e9  # seconds, rows or tokens: a file with more is damaged
 
 
 class BadCosts(SpecError):
@@ -57,8 +53,9 @@ class Table:
         counts = [table.context, table.longest, *(size for by_size in sizes for size in by_size)]
         passes = [plain, *sizes[0].values()]
         others = [host, *(s for by_size in sizes[1:] for s in by_size.values())]
-        is_sound = all(0 < n < MAX_SAVED for n in counts) and all(s > 1 / MAX_SAVED for s in passes)
-        if not (sizes[0] and is_sound and all(0 <= s < MAX_SAVED for s in (*passes, *others))):
+        most = 1e9  # seconds, rows or tokens: a file with more is damaged
+        is_sound = all(0 < n < most for n in counts) and all(s > 1 / most for s in passes)
+        if not (sizes[0] and is_sound and all(0 <= s < most for s in (*passes, *others))):
             raise BadCosts("saved costs hold a number that cannot have been measured")
         if len(table.draft) != drafters:
             raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
@@ -77,7 +74,7 @@ class Table:
             return False
         old, new = CostModel(self), CostModel(now)
         ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
-        # times what a round costs now: dearer saved costs were measured while other programs ran
+        # Saved costs that are 1.25 times what a round costs now were measured while other programs ran.
         return any(float(ratio[: FIRST_LENGTH + 1].max()) > 1.25 for ratio in ratios)
 
 
@@ -124,11 +121,13 @@ class CostModel:
         self._base = np.log(np.maximum(interpolate(table.verify, self._rows), table.plain))
         self._base[0] = math.log(table.plain)  # log seconds of a pass, by draft length
         self._drafting = [interpolate({0: 0.0, **points}, lengths) for points in table.draft]
-        slope = np.log1p(ROW_COST * lengths) / math.log1p(ROW_COST)
-        # draft tokens: the distance at which a length's own error fades
+        row = 0.35  # plain tokens that one more row costs on the dearest published Apple device (M1 Ultra)
+        slope = np.log1p(row * lengths) / math.log1p(row)
+        # The error of one length reaches those within about 1.5 draft tokens.
         near = np.exp(-((lengths[:, None] - lengths) ** 2) / (2 * 1.5**2))
         near[0, :] = near[:, 0] = 0.0
-        self._covariance = HEAT**2 + SLOPE**2 * np.outer(slope, slope) + OWN**2 * near
+        # The prior deviations of the three kinds of error in log seconds: of all, by row, and of one length.
+        self._covariance = 0.05**2 + 0.25**2 * np.outer(slope, slope) + 0.1**2 * near
         self._error = np.zeros(MAX_DRAFT_TOKENS + 1)
         self._paused = False  # the last round was delayed
         self._compute_seconds()
@@ -215,7 +214,8 @@ def best_length(tokens: Floats, seconds: Floats, limit: int) -> tuple[int, float
 
 
 def _bucket(context: int) -> int:
-    return max(0, ((context - 1) // CONTEXT_STEP).bit_length() + 1) // 2
+    """Return the number of a range of contexts: up to 512 tokens, 2048, 8192, and so on."""
+    return max(0, ((context - 1) // 512).bit_length() + 1) // 2
 
 
 def interpolate(points: Mapping[int, float], sizes: NDArray[np.int64]) -> Floats:

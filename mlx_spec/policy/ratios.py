@@ -16,14 +16,13 @@ from statistics import median
 
 from mlx_spec.types import Cost
 
-KNOWN = 0.06  # log seconds: error of measured costs on a machine that is as fast as then
-
-
 Shape = tuple[Hashable, int]  # of rounds that cost the same: a drafter and its rows
 
 
 class Ratios:
     """The costs of rounds by their shape. Shared by the sequences of a pair."""
+
+    KNOWN = 0.06  # log seconds: the error of measured costs on a machine that is as fast as then
 
     def __init__(self, recent: int = 8) -> None:
         self._ratios: dict[Shape, deque[float]] = {}  # log, by shape
@@ -66,7 +65,7 @@ class Ratios:
         if self._draft is None or self._draft[0] != 1:
             return False
         found = self._found.get(self._draft[1])
-        is_known = self._as_measured or (found is not None and found.error <= KNOWN)
+        is_known = self._as_measured or (found is not None and found.error <= self.KNOWN)
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
@@ -75,7 +74,7 @@ class Ratios:
         A round of another size says something, too. None if nothing is known.
         """
         shape = drafter, rows
-        costs = [] if measured is None else [Cost(shape, measured, KNOWN if self._as_measured else 1.0)]
+        costs = [] if measured is None else [Cost(shape, measured, self.KNOWN if self._as_measured else 1.0)]
         if shape in self._found:
             costs.append(self._found[shape])
         self._guesses[shape] = measured or 1.0
@@ -91,8 +90,8 @@ class Ratios:
     def _as_measured(self) -> bool:
         """Return True if rounds take the seconds that measured costs say, and so did the last plain token."""
         late = self._late
-        is_enough = len(late) >= (late.maxlen or 0) / 2 and abs(self._plain_late) <= 2 * KNOWN
-        return is_enough and max(abs(median(late)), _deviation(late)) <= KNOWN
+        is_enough = len(late) >= (late.maxlen or 0) / 2 and abs(self._plain_late) <= 2 * self.KNOWN
+        return is_enough and max(abs(median(late)), _deviation(late)) <= self.KNOWN
 
     def _learn(self, shape: Shape, ratio: float) -> None:
         # As many are remembered as let medians follow the length of the context.
@@ -101,7 +100,7 @@ class Ratios:
         if len(known) >= 6:  # of fewer a median says nothing
             # A median errs 1.25 times as much as a mean. Neighbours share a plain token, hence a bit more.
             error = 1.6 * _deviation(known) / math.sqrt(len(known))
-            self._found[shape] = Cost(shape, max(math.exp(median(known)), 1.0), max(error, KNOWN / 2))
+            self._found[shape] = Cost(shape, max(math.exp(median(known)), 1.0), max(error, self.KNOWN / 2))
 
 
 def _deviation(values: deque[float]) -> float:

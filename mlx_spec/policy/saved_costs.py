@@ -14,8 +14,6 @@ from mlx_spec.checkpoint.files import one_line, write_atomically
 from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.policy.costs import BadCosts, Table
 
-FORMAT = 2  # of the files; raised when older ones can no longer be read
-
 
 @dataclass(frozen=True)
 class Key:
@@ -27,7 +25,7 @@ class Key:
     quantization: str  # as shown to people: "4-bit, groups of 64"
     kv_bits: int | None  # None if K/V are as computed
     mlx: str  # version
-    format: int = FORMAT
+    format: int = 2  # of the file; raised when older ones can no longer be read
 
 
 def folder() -> Path:
@@ -69,8 +67,8 @@ def read(file: Path, key: Key) -> tuple[Table, str]:
     except (ValueError, RecursionError) as error:
         raise BadCosts(f"{file} is damaged ({one_line(error)})") from error
     match found:
-        case {"key": {"format": int(other)}} if other != FORMAT:
-            raise BadCosts(f"{file} is of format {other}, this version reads {FORMAT}")
+        case {"key": {"format": int(other)}} if other != key.format:
+            raise BadCosts(f"{file} is of format {other}, this version reads {key.format}")
         case {"key": dict() as saved, "measured": str(measured), "table": dict() as table}:
             different = [
                 f"{name} {_shown(saved.get(name))}, here it is {_shown(here)}"

@@ -16,8 +16,6 @@ import numpy as np
 from mlx_spec.sampling import normal
 from mlx_spec.sampling.verify import MIN_NORMAL
 
-MAX_SHORTLIST = 4096  # tokens; beyond that, thresholds over the vocabulary cost about as much as sorting
-
 
 @dataclass(frozen=True)
 class Candidates:
@@ -113,7 +111,8 @@ def shortlist_length(top_k: int, top_p: float, vocab_size: int, *, nucleus: int 
     Nearly all nuclei of a model that was trained have less than 2,048 tokens.
     """
     if 0 < top_k < vocab_size:
-        return top_k if top_k <= MAX_SHORTLIST else 0
+        # Beyond 4096 tokens, thresholds over the vocabulary cost about as much as sorting.
+        return top_k if top_k <= 4096 else 0
     return min(nucleus, vocab_size) if top_p < 1 else 0
 
 

@@ -29,8 +29,6 @@ from mlx_spec.types import Draft, TokenLogprob
 # Tokens [T] and the distribution [T, V] that they were drawn from, as `types.Sampler.draw` returns them.
 Drawn = tuple[mx.array, mx.array | None]
 
-MAX_BIAS = 1e9  # stays finite in float32 when divided by the lowest temperature
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -328,7 +326,8 @@ def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
     for token, value in bias.items():
         check_integer("logit_bias token id", token, least=0)
         if value != -math.inf:
-            _check_number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, also="-inf or ")
+            most = 1e9  # It stays finite in float32 when it is divided by the lowest temperature.
+            _check_number(f"logit_bias of token {token}", value, -most, most, also="-inf or ")
     return MappingProxyType(dict(bias))
 
 

@@ -16,7 +16,7 @@ from support.lossless import count_calls
 from support.pairs import save
 
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, PREFILL_STEP, DraftModel, Pard, VocabularySizes
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, Pard, VocabularySizes
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
@@ -148,9 +148,9 @@ def fail(*_, **__):
 def test_prompt_is_written_while_it_is_observed(monkeypatch):
     """No draft waits for a long prompt, and no pass over it is longer than a chunk."""
     chunks = count_calls(monkeypatch, "prefill")
-    drafter, history = new("full"), tiny.prompt(2 * PREFILL_STEP + MAX_UNWRITTEN // 2)
-    drafter.observe(history[: 2 * PREFILL_STEP - 99], NOTHING)
-    assert chunks == [("prefill", PREFILL_STEP), ("prefill", PREFILL_STEP - 100)]
+    drafter, history = new("full"), tiny.prompt(1024 + MAX_UNWRITTEN // 2)
+    drafter.observe(history[: 1024 - 99], NOTHING)
+    assert chunks == [("prefill", 512), ("prefill", 412)]
     drafter.observe(history, NOTHING)
     assert sum(size for _, size in chunks) == len(history) - 1
     chunks.clear()

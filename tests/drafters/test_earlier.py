@@ -16,7 +16,7 @@ from support.lossless import GREEDY, emitted, first_difference
 from support.pairs import alone, make_pair
 from support.waiting import wait_until
 
-from mlx_spec.drafters.earlier import LENGTHS, MAX_RINGS, TOKEN_BYTES, EarlierAnswers, TextRing, ring_tokens
+from mlx_spec.drafters.earlier import LENGTHS, MAX_RINGS, EarlierAnswers, TextRing, ring_tokens
 from mlx_spec.drafters.lookup import RANGES, Lookup
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -59,7 +59,7 @@ def test_memory_is_fixed_and_the_newest_texts_stay() -> None:
     ring, before = TextRing(SIZE), TextRing(SIZE).nbytes
     for seed in range(200):
         ring.add(text := drawn(seed, 1 + 3 * seed, 5000))
-    assert ring.nbytes == before == TOKEN_BYTES * SIZE
+    assert ring.nbytes == before == 4 * (1 + len(LENGTHS)) * SIZE
     assert all(ring.copy(ring.find(text[i - 8 : i])[0], 1) == [text[i]] for i in range(8, len(text)))
     ring.add(drawn(7, 50_000))  # longer than the ring
     ring.add([])
@@ -183,7 +183,7 @@ def test_the_key_used_longest_ago_gives_way() -> None:
     for i in range(MAX_RINGS + 3):
         earlier.add(str(i), text_prompt([1, 2]), [3, 4, 5])
         earlier.ring("0")
-    assert earlier.nbytes == MAX_RINGS * TOKEN_BYTES * SIZE
+    assert earlier.nbytes == MAX_RINGS * 4 * (1 + len(LENGTHS)) * SIZE
     assert earlier.ring("0").find([1, 2, 3])[1] == 3 and earlier.ring("1").find([1, 2, 3]) == (0, 0)
 
 

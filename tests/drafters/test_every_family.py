@@ -20,7 +20,6 @@ from mlx_spec.decode import round as engine
 from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.conditioned import MAX_WAITING
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair, PairInfo
@@ -42,7 +41,7 @@ ROWS = ("dflash", "gemma4_dspark", "peagle")  # their caches hold rows of severa
 
 @pytest.mark.parametrize("family", ROWS)
 def test_after_a_long_prompt_and_any_rounds_it_is_as_good_as_new(family, tmp_path):
-    length, parts = MAX_WAITING + 40, LMTarget(tiny.full()).parts
+    length, parts = 104, LMTarget(tiny.full()).parts
     source, rows = opened(MADE[family](), tmp_path), random_rows(length + 30, 3)
     history = tiny.prompt(length + 31)
     begins = [length, length + 1, length + 5, length + 5, length + 8, length + 9]

@@ -30,7 +30,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import mlx_spec.drafters.retokenized as module
 from mlx_spec.decode import round as engine
 from mlx_spec.drafters.retokenized import (
-    MAX_PIECE,
     Translation,
     continuation,
     encode_after,
@@ -138,7 +137,7 @@ def test_translation_does_not_depend_on_the_way(kind: str) -> None:
     for end in [*range(1, len(history), 7), 40, 200, 190, 191, len(history)]:
         place = translation.read(history[:end])
         assert place == Translation(text, other).read(history[:end])
-        assert place.before.endswith(place.pending) and len(place.before) <= MAX_PIECE * 16
+        assert place.before.endswith(place.pending) and len(place.before) <= 128 * 16
     changed = [*history[:100], 9, *history[101:]]
     assert translation.read(changed) == Translation(text, other).read(changed)
     clean = recited(kind) * 4

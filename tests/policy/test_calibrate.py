@@ -12,7 +12,7 @@ import pytest
 import mlx_spec
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, calibrate
-from mlx_spec.policy.calibrate import DRAFT_COST, Stopwatch
+from mlx_spec.policy.calibrate import Stopwatch
 from mlx_spec.policy.costs import Table
 from mlx_spec.types import Draft, no_draft
 
@@ -60,7 +60,7 @@ def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
     assert table.verify[5] == pytest.approx(5 * table.verify[1])
     assert table.draft[0][4] == pytest.approx(4 * table.draft[0][1])
     assert table.draft[1] == {}
-    assert table.draft[2][1] == pytest.approx(DRAFT_COST * table.plain)
+    assert table.draft[2][1] == pytest.approx(0.1 * table.plain)
     assert table.context == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.policy import BadCosts, Table
-from mlx_spec.policy.costs import CONTEXT_STEP, CostModel, Costs
+from mlx_spec.policy.costs import CostModel, Costs
 
 FLAT, LINEAR = CURVES["flat"].table(), CURVES["CUDA linear"].table()
 
@@ -84,10 +84,10 @@ def test_known_costs_are_taken_at_the_speed_of_now():
 def test_contexts_have_costs_of_their_own():
     costs = Costs(FLAT)
     for _ in range(60):
-        costs.at(10 * CONTEXT_STEP).observe_plain(2 * PLAIN_SECONDS)
+        costs.at(10 * 512).observe_plain(2 * PLAIN_SECONDS)
     assert costs.at(1).plain == pytest.approx(PLAIN_SECONDS)
-    assert costs.at(CONTEXT_STEP) is costs.at(1)
-    assert costs.at(20 * CONTEXT_STEP).plain > 1.9 * PLAIN_SECONDS  # begins as its neighbour
+    assert costs.at(512) is costs.at(1)
+    assert costs.at(20 * 512).plain > 1.9 * PLAIN_SECONDS  # begins as its neighbour
 
 
 def test_learned_corrections_are_saved_without_the_heat():
@@ -105,7 +105,7 @@ def test_learned_corrections_are_saved_without_the_heat():
 def test_saved_costs_of_a_busy_machine_are_recognized():
     busy = replace(FLAT, draft=[{k: 4 * PLAIN_SECONDS for k in (1, 4)}])
     assert busy.dearer(FLAT) and not FLAT.dearer(busy) and not FLAT.dearer(FLAT)
-    assert not replace(busy, context=20 * CONTEXT_STEP).dearer(FLAT)  # long contexts may cost more
+    assert not replace(busy, context=20 * 512).dearer(FLAT)  # long contexts may cost more
 
 
 @pytest.mark.parametrize(
