@@ -16,16 +16,6 @@ from .errors import Failure
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-# Figures by names that clients of llama.cpp's server read.
-ALIASES = {
-    "draft_rounds": "speculative_rounds",
-    "draft_n": "drafted",
-    "draft_n_accepted": "accepted",
-    "cache_n": "reused_tokens",
-    "drafter_cold_n": "drafter_cold",
-    "predicted_n": "generated_tokens",
-}
-
 
 @dataclass(frozen=True)
 class PromptRead:
@@ -271,9 +261,17 @@ def timings_json(timings: Timings) -> dict[str, Any]:
 def measurements(statistics: Statistics) -> dict[str, Any]:
     """Return the part of `timings` that an answer has while it goes on: its figures, also by other names."""
     figures = statistics.as_dict()
+    aliases = {  # Clients of llama.cpp's server read figures by these names.
+        "draft_rounds": "speculative_rounds",
+        "draft_n": "drafted",
+        "draft_n_accepted": "accepted",
+        "cache_n": "reused_tokens",
+        "drafter_cold_n": "drafter_cold",
+        "predicted_n": "generated_tokens",
+    }
     return {
         **figures,
-        **{alias: figures[name] for alias, name in ALIASES.items()},
+        **{alias: figures[name] for alias, name in aliases.items()},
         "prompt_n": statistics.prompt_tokens - statistics.reused_tokens,
         "prompt_ms": _milliseconds(statistics.prefill_seconds),
         "predicted_ms": _milliseconds(statistics.decode_seconds),

@@ -25,9 +25,7 @@ from .request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
 from .settings import Settings
 from .thinking_fields import ThinkingField, ThinkingFields
 
-TOOL_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
-BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 
 
 # --- the body
@@ -54,7 +52,11 @@ class ContentBlock(ContentPart):
     source: PictureSource | None = None
 
 
-Blocks = Annotated[list[ContentBlock], parsing.known_types(*BLOCK_TYPES), parsing.AS_PARTS]
+Blocks = Annotated[
+    list[ContentBlock],
+    parsing.known_types("text", "image", "thinking", "tool_use", "tool_result"),
+    parsing.AS_PARTS,
+]
 
 
 class AnthropicMessage(Fields):
@@ -161,7 +163,8 @@ def _parse_tools(body: PromptBody) -> ToolUse | None:
     choice = body.tool_choice or ToolChoiceField(type="auto")
     named = parsing.required(choice.name, "tool_choice.name") if choice.type == "tool" else None
     is_parallel = not choice.disable_parallel_tool_use and body.parallel_tool_calls is not False
-    return parsing.make_tool_use(tools, TOOL_CHOICES[choice.type], named, is_parallel)
+    modes: dict[str, ToolChoice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+    return parsing.make_tool_use(tools, modes[choice.type], named, is_parallel)
 
 
 def _parse_messages(body: PromptBody) -> parsing.ConversationBuilder:

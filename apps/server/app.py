@@ -57,14 +57,6 @@ RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
 IDLE_CONNECTION_S = 75
 WRITE_TIMEOUT_S = 30.0  # for it to write prompts: 10 s, and what began is completed
 
-APIS = {
-    "/v1/chat/completions": openai_chat.API,
-    "/v1/completions": openai_completions.API,
-    "/v1/messages": anthropic_messages.API,
-    "/infill": openai_completions.INFILL_API,
-    "/race": race.API,
-}
-
 
 # --- routes
 
@@ -85,7 +77,15 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     store = stored_responses.ResponseStore(settings.store)
-    for path, api in {**APIS, "/v1/responses": openai_responses.make_api(store)}.items():
+    apis = {
+        "/v1/chat/completions": openai_chat.API,
+        "/v1/completions": openai_completions.API,
+        "/v1/messages": anthropic_messages.API,
+        "/v1/responses": openai_responses.make_api(store),
+        "/infill": openai_completions.INFILL_API,
+        "/race": race.API,
+    }
+    for path, api in apis.items():
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
     count_tokens = partial(anthropic_messages.count_tokens, engine=engine, settings=settings)

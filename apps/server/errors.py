@@ -10,16 +10,6 @@ from mlx_spec.errors import SpecError
 
 LOG = logging.getLogger("mlx_spec.server")  # ids, counts and places in the code, but no text of a request
 MAX_NAME_CHARS = 200  # characters of a name that the client made up; longer ones are not sent back whole
-ANTHROPIC_OVERLOADED = 529  # Anthropic's status for what OpenAI's clients get as 503
-ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 @dataclass(eq=False)
@@ -47,7 +37,16 @@ class Failure(Exception):
 def anthropic_body(failure: Failure) -> dict[str, Any]:
     """Return Anthropic's error object: the body of a response, or of an `error` event."""
     default = "invalid_request_error" if failure.status < 500 else "api_error"
-    kind = ANTHROPIC_TYPES.get(failure.status, default)
+    types = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+    kind = types.get(failure.status, default)
     return {"type": "error", "error": {"type": kind, "message": failure.message}}
 
 

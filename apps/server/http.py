@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine_thread import EngineThread
-from .errors import ANTHROPIC_OVERLOADED, LOG, Failure, anthropic_body, hung_up, internal_error
+from .errors import LOG, Failure, anthropic_body, hung_up, internal_error
 from .generation import Job
 from .parameters import OpenFields, check_unknown
 from .parsing import check_limits, read_body
@@ -42,8 +42,6 @@ from .request import GenerationRequest
 from .settings import Settings
 
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
-EVENT_STREAM, JSON_LINES = "text/event-stream", "application/x-ndjson"
-MAX_PATH_CHARS = 128  # characters of a path that an error repeats
 # Beginnings of paths that clients know from others -> why there is nothing.
 NOT_HERE = {
     "/v1/embeddings": "there are no embeddings here",
@@ -170,7 +168,7 @@ class Api:
     body: type[Any]
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
     writer: Callable[[Any, GenerationRequest], Writer]
-    media_type: str = EVENT_STREAM  # of a stream
+    media_type: str = "text/event-stream"  # of a stream
     checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # its objects with parameters
     is_done: Callable[[GenerationRequest], bool] = lambda request: False  # it needs no engine
     job: type[Job] = Job  # what answers a request
@@ -294,7 +292,7 @@ def error_response(path: str, failure: Failure) -> Response:
     """Return the response to a request for `path` that failed before its response began."""
     anthropic_path = "/v1/messages"  # below it, errors are Anthropic's
     if path.startswith(anthropic_path):
-        status = ANTHROPIC_OVERLOADED if failure.status == 503 else failure.status
+        status = 529 if failure.status == 503 else failure.status  # Anthropic's status for an overload
         response = JSONResponse(anthropic_body(failure), status)
     elif path.startswith(OLLAMA_PATH):
         response = JSONResponse({"error": failure.message}, failure.status)
@@ -326,13 +324,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
         LOG.error("a request failed", exc_info=error)
         return error_response(path, internal_error())
     message, code = str(error.detail), None
+    shown = path[:128]  # of a path that may be as long as a client likes
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
         if request.method in ("GET", "HEAD") and is_base_in_browser(path, request.headers):
             return RedirectResponse("../" if request.scope.get("raw_path", b"").endswith(b"/") else "./")
-        message, code = f"there is nothing at {path[:MAX_PATH_CHARS]}{why}", "unknown_url"
+        message, code = f"there is nothing at {shown}{why}", "unknown_url"
     elif error.status_code == 405:
-        message, code = f"{request.method} is not for {path[:MAX_PATH_CHARS]}{why}", "method_not_allowed"
+        message, code = f"{request.method} is not for {shown}{why}", "method_not_allowed"
     response = error_response(path, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -21,16 +21,6 @@ from mlx_spec.types import Reason
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
 from .errors import LOG
 
-# Counters with names of their own: vLLM's. Other figures of `Statistics` are counted under theirs.
-COUNTERS = {
-    "generated_tokens": "generation_tokens",
-    "decode_seconds": "generation_seconds",
-    "speculative_rounds": "spec_decode_num_drafts",
-    "drafted": "spec_decode_num_draft_tokens",
-    "accepted": "spec_decode_num_accepted_tokens",
-}
-
-
 State = Literal["loading", "ready", "failed", "draining", "closed"]
 
 
@@ -83,9 +73,17 @@ class Metrics(Collector):
         self.cancelled = counter("cancelled", "Requests whose client hung up.", ["model"])
         self.prompt = counter("prompt_tokens", "Tokens of prompts.", ["model"])
         self.cached = counter("cached_tokens", "Tokens of prompts that were cached.", ["model"])
-        # Counted when a prompt has been read.
+        # vLLM's names. Other figures of `Statistics` are counted under their own.
+        names = {
+            "generated_tokens": "generation_tokens",
+            "decode_seconds": "generation_seconds",
+            "speculative_rounds": "spec_decode_num_drafts",
+            "drafted": "spec_decode_num_draft_tokens",
+            "accepted": "spec_decode_num_accepted_tokens",
+        }
+        # Tokens of prompts are left out: they are counted when a prompt has been read.
         self.counted = {
-            name: counter(COUNTERS.get(name, name), f"Of all answers: {name}.", ["model"])
+            name: counter(names.get(name, name), f"Of all answers: {name}.", ["model"])
             for name in SUMMED
             if name not in ("prompt_tokens", "reused_tokens")
         }

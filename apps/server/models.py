@@ -37,7 +37,6 @@ from .settings import ServedModel, Settings
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
-MAX_GRAMMARS = 32  # compiled grammars per model; agents send the same few schemas with every request
 
 Loader = Callable[[ServedModel], Pair]
 CompileGrammar = Callable[[GrammarKind, str], Grammar]  # of a kind, from its source
@@ -290,7 +289,7 @@ class Models:
         tokenizer, settings = pair.tokenizer, self._settings
         size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
 
-        @lru_cache(MAX_GRAMMARS)
+        @lru_cache(32)  # Agents send the same few schemas with every request.
         def compile(kind: GrammarKind, source: str) -> Grammar:
             return compile_grammar(kind, source, tokenizer, size, seconds=seconds)
 

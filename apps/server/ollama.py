@@ -27,7 +27,7 @@ from mlx_spec.vision.pictures import from_base64
 from . import answers, parsing
 from .engine_thread import EngineThread
 from .errors import Failure, unsupported
-from .http import JSON_LINES, OLLAMA_PATH, Api, Json, answer, json_line
+from .http import OLLAMA_PATH, Api, Json, answer, json_line
 from .models import LATEST, ModelCard, checkpoint_folders
 from .openai_chat import (
     LimitFields,
@@ -52,18 +52,6 @@ from .request import Chat, GenerationRequest, PictureFile, RawPrompts
 from .settings import ServedModel, Settings
 from .thinking_fields import ThinkingFields
 
-REFUSED = {  # field -> why it is not supported
-    "template": "the model's own chat template is used",
-    "context": "give the conversation to /api/chat",
-}
-REFUSED_PATHS = {
-    "embed": "there are no embeddings here",
-    "embeddings": "there are no embeddings here",
-    "create": "make a model with `mlx-spec convert`",
-    "copy": "name a model with `mlx-spec serve --alias`",
-    "delete": "remove a model with `mlx-spec rm`",
-    "push": "nothing is ever uploaded here",
-}
 _inspect = lru_cache(inspect_checkpoint)
 
 
@@ -79,9 +67,6 @@ class OllamaOptions(LimitFields, SharedFields):
     top_k: int = 40
     top_p: Annotated[float, Field(ge=0, le=1)] = 0.9
     stop: parsing.Texts = None
-
-
-OPTIONS = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
 
 
 class OllamaBody(ThinkingFields, OpenFields):
@@ -107,7 +92,8 @@ class OllamaBody(ThinkingFields, OpenFields):
         inner = given.get("options") or {} if isinstance(given, dict) else None
         if not isinstance(inner, dict):
             return given
-        beside = {key: each for key, each in given.items() if key in OPTIONS - cls.model_fields.keys()}
+        known = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
+        beside = {key: each for key, each in given.items() if key in known - cls.model_fields.keys()}
         options = {key: each for key, each in (beside | inner).items() if each is not None}
         own = {key: each for key, each in given.items() if key in cls.model_fields or each}
         return {key: each for key, each in own.items() if key not in beside} | {"options": options}
@@ -171,8 +157,12 @@ class OllamaName(Fields):
 
 def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
-    for name in REFUSED.keys() & (body.model_extra or {}).keys():
-        raise unsupported(f"{name}: is not supported: {REFUSED[name]}", name)
+    refused = {  # field -> why it is not supported
+        "template": "the model's own chat template is used",
+        "context": "give the conversation to /api/chat",
+    }
+    for name in refused.keys() & (body.model_extra or {}).keys():
+        raise unsupported(f"{name}: is not supported: {refused[name]}", name)
     options = body.options
     return start_request(
         options,
@@ -394,6 +384,7 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
 def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None:
     """Add all routes under `/api/`."""
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
+    json_lines = "application/x-ndjson"
 
     def is_done(request: GenerationRequest) -> bool:  # a model need not be loaded to be unloaded
         unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
@@ -401,7 +392,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
         parser = partial(parse, engine=engine)
-        api = Api(body, parser, LinesWriter, JSON_LINES, lambda body: (body, body.options), is_done)
+        api = Api(body, parser, LinesWriter, json_lines, lambda body: (body, body.options), is_done)
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(OLLAMA_PATH + path, endpoint, methods=["POST"])
 
@@ -434,11 +425,20 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         except Failure as failure:
             way = "fetch it with `mlx-spec convert`, then serve it"
             raise Failure(failure.status, f"{failure.message}; {way}", code=failure.code) from failure
-        return Response(json_line({"status": "success"}) + "\n", media_type=JSON_LINES)
+        return Response(json_line({"status": "success"}) + "\n", media_type=json_lines)
+
+    refused = {
+        "embed": "there are no embeddings here",
+        "embeddings": "there are no embeddings here",
+        "create": "make a model with `mlx-spec convert`",
+        "copy": "name a model with `mlx-spec serve --alias`",
+        "delete": "remove a model with `mlx-spec rm`",
+        "push": "nothing is ever uploaded here",
+    }
 
     async def refuse(http_request: Request) -> Response:
         path = http_request.url.path
-        raise unsupported(f"{path}: is not supported: {REFUSED_PATHS[path.removeprefix(OLLAMA_PATH)]}", path)
+        raise unsupported(f"{path}: is not supported: {refused[path.removeprefix(OLLAMA_PATH)]}", path)
 
     version = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
     app.add_route("/api/version", lambda _: JSONResponse({"version": version, "mlx_spec": __version__}))
@@ -446,5 +446,5 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     app.add_route("/api/ps", running)
     app.add_route("/api/show", show, methods=["POST"])
     app.add_route("/api/pull", pull, methods=["POST"])
-    for path in REFUSED_PATHS:
+    for path in refused:
         app.add_route(OLLAMA_PATH + path, refuse, methods=["POST", "DELETE"])

@@ -21,7 +21,6 @@ from .thinking_fields import Effort, ThinkingField, ThinkingFields
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"
-NO_LIMIT = (-1, -2)  # in LM Studio, llama.cpp and Ollama
 
 
 # --- bodies
@@ -177,11 +176,12 @@ def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, p
     `place` is where the protocol has these fields.
     """
     given = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
+    no_limit = (-1, -2)  # in LM Studio, llama.cpp and Ollama
     for name, limit in given.items():
-        if limit < least and limit not in NO_LIMIT:
+        if limit < least and limit not in no_limit:
             field = place + name
             raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 sets no limit", field)
-    limits = set(given.values()) - set(NO_LIMIT)
+    limits = set(given.values()) - set(no_limit)
     return min(limits, default=None) if given else default
 
 

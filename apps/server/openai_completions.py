@@ -26,8 +26,6 @@ PROMPTS: TypeAdapter[Any] = TypeAdapter(
         StrictStr | Texts | Tokens | Annotated[tuple[Tokens, ...], SOME], Field(union_mode="left_to_right")
     ]
 )
-INFILL_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's own
-STOP_TYPES = {"stop": "eos", "length": "limit", "tool_calls": "eos"}
 
 
 class TextBody(CompletionBody):
@@ -148,7 +146,8 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
         raise unsupported("n: there is one choice", "n")
     extra = tuple((file.filename, file.text) for file in body.input_extra or ())
     given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
-    sampling = INFILL_DEFAULTS | body.model_dump(include=set(INFILL_DEFAULTS), exclude_none=True)
+    defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
+    sampling = defaults | body.model_dump(include=set(defaults), exclude_none=True)
     filled = body.model_copy(update=sampling)
     limit = parse_limit(body, least=0)  # 0: editors have the other files read before they need an answer
     return parse_request(filled, model, RawPrompts((given,)), max_tokens=limit, prompt_param="input_prefix")
@@ -192,7 +191,7 @@ class InfillWriter:
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
             "truncated": False,
-            "stop_type": STOP_TYPES[end.reason] if end.stop is None else "word",
+            "stop_type": "word" if end.stop is not None else "limit" if end.reason == "length" else "eos",
             "stopping_word": end.stop or "",
             "timings": answers.timings_json(event.timings),
             **self._notes,

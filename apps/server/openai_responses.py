@@ -32,17 +32,6 @@ from .thinking_fields import ThinkingFields
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-AS_ITEMS = parsing.from_text(lambda text: [{"role": "user", "content": text}])
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-REFUSED = {  # except for null and false
-    "context_management": "send as much as the context holds",
-    "conversation": "continue a response by previous_response_id",
-    "prompt": "send the prompt itself",
-}
-# Fields of a request that its response repeats.
-ECHOED = "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key".split()
-ECHOED += ["safety_identifier", "user"]
 HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and results have forms of their own
     "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"
     "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
@@ -75,7 +64,14 @@ class ResponsesBody(ThinkingFields, parameters.SharedFields):
     """The body of a request."""
 
     model: str | None = None
-    input: Annotated[list[ItemField], parsing.known_types(*ITEM_TYPES), AS_ITEMS, Field(min_length=1)]
+    input: Annotated[
+        list[ItemField],
+        parsing.known_types(
+            "message", "function_call", "function_call_output", "reasoning", "item_reference"
+        ),
+        parsing.from_text(lambda text: [{"role": "user", "content": text}]),
+        Field(min_length=1),
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -142,7 +138,12 @@ async def count_input(
 
 
 def _check_supported(body: ResponsesBody) -> None:
-    for name, way_out in REFUSED.items():
+    refused = {  # except for null and false
+        "context_management": "send as much as the context holds",
+        "conversation": "continue a response by previous_response_id",
+        "prompt": "send the prompt itself",
+    }
+    for name, way_out in refused.items():
         if (body.model_extra or {}).get(name) not in (None, False):
             raise unsupported(f"{name} is not supported here: {way_out}", name)
     for i, name in enumerate(body.include or ()):
@@ -165,21 +166,22 @@ def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> parsing.
 
 
 def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field: str) -> None:
+    text_parts = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
     match item.type or "message":
         case "message":
             role = parsing.required(item.role, f"{field}.role")
             reader = parsing.part_contents if role == "user" else parsing.part_texts
-            contents = reader(item.content, f"{field}.content", TEXT_PARTS)
+            contents = reader(item.content, f"{field}.content", text_parts)
             conversation.add("system" if role == "developer" else role, *contents)
         case "function_call":
             id = parsing.required(item.call_id, f"{field}.call_id")
             name = _joined_name(item.namespace, parsing.required(item.name, f"{field}.name"))
             conversation.add_call(id, name, parsing.required(item.arguments, f"{field}.arguments"))
         case "function_call_output":
-            contents = parsing.part_contents(item.output, f"{field}.output", TEXT_PARTS)
+            contents = parsing.part_contents(item.output, f"{field}.output", text_parts)
             conversation.add_result(item.call_id, contents, f"{field}.call_id")
         case "reasoning":
-            text = "".join(parsing.part_texts(item.content or item.summary or [], field, TEXT_PARTS))
+            text = "".join(parsing.part_texts(item.content or item.summary or [], field, text_parts))
             foreign, _, own = (item.encrypted_content or "").partition(THINKING_PREFIX)
             conversation.add("assistant", thinking=text or ("" if foreign else own))
         case _:
@@ -374,7 +376,12 @@ def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
         "model": request.model,
         "output": [],
         "usage": None,
-        **body.model_dump(include=set(ECHOED)),
+        **body.model_dump(
+            include=set(
+                "instructions max_output_tokens max_tool_calls previous_response_id prompt_cache_key "
+                "safety_identifier user".split()
+            )
+        ),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning_effort or reasoning.effort, "summary": reasoning.summary},

@@ -23,11 +23,8 @@ from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 from .thinking_fields import Effort
 
-MAX_BIASES = 16_384  # tokens in `logit_bias`; vocabularies are larger, but users list few by hand
-MAX_STOP_TOKENS = 1024  # `stop_token_ids` of a request: models have a few ends of text
 Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
-SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 
 # How the form of an answer is given.
 FORMS = {
@@ -48,10 +45,6 @@ CONSTRAINTS: Mapping[str, str] = {
     "json_schema": "json",
     "format": "json",
 }
-SYNONYMS = (  # of parameters, by protocol
-    "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),
-    ["stop", "stop_sequences"],
-)
 
 # No text depends on these.
 HARMLESS = frozenset(
@@ -149,10 +142,11 @@ class SharedFields(OpenFields):
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
     repeat_last_n: int | None = None  # penalties count all tokens: -1
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    # Vocabularies are larger, but users list few tokens by hand.
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=16_384)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None  # models have a few
     response_format: FormatField | None = None
     include_reasoning: bool | None = None  # whether the answer holds the thinking, too
     verbosity: Verbosity | None = None
@@ -254,7 +248,8 @@ def parse_duration(given: Any) -> float | None:
     if not parts or "".join(map("".join, parts)) != digits:
         message = "keep_alive: give a duration such as '5m', or seconds, or -1 for no end"
         raise invalid(message, "keep_alive")
-    seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+    units = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+    seconds = sum(float(number) * units[unit] for number, unit in parts)
     return math.inf if text != digits else seconds
 
 
@@ -382,5 +377,9 @@ def warn_once(message: str) -> None:
 def _near(body: OpenFields, name: str) -> list[str]:
     """Return the parameter of this route that a name may stand for."""
     known = [field.alias or own for own, field in type(body).model_fields.items()]
-    same = [other for names in SYNONYMS if name in names for other in names if other in known]
+    synonyms = (  # by protocol
+        "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),
+        ["stop", "stop_sequences"],
+    )
+    same = [other for names in synonyms if name in names for other in names if other in known]
     return same or difflib.get_close_matches(name[:MAX_SHOWN_CHARS], [*known, *CONSTRAINTS, GROUP], 1, 0.7)

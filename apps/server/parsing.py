@@ -29,17 +29,13 @@ from .settings import Limits
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PICTURES = ("image_url", "input_image")  # the types of parts in OpenAI's protocols
-TEXT = ("text",)  # the types of parts of a message that most protocols have
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
-HEX = "[0-9a-fA-F]{2}"
 # In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
-SURROGATES = rf"\\(?:u[dD][89abAB]{HEX}\\u[dD][c-fC-F]{HEX}|(?P<half>u[dD][89a-fA-F]{HEX})|\\)"
-REPLACEMENT = "\ufffd".encode()
-HALF_BYTES = re.compile(
-    rb"\xed[\xa0-\xbf][\x80-\xbf]"
-)  # half a pair that is not an escape; no character has these
-IN_TEXT, IN_BYTES = re.compile(SURROGATES), re.compile(SURROGATES.encode())
+SURROGATES = (
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|\\)"
+)
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -130,7 +126,9 @@ async def read_body(request: Request, model: type[M]) -> M:
         if len(body) > text_bytes and body.count(b",") > 500_000:
             message = f"the body has more than {text_bytes} bytes, and they are not pictures"
             raise Failure(413, message, code="body_too_large")
-        return model.model_validate_json(IN_BYTES.sub(_whole_bytes, HALF_BYTES.sub(REPLACEMENT, body)))
+        # Half a pair that is not an escape: no character has these bytes.
+        body = re.sub(rb"\xed[\xa0-\xbf][\x80-\xbf]", "\ufffd".encode(), body)
+        return model.model_validate_json(re.sub(SURROGATES.encode(), _whole_bytes, body))
     except ClientDisconnect as error:
         raise hung_up() from error
     except ValidationError as error:
@@ -301,14 +299,16 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 # --- messages of a conversation, and what else a chat template reads
 
 
-def part_texts(parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT) -> list[str]:
+def part_texts(
+    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
+) -> list[str]:
     """Return the texts of parts that must be text or refusals, at least one. Raises Failure (400)."""
     found = enumerate(required(parts, field))
     return [_part_text(part, f"{field}.{i}", types) for i, part in found] or [""]
 
 
 def part_contents(
-    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = TEXT
+    parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str | PictureFile]:
     """Return the texts and pictures of parts, at least one text. Raises Failure (400)."""
     found: list[str | PictureFile] = []
@@ -353,7 +353,7 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
 def parse_object(text: str) -> dict[str, Any] | None:
     """Return a JSON object; None if `text` is none. Half a surrogate pair is read as U+FFFD."""
     try:
-        found = json.loads(IN_TEXT.sub(_whole_text, text))
+        found = json.loads(re.sub(SURROGATES, _whole_text, text))
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -151,7 +151,6 @@ class PrefixCache:
 
 
 MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
-GROWTH = 1.25  # of a sequence since it was written last: bounds all writes by five times the last one
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
 DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)  # of a file
@@ -308,8 +307,11 @@ class PrefixFiles:
                 self._ignore(name, error)
         return None
 
-    def offer(self, sequence: CachedSequence, growth: float = GROWTH) -> None:
-        """Write a sequence in the background if it holds much that no file does."""
+    def offer(self, sequence: CachedSequence, growth: float = 1.25) -> None:
+        """Write a sequence in the background if it holds much that no file does.
+
+        It must have grown by `growth` since it was written last: so all writes take five times the last one.
+        """
         tokens = sequence.identity
         if len(tokens) < MIN_TOKENS or not self._folder.is_ready:
             return

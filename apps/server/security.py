@@ -21,7 +21,6 @@ from .http import error_response, given_keys, is_base_in_browser
 from .settings import (
     ANY_NAME,
     ANY_ORIGIN,
-    APP_SCHEMES,
     Settings,
     ip_address,
     is_loopback,
@@ -30,7 +29,6 @@ from .settings import (
     origin_names,
 )
 
-PORT = re.compile(r":\d*$")  # at the end of a Host header
 BODY_TIMEOUT_S = 75.0  # until more of a body comes; a client on this machine sends it at once
 
 
@@ -106,7 +104,10 @@ class Guards:
         names = (*loopback_names, settings.host, *settings.hosts, *own)
         as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
-        apps = [scheme + ANY_NAME for scheme in APP_SCHEMES]
+        # Installed applications have these schemes, and no page of the web. Ollama serves them without being
+        # told.
+        schemes = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
+        apps = [scheme + ANY_NAME for scheme in schemes]
         self._origins = frozenset([*apps, *map(normal_origin, settings.origins)]) - {""}
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._max_bytes = settings.limits.body_bytes
@@ -148,7 +149,7 @@ class Guards:
         await self._app(scope, limited, send)
 
     def _check_host(self, headers: Headers) -> None:
-        name = PORT.sub("", headers.get("host", "").lower()).rstrip(".")
+        name = re.sub(r":\d*$", "", headers.get("host", "").lower()).rstrip(".")  # without the port
         is_address = self._is_public and ip_address(name.strip("[]"))  # none can be rebound
         # A request without the header is HTTP/1.0, as of monitors: browsers always send one.
         if name in self._names or is_address or "host" not in headers:

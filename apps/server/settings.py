@@ -31,9 +31,6 @@ from mlx_spec.hub.catalog import DEMO, PairSpec
 GB = 10**9
 ANY_ORIGIN = "*"
 ANY_NAME = "://*"  # after a scheme: all origins that have it
-# Of installed applications: no page of the web has them. Ollama serves them without being told, too.
-APP_SCHEMES = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
-SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # Begins the error of a server whose port is taken; the menu bar looks for it.
 CANNOT_LISTEN = "cannot listen on"
@@ -111,7 +108,8 @@ def normal_origin(origin: str) -> str:
     if origin in (ANY_ORIGIN, no_origin):
         return origin
     scheme, separator, name = origin.lower().partition("://")
-    if separator and name in ("", "*") and SCHEME.fullmatch(scheme) and scheme not in DEFAULT_PORTS:
+    is_scheme = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and scheme not in DEFAULT_PORTS
+    if separator and name in ("", "*") and is_scheme:
         return scheme + ANY_NAME
     found = _name_and_port(origin)
     if found is None or origin.startswith("//"):
@@ -142,8 +140,6 @@ def _name_and_port(url: str) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.hostname and not is_more else None
 
 
-LIMITS = Limits()
-NAMED, ALIAS = "NAME=TARGET[,DRAFTER]", "ALIAS=NAME"
 Names = list[str] | None
 model_option = partial(option, panel=MODEL_PANEL)
 network_option = partial(option, panel="Network")
@@ -159,9 +155,13 @@ class Options(LoadOptions):
 
     models: Annotated[
         Names,
-        model_option("--model", value=NAMED, help="one more, loaded when it is asked for; may be repeated"),
+        model_option(
+            "--model",
+            value="NAME=TARGET[,DRAFTER]",
+            help="one more, loaded when it is asked for; may be repeated",
+        ),
     ] = None
-    alias: Annotated[Names, model_option(value=ALIAS, help="another name of a model")] = None
+    alias: Annotated[Names, model_option(value="ALIAS=NAME", help="another name of a model")] = None
     pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
     draft_rank: Annotated[
         Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
@@ -211,11 +211,11 @@ class Options(LoadOptions):
             value="SECONDS", help="unload a model after that long", default="never", callback=above_zero
         ),
     ] = None
-    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = LIMITS.waiting
+    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = Limits.waiting
     parallel: Annotated[
         int | None,
         limit_option(value="N", help="answers at a time, in one batch", default="what pays", min=1),
-    ] = LIMITS.running
+    ] = Limits.running
     conversations: Annotated[
         int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
     ] = Settings.conversations
@@ -247,7 +247,7 @@ class Options(LoadOptions):
                 raise BadOptions(f"--allow-host {name}: write the name alone, without scheme and port")
         models = self._models()
         names = [model.name for model in models]
-        aliases = [_split("--alias", text, ALIAS) for text in self.alias or []]
+        aliases = [_split("--alias", text, "ALIAS=NAME") for text in self.alias or []]
         for alias, name in aliases:
             _check_known("--alias", name, names)
             if alias in names:
@@ -271,7 +271,7 @@ class Options(LoadOptions):
         )
 
     def _models(self) -> tuple[ServedModel, ...]:
-        named = [_split("--model", text, NAMED) for text in self.models or []]
+        named = [_split("--model", text, "NAME=TARGET[,DRAFTER]") for text in self.models or []]
         if named and self.drafter is not None and self.chosen is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
         found: list[ServedModel] = []

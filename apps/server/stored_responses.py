@@ -28,10 +28,6 @@ from .errors import LOG, MAX_NAME_CHARS, Failure, invalid
 from .http import Json
 from .parsing import ContentPart, Fields, Parts, read_query, required
 
-MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
-MAX_BYTES = 64 * 2**20  # of all as JSON: 2 bodies of the largest size, and little beside weights
-FILE = re.compile(r"resp_[0-9a-f]{32}\.json")  # names of our files; all others are left alone
-
 
 class ItemField(Fields):
     """A message, a tool call, its result, thinking of an earlier answer, or a reference to one of them."""
@@ -101,6 +97,9 @@ class StoredResponse:
 class ResponseStore:
     """The responses that were stored last. Only the event loop may use this class."""
 
+    MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
+    MAX_BYTES = 64 * 2**20  # of all as JSON: two bodies of the largest size, and little beside weights
+
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so that files go after they came
@@ -157,8 +156,9 @@ class ResponseStore:
 
     def _add(self, stored: StoredResponse) -> None:
         self._stored[stored.response["id"]] = stored
-        while len(self._stored) > MAX_RESPONSES or sum(s.size for s in self._stored.values()) > MAX_BYTES:
-            limits = f"{MAX_RESPONSES} responses and {MAX_BYTES // 2**20} MiB are kept"
+        most, most_bytes = self.MAX_RESPONSES, self.MAX_BYTES
+        while len(self._stored) > most or sum(s.size for s in self._stored.values()) > most_bytes:
+            limits = f"{most} responses and {most_bytes // 2**20} MiB are kept"
             self._drop(next(iter(self._stored)), f"it made room for newer ones, {limits}")
 
     def _drop(self, id: str, why: str) -> None:
@@ -173,10 +173,11 @@ class ResponseStore:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # names of files that were being written
+            # A process that ended while it wrote leaves such files.
             for unfinished in folder.glob(".resp_*.tmp"):
                 unfinished.unlink()
-            files = [file for file in folder.iterdir() if FILE.fullmatch(file.name) and file.is_file()]
+            own = r"resp_[0-9a-f]{32}\.json"  # All other files are left alone.
+            files = [file for file in folder.iterdir() if re.fullmatch(own, file.name) and file.is_file()]
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:

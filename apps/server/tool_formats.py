@@ -40,12 +40,11 @@ from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
 from mlx_spec.vision.vision import Vision
 
-PROBE, PROBE_RESULT = "probe_of_calls", "result of the probe"
-# As Kimi K2 names its calls, which writes nothing else of their names, and as Mistral's templates want them.
-SHORT_ID = "abcdefghi"
 PROBE_ARGUMENTS = {"place": "Bahía", "text": "two words"}
-PROBE_TOOL = Tool(
-    PROBE, "A probe.", {"type": "object", "properties": {k: {"type": "string"} for k in PROBE_ARGUMENTS}}
+PROBE = Tool(
+    "probe_of_calls",
+    "A probe.",
+    {"type": "object", "properties": {k: {"type": "string"} for k in PROBE_ARGUMENTS}},
 )
 
 Message = Mapping[str, Any]
@@ -229,20 +228,23 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
     if not tokenizer.chats:
         return None
     question = {"role": "user", "content": "?"}
-    function = {"name": PROBE, "arguments": PROBE_ARGUMENTS}
-    probe_ids = ("call_0", f"functions.{PROBE}:0", SHORT_ID)
+    function = {"name": PROBE.name, "arguments": PROBE_ARGUMENTS}
+    # The second is Kimi K2's form, which writes nothing else of the name. Mistral's templates want nine
+    # letters.
+    probe_ids = ("call_0", f"functions.{PROBE.name}:0", "abcdefghi")
     for content, call_id in product((None, ""), probe_ids):  # each is refused by some templates
         call = {"id": call_id, "type": "function", "function": function}
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         written = _render(tokenizer, [question, calling])
-        if PROBE not in written:
+        if PROBE.name not in written:
             continue
         for syntax in _syntaxes():
             open, close = tokenizer.token_id(syntax.marks.open), tokenizer.token_id(syntax.marks.close)
             has_marks = open is not None and (close is not None or not syntax.marks.close)
             if has_marks and _reads_probe(syntax, written):
-                answered = {**calling, "tool_responses": [{"name": PROBE, "response": PROBE_RESULT}]}
-                folds = PROBE_RESULT in _render(tokenizer, [question, answered])
+                result = "result of the probe"
+                answered = {**calling, "tool_responses": [{"name": PROBE.name, "response": result}]}
+                folds = result in _render(tokenizer, [question, answered])
                 in_headers = isinstance(tokenizer.marks, MessageMarks) and tokenizer.marks.marks_calls
                 return ToolFormat(
                     syntax,
@@ -256,7 +258,7 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     try:
-        return tokenizer.decode_raw(tokenizer.prompt(messages, tools=[_definition(PROBE_TOOL)]))
+        return tokenizer.decode_raw(tokenizer.prompt(messages, tools=[_definition(PROBE)]))
     except InvalidValue:
         return ""
 
@@ -264,8 +266,8 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
 def _reads_probe(syntax: Syntax, written: str) -> bool:
     """Return True if some part of `written` is the call. Prompts may explain the syntax, too."""
     bodies = [_before(part, syntax.marks.close) for part in written.split(syntax.marks.open)[1:]]
-    expected = [(PROBE, to_json(PROBE_ARGUMENTS))]
-    read = [syntax.parse(body, [PROBE_TOOL]) for body in bodies]
+    expected = [(PROBE.name, to_json(PROBE_ARGUMENTS))]
+    read = [syntax.parse(body, [PROBE]) for body in bodies]
     return any(calls == expected and (not rest or not syntax.marks.close) for calls, rest in read)
 
 

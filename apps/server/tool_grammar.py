@@ -25,21 +25,20 @@ from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable, enforced
 
 UNIONS = ("anyOf", "allOf")
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength"),
-    "number": BOUNDS,
-    "integer": BOUNDS,
+    **dict.fromkeys(
+        ("number", "integer"),
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    ),
     "boolean": (),
     "null": (),
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
-MAX_SCHEMAS = 5000  # different parts of the schemas of all tools; each is a rule
 FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
 GEMMA_QUOTE = '<|"|>'
-CODER_CLOSE = "</parameter>"
 
 
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
@@ -274,9 +273,9 @@ class _SchemaValues(ABC):
 
     def value(self, schema: Any) -> str:
         """Return a value that `schema` allows."""
-        known = self.rules.values
-        if schema is False or len(known) > MAX_SCHEMAS:
-            self.refuse("a schema that is false" if schema is False else f"more than {MAX_SCHEMAS} schemas")
+        known, most = self.rules.values, 5000  # different parts of the schemas of all tools; each is a rule
+        if schema is False or len(known) > most:
+            self.refuse("a schema that is false" if schema is False else f"more than {most} schemas")
         elif isinstance(schema, Mapping):
             unsupported = ("pattern", "patternProperties", "minProperties", "maxProperties")
             for keyword in unsupported:
@@ -353,14 +352,15 @@ class _SchemaValues(ABC):
 class _CoderValues(_SchemaValues):
     """Values of Qwen3-Coder, which end with their tag: a string is all that comes before it."""
 
-    end = quoted(f"\n{CODER_CLOSE}\n")
+    CLOSE = "</parameter>"
+    end = quoted(f"\n{CLOSE}\n")
 
     def any_value(self) -> str:
         return self.text(FREE_TEXT)
 
     def literal(self, value: Any) -> str:
-        if isinstance(value, str) and CODER_CLOSE in value:
-            self.refuse(f"a value with {CODER_CLOSE}")
+        if isinstance(value, str) and self.CLOSE in value:
+            self.refuse(f"a value with {self.CLOSE}")
         written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return f"{quoted(written)} {self.end}" if written else self.end
 

@@ -173,7 +173,6 @@ FORMS = {
         r"(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>[^\s\[\]]*))?\[ARGS\]",
     ),
 }
-TOKENS = re.compile(r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])")  # those within a way
 
 
 def _form_syntax(name: str, form: CallForm) -> Syntax:
@@ -214,10 +213,11 @@ def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:
     """Return a way to write a call as an expression."""
     fields = {"{name}": quoted(name), "{index}": "/[0-9]+/", "{arguments}": arguments}
     parts: list[str] = []
+    tokens = r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])"  # those within a way
     for field in filter(None, re.split(r"(\{(?:name|index|arguments)\})", way)):
-        texts: Sequence[str] = [] if field in fields else list(filter(None, TOKENS.split(field)))
+        texts: Sequence[str] = [] if field in fields else list(filter(None, re.split(tokens, field)))
         parts += [fields[field]] if field in fields else []
-        parts += [rules.token(text) if TOKENS.fullmatch(text) else quoted(text) for text in texts]
+        parts += [rules.token(text) if re.fullmatch(tokens, text) else quoted(text) for text in texts]
     return " ".join(parts)
 
 

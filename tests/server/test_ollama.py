@@ -240,7 +240,7 @@ def test_generate_has_its_own_shape() -> None:
 
 
 def test_silence_and_failures_are_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def played(*_: Any) -> Any:
+    async def played(*_: Any, **__: Any) -> Any:
         for event in (None, ANSWER[0], SHUTDOWN):
             yield event
 

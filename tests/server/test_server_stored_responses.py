@@ -166,7 +166,7 @@ def test_the_client_reads_lists_and_deletes(endpoint: Endpoint):
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_BYTES", 3000)])
 def test_the_oldest_make_room(tmp_path: Path, stub: Stub, monkeypatch: Any, limit: str, value: int):
-    monkeypatch.setattr(stored_responses, limit, value)
+    monkeypatch.setattr(stored_responses.ResponseStore, limit, value)
     endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
     ids = [ask(endpoint, "x" * 100)["id"] for _ in range(4)]
     assert "made room" in missing(endpoint, ids[0])
