@@ -14,8 +14,9 @@ server. Twice the server is killed and started anew. Counted: wrong answers (ano
 status), lost ones (no answer although the server was up), the longest queue, memory, threads.
 
 conformance: schemathesis draws valid and invalid requests from an OpenAPI document of three paths, made of
-the types of openai-python and the documented error body. Checked: no status of 500 or more, content types,
-bodies by schema, documented statuses.
+the types of openai-python and the documented error body. With `--pictures` it draws messages with pictures,
+for the routes of all protocols that take them. Checked: no status of 500 or more, content types, bodies by
+schema, documented statuses.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+from openapi import picture_document, text_document
 from serving import Serving, serving, start
 from timing import finish, parser, table
 
@@ -58,25 +60,6 @@ MALFORMED = [
     (b'{"messages": [{"role": "user", "content": "hi"}], "stop": ["", 7]}', {400}),
 ]
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
-MAX_TOKENS = 4  # of an answer whose text does not matter
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-
 ERROR_WORDS = ("Traceback", "ERROR", "failed", "Error at ", "did not end well")  # in lines of a server's log
 
 
@@ -90,6 +73,7 @@ def main() -> None:
     options.add_argument("--minutes", type=float, default=30, help="soak: how long")
     options.add_argument("--clients", type=int, default=8, help="soak: clients at once")
     options.add_argument("--examples", type=int, default=400, help="conformance: requests for each path")
+    options.add_argument("--pictures", action="store_true", help="conformance: messages with pictures")
     settings = options.parse_args()
     started = time.time()
     if settings.check == "on_off":
@@ -307,9 +291,13 @@ def report_soak(load: Load, lives: list[dict[str, Any]]) -> dict[str, Any]:
 
 def conformance(settings: argparse.Namespace) -> dict[str, Any]:
     """Run schemathesis against a server."""
-    with tempfile.TemporaryDirectory() as folder, serving() as server:
+    document, models = text_document, list[str]()
+    if settings.pictures:
+        eyes = Path(__file__).resolve().parents[1] / "tests" / "golden" / "vision" / "e2b"
+        document, models = picture_document, ["--model", f"eyes={eyes}", "--pin", "eyes", "--pin", "demo"]
+    with tempfile.TemporaryDirectory() as folder, serving(*models) as server:
         file = Path(folder) / "openapi.json"
-        file.write_text(json.dumps(openapi_document()))
+        file.write_text(json.dumps(document()))
         command = [str(Path(sys.executable).with_name("schemathesis")), "run", str(file), "--url", server.url]
         command += ["--phases", "coverage,fuzzing", "--mode", "all", "--checks", CHECKS]
         command += ["--max-examples", "20" if settings.quick else str(settings.examples)]
@@ -329,60 +317,6 @@ def conformance(settings: argparse.Namespace) -> dict[str, Any]:
     }
     table(list(results), [list(results.values())])
     return results
-
-
-def openapi_document() -> dict[str, Any]:
-    """Return an OpenAPI document of three paths, from the types of openai-python."""
-    from openai.pagination import SyncPage
-    from openai.types import Completion, Model, completion_create_params
-    from openai.types.chat import ChatCompletion
-    from openai.types.chat import completion_create_params as chat_create_params
-
-    schemas: dict[str, Any] = {"Error": ERROR}
-    chat = _request_schema(chat_create_params.CompletionCreateParamsNonStreaming, schemas)
-    text = _request_schema(completion_create_params.CompletionCreateParamsNonStreaming, schemas)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "mlx_spec", "version": "1"},
-        "paths": {
-            "/v1/chat/completions": {"post": _operation(chat, _schema(ChatCompletion, schemas))},
-            "/v1/completions": {"post": _operation(text, _schema(Completion, schemas))},
-            "/v1/models": {"get": _operation(None, _schema(SyncPage[Model], schemas))},
-        },
-        "components": {"schemas": schemas},
-    }
-
-
-def _operation(request: dict[str, Any] | None, answer: dict[str, Any]) -> dict[str, Any]:
-    def content(schema: dict[str, Any]) -> dict[str, Any]:
-        return {"application/json": {"schema": schema}}
-
-    error = {"description": "refused", "content": content({"$ref": "#/components/schemas/Error"})}
-    responses = {"200": {"description": "answered", "content": content(answer)}, "4XX": error}
-    body = {"requestBody": {"required": True, "content": content(request)}} if request else {}
-    return {**body, "responses": responses}
-
-
-def _request_schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a request whose answer is short."""
-    made = _schema(kind, schemas)
-    properties = made["properties"]
-    properties["model"] = {"enum": ["demo"]}
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name in properties:
-            properties[name] = {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}
-    properties["n"] = {"type": ["integer", "null"], "minimum": 1, "maximum": 2}
-    made["required"] = [*made["required"], "max_tokens"]
-    return made
-
-
-def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    from pydantic import TypeAdapter
-
-    place = "#/components/schemas/{model}"
-    made: dict[str, Any] = TypeAdapter(kind).json_schema(ref_template=place)
-    schemas.update(made.pop("$defs", {}))
-    return made
 
 
 if __name__ == "__main__":
