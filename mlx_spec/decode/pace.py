@@ -28,6 +28,7 @@ class PromptPace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._planned = 0.8  # of MAX_PAUSE_S: what rounds and chunks are to take at most, as times vary
         # Prompts may be read by turns, so two chunks are remembered. Not all rounds draft, so four of them
         # are.
         self._chunks: deque[tuple[int, float]] = deque(maxlen=2)  # tokens and seconds
@@ -46,13 +47,8 @@ class PromptPace:
         are too long whatever is read: then a chunk may take longer than a round. Small ones would keep one
         client waiting and gain the others little. Varying times do not justify that.
         """
-        planned_s = MAX_PAUSE_S * 0.8  # for a round and its chunks, whose times vary
-        late = 3  # Of the 300 pauses that are remembered, 1 % may be longer than planned.
-        worst = nlargest(late, self._errors)
-        p99_error = worst[-1] if len(worst) == late else 1.0
-        budget_s = min(planned_s, MAX_PAUSE_S / p99_error) - max(self._rests, default=MAX_PAUSE_S)
-        fastest_round_s = min(self._rests, default=0.0)
-        if min(self._smallest, default=0.0) > planned_s - fastest_round_s:
+        budget_s, fastest_round_s = self.seconds(), min(self._rests, default=0.0)
+        if min(self._smallest, default=0.0) > MAX_PAUSE_S * self._planned - fastest_round_s:
             # Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed
             # cost, nearly that of a round, so a chunk as long as a round would hold few tokens.
             budget_s = 2.0 * fastest_round_s
@@ -61,6 +57,13 @@ class PromptPace:
             return MIN_CHUNK
         tokens = min(math.ceil(tokens * budget_s / seconds) for tokens, seconds in self._chunks)
         return min(max(tokens, MIN_CHUNK), PREFILL_STEP)
+
+    def seconds(self) -> float:
+        """Return how long to read next: the time left of a pause, which may be less than none."""
+        late = 3  # Of the 300 pauses that are remembered, 1 % may be longer than planned.
+        worst = nlargest(late, self._errors)
+        p99_error = worst[-1] if len(worst) == late else 1.0
+        return MAX_PAUSE_S * min(self._planned, 1 / p99_error) - max(self._rests, default=MAX_PAUSE_S)
 
     def waits_for_prompts(self, unread: int) -> bool:
         """Return True if sequences that could decode should wait until `unread` tokens are read.

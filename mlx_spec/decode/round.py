@@ -98,27 +98,32 @@ def prefill(
     drafters: Sequence[Drafter],
     prompt: Prompt,
     step: Callable[[], int] = lambda: PREFILL_STEP,
-) -> Iterator[int]:
+) -> Iterator[bool]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields the number of tokens that the target holds after each chunk, and after each step that computes rows
-    of a span. May be closed early and called again. A chunk is longer where rows of a span see each other.
+    Yields True after each chunk. Where rows of a span see each other, no chunk ends in it, so one may be
+    longer: it comes in steps, a layer each. Rows of a span come in steps, too. Yields False after each step.
+    May be closed early and called again.
     """
     end = len(prompt) - 1
     while (low := target.size) < end:
         high = min(low + step(), end)
         if target.reads_spans_whole:
             high = prompt.whole_chunk(low, high)
-        unknown = [s for s in prompt.spans if s.end > low and s.start < high and not s.rows.are_computed]
-        if unknown:
+        spans = [span for span in prompt.spans if span.end > low and span.start < high]
+        if unknown := [span for span in spans if not span.rows.are_computed]:
             for part in unknown[0].rows.steps():
                 mx.eval(part)
-                yield low
+                yield False
             continue
-        features = target.prefill(prompt[low:high], prompt.spans)
-        for drafter in drafters:
-            drafter.observe(list(itertools.islice(prompt, high + 1)), features)
-        yield high
+        comes_in_steps, chunk = spans and target.reads_spans_whole, (prompt[low:high], prompt.spans)
+        for features in target.prefill_by_layers(*chunk) if comes_in_steps else [target.prefill(*chunk)]:
+            if features is None:
+                yield False
+                continue
+            for drafter in drafters:
+                drafter.observe(list(itertools.islice(prompt, high + 1)), features)
+        yield not comes_in_steps
     mx.clear_cache()
 
 

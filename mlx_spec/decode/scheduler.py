@@ -15,7 +15,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_spec.decode import round as engine
-from mlx_spec.decode.pace import Clock, PromptPace
+from mlx_spec.decode.pace import MAX_PAUSE_S, Clock, PromptPace
 from mlx_spec.decode.round import Group, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
@@ -202,10 +202,17 @@ class Batch:
                 self._attempt(entry, partial(self._end_chunk, entry, seconds))
 
     def _read_chunk(self, entry: Entry) -> None:
+        """Read a chunk, or as many steps of one as fit if each takes as long as the last."""
         target, start = entry.sequence.target, self._clock()
-        before = target.size
-        next(self._reading[entry], None)
-        self._pace.read(target.size - before, self._clock() - start)
+        size, most_s = target.size, self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
+        is_whole: object = False
+        while is_whole is False and target.size == size:
+            began = self._clock()
+            is_whole = next(self._reading[entry], None)
+            if self._clock() - start + self._clock() - began > most_s:
+                break
+        # what the last step of a chunk takes says nothing of the next chunk
+        self._pace.read(0 if is_whole is False else target.size - size, self._clock() - start)
 
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
         """Read the prompts of the first and the shortest others in one pass, all but their last tokens.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -111,7 +111,31 @@ class LMTarget:
 
         `spans` are those of the whole prompt. Rows of a chunk that lie in one are its own.
         """
-        rows, points = mx.array(list(tokens), dtype=mx.int32), []
+        features, points = self._begin_prefill(tokens, spans)
+        return self._end_prefill(len(tokens), features, points)
+
+    def prefill_by_layers(
+        self, tokens: Sequence[int], spans: Sequence[Span] = ()
+    ) -> Iterator[Features | None]:
+        """Do what `prefill` does. Yield None after each layer, and then the features.
+
+        Nothing else may use this target meanwhile. Closed early, it has written nothing.
+        """
+        features, points = self._begin_prefill(tokens, spans)
+        try:
+            for cache in self._caches.attention:  # its K and V follow from the layers before
+                mx.eval(cache.buffers)
+                yield None
+            yield self._end_prefill(len(tokens), features, points)
+        finally:
+            if self._caches.uncommitted:
+                self.commit(0)
+
+    def _begin_prefill(
+        self, tokens: Sequence[int], spans: Sequence[Span]
+    ) -> tuple[Features, list[Checkpoint]]:
+        """Write a chunk. Return its features, not evaluated, and a checkpoint within it."""
+        rows, points = mx.array(list(tokens), dtype=mx.int32), list[Checkpoint]()
         # A recurrent target gets a second checkpoint 32 tokens before the end of a prompt, because the next
         # turn often drops what a chat template appends to begin an answer.
         early = len(tokens) - 32 if self._recurrent else 0
@@ -121,10 +145,13 @@ class LMTarget:
         self._write(rows[max(early, 0) :], reads_prompt=True, spans=spans)
         if not self._needs.prompt:
             self._captured = []  # before they are computed
-        features = self._features(len(tokens))
+        return self._features(len(tokens)), points
+
+    def _end_prefill(self, count: int, features: Features, points: Sequence[Checkpoint]) -> Features:
+        """Evaluate and commit a chunk. Return its features."""
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
         mx.eval(self._caches.arrays(), hidden)
-        self.count(len(tokens), reads_prompt=True)
+        self.count(count, reads_prompt=True)
         self._commit_all()
         self._checkpoints += points
         self.checkpoint()

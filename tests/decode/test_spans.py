@@ -191,6 +191,26 @@ def test_a_picture_whose_rows_see_each_other_is_never_cut(monkeypatch: pytest.Mo
     assert error(pair_of("e2b"), golden("e2b", "one.0"), 20) < TOLERANCE  # causal rows may be
 
 
+@pytest.mark.parametrize("variant", ["31b", "gemma3"])
+def test_a_picture_that_is_dropped_between_layers_leaves_nothing(variant: str) -> None:
+    """Others have turns between the layers of its pass, and its client may leave then."""
+    target, wanted = pair_of(variant).open().target, golden(variant, "one.0")
+    list(prefill(target, (), text_prompt(wanted.prompt[:2]), lambda: 8))
+    size, steps = target.size, list[bool]()
+    for most in (3, 9, 99):
+        reading = prefill(target, (), wanted.prompt, lambda: 8)
+        for whole in reading:
+            steps.append(whole)
+            if target.size > size or len(steps) >= most:
+                break
+        reading.close()
+        size = target.size
+    assert steps.count(False) > 10
+    list(prefill(target, (), wanted.prompt, lambda: 8))
+    row = target.verify(mx.array(wanted.prompt[-1:]))[0]
+    assert float(mx.abs(row - wanted.logits).max()) < TOLERANCE
+
+
 # --- refusals
 
 
