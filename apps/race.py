@@ -10,13 +10,12 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
-from math import comb
 from typing import TYPE_CHECKING, Annotated
 
 from mlx_spec.cli.command import ERROR, BadOptions, LoadOptions, option, program, show
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue
+from mlx_spec.policy.ratios import median_interval
 
 from .bench import BURST, QUESTIONS, Run, arm
 
@@ -65,7 +64,7 @@ class Race:
         """Return the median of the ratios between the ends of its interval; None before the first."""
         if not self.ratios:
             return None
-        low, high = interval(self.ratios)
+        low, high = median_interval(self.ratios)
         return low, statistics.median(self.ratios), high
 
     @property
@@ -136,17 +135,6 @@ def _turn(run: Run) -> float | None:
     run.decode(BURST)
     count = len(run.tokens) - tokens
     return count / max(run.seconds - seconds, 1e-9) if count >= BURST else None
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the order statistics around the median that hold it with a probability of 95 % or more.
-
-    With fewer than six values these are the least and the greatest one, with less.
-    """
-    ordered, count = sorted(values), len(values)
-    tails = accumulate(2 * comb(count, i) / 2**count for i in range(count // 2))
-    k = max(sum(tail <= 0.05 for tail in tails) - 1, 0)
-    return ordered[k], ordered[-1 - k]
 
 
 def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
+from functools import cache
+from itertools import accumulate
 from statistics import median
 
 from mlx_spec.types import Cost
@@ -97,10 +99,30 @@ class Ratios:
         # As many are remembered as let medians follow the length of the context.
         known = self._ratios.setdefault(shape, deque(maxlen=256))
         known.append(ratio)
-        if len(known) >= 6:  # of fewer a median says nothing
-            # A median errs 1.25 times as much as a mean. Neighbours share a plain token, hence a bit more.
-            error = 1.6 * _deviation(known) / math.sqrt(len(known))
-            self._found[shape] = Cost(shape, max(math.exp(median(known)), 1.0), max(error, self.KNOWN / 2))
+        if len(known) >= 8:  # of fewer a median says nothing
+            # Neighbours share a plain token, and a gain is shown at the first time that the error is small
+            # enough: as two deviations count those of an interval that is wider than two.
+            low, high = median_interval(known, 0.99)
+            middle = median(known)
+            error = max(high - middle, middle - low) / 2
+            self._found[shape] = Cost(shape, max(math.exp(middle), 1.0), max(error, self.KNOWN / 2))
+
+
+def median_interval(values: Collection[float], probability: float = 0.95) -> tuple[float, float]:
+    """Return the order statistics around the median that hold it with this probability or more.
+
+    They assume nothing of the distribution: a deviation of few values is often far too small. Of fewer than
+    six values, or eight for 0.99, these are the least and the greatest one, with less.
+    """
+    ordered = sorted(values)
+    k = _order(len(ordered), probability)
+    return ordered[k], ordered[-1 - k]
+
+
+@cache
+def _order(count: int, probability: float) -> int:
+    tails = accumulate(math.comb(count, i) / 2 ** (count - 1) for i in range(count // 2))
+    return max(sum(1 for tail in tails if tail <= 1 - probability) - 1, 0)
 
 
 def _deviation(values: deque[float]) -> float:

@@ -9,7 +9,7 @@ from support.commands import run
 
 import mlx_spec
 from mlx_spec.apps.bench import Run
-from mlx_spec.apps.race import Race, interval, question, race, verdict
+from mlx_spec.apps.race import Race, question, race, verdict
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling.sampling import Sampling
 from mlx_spec.types import Round
@@ -35,12 +35,6 @@ def test_a_difference_is_named(pair):
     assert found.difference == 1 and "the first difference is token 2: " in verdict(found, pair.tokenizer)[-1]
     shorter = Race((found.runs[0], Run(iter(()), [replace(one[0], tokens=[5, 6])], 1.0)), [])
     assert shorter.difference == 2
-
-
-def test_interval_of_the_median():
-    assert interval([3.0]) == (3.0, 3.0) and interval([4.0, 1.0, 2.0]) == (1.0, 4.0)
-    assert interval(range(1, 11)) == (2, 9)  # 97.9 %, as in tables of the sign test
-    assert interval(range(1, 26)) == (8, 18)  # 95.7 %
 
 
 def test_the_command(capsys):

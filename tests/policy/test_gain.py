@@ -6,7 +6,7 @@ import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
 
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.policy.ratios import Ratios
+from mlx_spec.policy.ratios import Ratios, median_interval
 from mlx_spec.session import Statistics
 
 ANSWERS, TOKENS = 8, 120
@@ -29,6 +29,21 @@ class Loaded(Device):
         return super().submit(steps)
 
 
+class Stolen(Device):
+    """A device that another program takes for random seconds, and slices of it at random."""
+
+    def __init__(self, curve, seed):
+        super().__init__(curve, 0.25, [seed])
+        self.random, self.taken, self.until = random.Random(seed), False, 0.0
+
+    def submit(self, steps):
+        while self.now >= self.until:
+            self.taken = not self.taken
+            self.until += (0.6 if self.taken else 0.15) * self.random.paretovariate(1.2)
+        self.slowdown = min(1.5 * self.random.paretovariate(1.5), 40) if self.taken else 1.0
+        return super().submit(steps)
+
+
 def true_cost(round, curve):
     if not round.drafted:
         return 1.0
@@ -36,17 +51,21 @@ def true_cost(round, curve):
     return curve.rows(1 + round.drafted) + drafting + curve.host
 
 
-def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS):
-    """Yield the statistics of each answer of a conversation, and its true gain."""
+def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS, tokens=TOKENS):
+    """Yield the statistics of each answer of a conversation, and its true gain.
+
+    Load changes after about that many `rounds`; None is a device that another program takes.
+    """
     names = ("lookup", "mtp") if text == "lookup+mtp" else ("mtp",)
-    device, policies = Loaded(CURVES[curve], rounds, seed), AdaptivePolicies(names, copying=["lookup"])
+    device = Stolen(CURVES[curve], seed) if rounds is None else Loaded(CURVES[curve], rounds, seed)
+    policies = AdaptivePolicies(names, copying=["lookup"])
     policies.use(CURVES[believed or curve].table([0.0 if name == "lookup" else 1.0 for name in names]))
     if fixed is not None:
         policies = FixedPolicy(fixed, names=names, ratios=Ratios())
     policy = policies.policy(device.clock)
     for index in range(answers):
         answer, cost = Statistics(), 0.0
-        for round in decode(policy, device, make_text(text, TOKENS, [seed, index]), TOKENS).rounds:
+        for round in decode(policy, device, make_text(text, tokens, [seed, index]), tokens).rounds:
             answer = answer.plus(round, 0.0)
             cost += true_cost(round, device.curve)
         yield answer, answer.generated_tokens / cost
@@ -79,10 +98,28 @@ def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed
     """It had no plain token to compare its rounds with."""
     found = list(session(curve, "code", rounds, seed=1, fixed=fixed, answers=24))
     shown = [answer.gain / true for answer, true in found if answer.gain is not None]
-    assert len(shown) >= 18 and min(shown) > 1 / 1.15 and max(shown) < 1.15
+    assert len(shown) >= 10 and min(shown) > 1 / 1.15 and max(shown) < 1.15
+
+
+@pytest.mark.parametrize(
+    "curve, fixed, believed", [("M5 Max", 3, None), ("flat", 3, None), ("M5 Max", None, "flat")]
+)
+def test_beside_a_greedy_program_no_gain_is_far_off(curve, fixed, believed):
+    """A deviation of few values was often by chance so small that a wrong gain was shown."""
+    shown = []
+    for seed in range(20):
+        found = session(curve, "code", None, believed, seed, fixed, answers=30, tokens=30)
+        shown += [answer.gain / true for answer, true in found if answer.drafted and answer.gain is not None]
+    assert shown and min(shown) > 1 / 1.15 and max(shown) < 1.15
 
 
 def test_plain_tokens_that_are_timed_are_few():
     later = [answer for answer, _ in session("M5 Max", "code", 5, seed=1, fixed=3, answers=24)][12:]
     plain = sum(answer.generated_tokens - answer.speculative_tokens for answer in later)
     assert 0 < plain < 0.04 * sum(answer.generated_tokens for answer in later)
+
+
+def test_interval_of_the_median():
+    assert median_interval([3.0]) == (3.0, 3.0) and median_interval([4.0, 1.0, 2.0]) == (1.0, 4.0)
+    assert median_interval(range(1, 11)) == (2, 9)  # 97.9 %, as in tables of the sign test
+    assert median_interval(range(1, 26)) == (8, 18)  # 95.7 %
