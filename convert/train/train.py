@@ -314,14 +314,21 @@ def _test(
     # a seed couples drafter and target by their noise; without one they are judged by block verification
     for name, temperature, seeded in (("0", 0.0, False), ("0.8", 0.8, False), ("0.8 with a seed", 0.8, True)):
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        batch, kinds, done = drafting.batch(len(prompts)), dict[int, str](), 0
         for i, (kind, tokens) in enumerate(prompts):
             sampling = Sampling(temperature=temperature, seed=i if seeded else None)
-            for result in drafting.generate(tokens, sampling=sampling, max_tokens=limit):
+            sequence = drafting.prepare(drafting.open(), tokens, sampling=sampling, max_tokens=limit)
+            kinds[batch.add(sequence)] = kind
+        while done < len(prompts):
+            for id, result in batch.step():
+                if isinstance(result, Exception):
+                    raise result
                 if result.kind == "draft":
-                    for each in (kind, "all"):
+                    for each in (kinds[id], "all"):
                         counts[each][0] += len(result.tokens)
                         counts[each][1] += 1
-            progress.show(f"test at temperature {name}", i + 1, len(prompts))
+                done += result.finish_reason is not None
+            progress.show(f"test at temperature {name}", done, len(prompts))
         if counts:  # else no answer was long enough for a draft
             found = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
             results[name] = found
