@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Literal
 
 import typer
 from typer.main import get_command
@@ -14,7 +15,7 @@ from typer.main import get_command
 from mlx_spec.cli.command import INTERRUPTED, STATUSES, Version, guarded, run_app, tell
 
 NAME = "mlx-spec"
-ANSWERS, MODELS, MEASUREMENTS = "Talk to a model", "Get models", "Measure and check"
+Panel = Literal["Talk to a model", "Get models", "Measure and check"]  # of the help page
 
 
 @dataclass(frozen=True)
@@ -23,26 +24,26 @@ class Program:
 
     main: str  # (arguments) -> exit status
     options: str  # what typer reads help and completion from
-    panel: str  # of the help page
+    panel: Panel
 
 
 PROGRAMS = {
-    "chat": Program("apps.chat:main", "apps.chat.arguments:Options", ANSWERS),
-    "serve": Program("apps.server:main", "apps.server.settings:Options", ANSWERS),
-    "launch": Program("apps.launch:main", "apps.launch:Options", ANSWERS),
-    "menubar": Program("apps.menubar:main", "apps.menubar:options", ANSWERS),
-    "convert": Program("convert.command:convert_main", "convert.options:ConversionOptions", MODELS),
-    "train": Program("convert.command:train_main", "convert.options:TrainingOptions", MODELS),
-    "inspect": Program("apps.models:inspect_main", "apps.models:Inspect", MODELS),
-    "models": Program("apps.models:models_main", "apps.models:ListOptions", MODELS),
-    "pull": Program("apps.models:pull_main", "apps.models:Pull", MODELS),
-    "rm": Program("apps.models:rm_main", "apps.models:Remove", MODELS),
-    "tune": Program("apps.tune:main", "apps.tune:Options", MEASUREMENTS),
-    "roofline": Program("apps.roofline:main", "apps.roofline:Options", MEASUREMENTS),
-    "bench": Program("apps.bench:main", "apps.bench:Options", MEASUREMENTS),
-    "race": Program("apps.race:main", "apps.race:Options", MEASUREMENTS),
-    "doctor": Program("apps.doctor:main", "apps.doctor:Options", MEASUREMENTS),
-    "report": Program("apps.report:main", "apps.report:Options", MEASUREMENTS),
+    "chat": Program("apps.chat:main", "apps.chat.arguments:Options", "Talk to a model"),
+    "serve": Program("apps.server:main", "apps.server.settings:Options", "Talk to a model"),
+    "launch": Program("apps.launch:main", "apps.launch:Options", "Talk to a model"),
+    "menubar": Program("apps.menubar:main", "apps.menubar:options", "Talk to a model"),
+    "convert": Program("convert.command:convert_main", "convert.options:ConversionOptions", "Get models"),
+    "train": Program("convert.command:train_main", "convert.options:TrainingOptions", "Get models"),
+    "inspect": Program("apps.models:inspect_main", "apps.models:Inspect", "Get models"),
+    "models": Program("apps.models:models_main", "apps.models:ListOptions", "Get models"),
+    "pull": Program("apps.models:pull_main", "apps.models:Pull", "Get models"),
+    "rm": Program("apps.models:rm_main", "apps.models:Remove", "Get models"),
+    "tune": Program("apps.tune:main", "apps.tune:Options", "Measure and check"),
+    "roofline": Program("apps.roofline:main", "apps.roofline:Options", "Measure and check"),
+    "bench": Program("apps.bench:main", "apps.bench:Options", "Measure and check"),
+    "race": Program("apps.race:main", "apps.race:Options", "Measure and check"),
+    "doctor": Program("apps.doctor:main", "apps.doctor:Options", "Measure and check"),
+    "report": Program("apps.report:main", "apps.report:Options", "Measure and check"),
 }
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        # set by the scripts of --install-completion
+        # The scripts of --install-completion set it.
         if "_MLX_SPEC_COMPLETE" in os.environ:
             get_command(app()).main(prog_name=NAME)  # answers the shell and exits
         if words and words[0] in PROGRAMS:

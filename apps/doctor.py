@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
     from .selftest import Comparison, SelfTest
 
-PACKAGES = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
-WIDTH, LABEL = 76, 13  # columns of the certificate and of its labels
+WIDTH = 76  # columns of the certificate
 LINE = "-" * WIDTH
-SHOWN = ("machine", "system", "backend", "BLAS", "packages")  # checks that the certificate repeats
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,8 @@ def all_checks() -> Iterator[Check]:
     yield Check("system", "ok", f"{name}, {platform.machine()}, Python {platform.python_version()}")
     yield _backend()
     yield from _blas()
-    packages = [f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]
+    names = ("mlx", "mlx-lm", "numpy", "sentencepiece", "huggingface_hub", "transformers")
+    packages = [f"mlx-spec {__version__}", *(f"{name} {version(name)}" for name in names)]
     yield Check("packages", "ok", ", ".join(packages))
     yield _disk()
     yield _models()
@@ -231,7 +230,7 @@ def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now
     lines = [LINE, f"{title}{date:>{WIDTH - len(title)}}", LINE]
     for label, text in _rows(parts, found, checks):
         lines += textwrap.wrap(
-            " ".join(text.split()), WIDTH, initial_indent=f"{label:<{LABEL}}", subsequent_indent=" " * LABEL
+            " ".join(text.split()), WIDTH, initial_indent=f"{label:<13}", subsequent_indent=" " * 13
         )
     return [*lines, LINE]
 
@@ -247,7 +246,7 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
     for check in checks:
         if check.state == "wrong":
             yield "wrong", f"{check.name}: {check.text}"
-        elif check.name in SHOWN:
+        elif check.name in ("machine", "system", "backend", "BLAS", "packages"):
             yield check.name, check.text
     for label, seeded in (("greedy", False), ("seeded", True)):
         if cases := [each for each in found.comparisons if each.seeded == seeded]:

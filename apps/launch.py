@@ -32,8 +32,6 @@ from .menubar import server_process
 from .menubar.server_process import Address, candidates, get_json, health, last_words
 from .server.settings import Settings
 
-# Of a server; an address of IPv6 is in brackets.
-URL = re.compile(r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?")
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
 PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
 
@@ -69,7 +67,9 @@ class Options:
     @property
     def address(self) -> Address:
         """Return where the server may be. Raises InvalidValue."""
-        if (found := URL.fullmatch(self.url)) is None:
+        # An address of IPv6 is in brackets.
+        url = r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?"
+        if (found := re.fullmatch(url, self.url)) is None:
             raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
         return Address(found[1] or found[2], int(found[3]))
 

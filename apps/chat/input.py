@@ -42,7 +42,6 @@ from .terminal import Terminal, checked
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines
 PROMPT, CONTINUATION = "> ", "… "
-LOCAL_MODES = 3  # index in what tcgetattr returns
 
 
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
@@ -213,8 +212,9 @@ def hidden_typing() -> Iterator[None]:
         return
     terminal = sys.stdin.fileno()
     before, hidden = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
+    local_modes = 3  # the index in what tcgetattr returns
     # Without ICANON the kernel does not cut lines that are longer than its buffer.
-    hidden[LOCAL_MODES] = hidden[LOCAL_MODES] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    hidden[local_modes] = hidden[local_modes] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
 
     def hide(*_: object) -> None:
         with suppress(termios.error):  # the terminal may be gone

@@ -17,16 +17,10 @@ from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.theme import Theme
 
-THEME = Theme({"markdown.code": "cyan"})
-PLAIN_BLOCKS = {"paragraph_open", "paragraph_close", "inline"}
-MATH = re.compile(r"\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-PLAIN_SPANS = {"text", "softbreak", "hardbreak"}
-TRAILING_SPACES = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
-
 
 def _keep_math(state: StateInline, silent: bool) -> bool:
     """Take \\(...\\) and \\[...\\] as they are: their brackets would lose the backslash."""
-    found = MATH.match(state.src, state.pos)
+    found = re.compile(r"\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL).match(state.src, state.pos)
     if found is not None and not silent:
         state.pending += found[0]
     state.pos = state.pos if found is None else found.end()
@@ -77,7 +71,8 @@ def rendered(text: str, columns: int) -> str | None:
     """Return the text with escape codes, `columns` wide; None if there is no Markdown in it."""
     blocks = PARSER.parse(text)
     spans = [span for block in blocks for span in block.children or ()]
-    if {block.type for block in blocks} <= PLAIN_BLOCKS and {span.type for span in spans} <= PLAIN_SPANS:
+    has_blocks = {block.type for block in blocks} - {"paragraph_open", "paragraph_close", "inline"}
+    if not has_blocks and {span.type for span in spans} <= {"text", "softbreak", "hardbreak"}:
         return None
     for span in spans:
         if span.type == "softbreak":
@@ -87,8 +82,13 @@ def rendered(text: str, columns: int) -> str | None:
     markdown = _AnswerMarkdown("", hyperlinks=False)
     markdown.parsed = blocks
     console = Console(
-        file=io.StringIO(), force_terminal=True, color_system="standard", theme=THEME, width=columns
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="standard",
+        theme=Theme({"markdown.code": "cyan"}),
+        width=columns,
     )
     with console.capture() as capture:
         console.print(markdown, crop=False)
-    return TRAILING_SPACES.sub(r"\1", capture.get()).strip("\n") + "\n"
+    trailing_spaces = r" +((?:\x1b\[[\d;]*m)*)$"
+    return re.sub(trailing_spaces, r"\1", capture.get(), flags=re.MULTILINE).strip("\n") + "\n"

@@ -20,18 +20,15 @@ from mlx_spec.vision.pictures import FORMATS, MAX_FILE_BYTES, READ, from_data_ur
 Part = Mapping[str, Any]
 Content = str | Sequence[Part]  # of a message
 
-# Files that are taken for pictures; which of them are read is said when they are opened.
-SUFFIXES = frozenset(".jpg .jpeg .png .webp .gif .bmp .heic .heif .avif .tif .tiff".split())
-# A word as shells and terminals write the path of a file: quoted, or with backslashes before spaces.
-WORD = re.compile(r"""\s*(?:'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^\s'"\\])+))(?=\s|$)""")
-
 
 def dropped(text: str) -> tuple[list[Path], str]:
     """Return the picture files that a text begins with, and the text behind them."""
     if (whole := _picture_file(text.strip())) is not None:
         return [whole], ""
     files = list[Path]()
-    while match := WORD.match(text):
+    # A word as shells and terminals write the path of a file: quoted, or with backslashes before spaces.
+    word = r"""\s*(?:'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^\s'"\\])+))(?=\s|$)"""
+    while match := re.match(word, text):
         single, double, bare = match.groups()
         name = re.sub(r"\\(.)", r"\1", bare if double is None else double) if single is None else single
         if (file := _picture_file(name)) is None:
@@ -137,7 +134,9 @@ def _is_image(part: Part) -> bool:
 def _picture_file(name: str) -> Path | None:
     if name.startswith("file://"):
         name = unquote(name.removeprefix("file://"))
-    if "\n" in name or Path(name).suffix.lower() not in SUFFIXES:
+    # Files that are taken for pictures: which of them are read is said when they are opened.
+    suffixes = ".jpg .jpeg .png .webp .gif .bmp .heic .heif .avif .tif .tiff".split()
+    if "\n" in name or Path(name).suffix.lower() not in suffixes:
         return None
     try:
         path = Path(name).expanduser()

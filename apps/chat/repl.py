@@ -30,9 +30,6 @@ from .pictures import shown
 from .settings import from_options
 from .terminal import Terminal
 
-HINTS = dict.fromkeys(("exit", "quit", "bye", "q"), "exit") | dict.fromkeys(("help", "?"), "help")
-DEFAULTS = vars(Options())
-
 
 def run(
     options: Options, prompt: str | None, terminal: Terminal, interrupts: Interrupts, ranks: Ranks | None
@@ -77,7 +74,8 @@ def run(
             is_interactive=prompt is None,
         )
         if kept is not None and past is not None:
-            given = {name: value for name, value in vars(options).items() if value != DEFAULTS.get(name)}
+            defaults = vars(Options())
+            given = {name: value for name, value in vars(options).items() if value != defaults.get(name)}
             chat.conversation.load(past | {"settings": past["settings"] | given})
             if options.system is not None:
                 chat.conversation.change_system(options.system)
@@ -143,8 +141,8 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
                 commands.run(command[1].lower(), command[2] or "")
         except KeyboardInterrupt:  # it waited for a file or the network
             chat.terminal.note("", "interrupted")
-    elif hint := HINTS.get(text.strip().lower()):
-        word = text.strip()
+    elif (word := text.strip()).lower() in ("exit", "quit", "bye", "q", "help", "?"):
+        hint = "help" if word.lower() in ("help", "?") else "exit"
         chat.terminal.note(f'/{hint} is the command; """{word}""" sends the word to the model')
     elif message := chat.message(text):
         chat.answer_and_report(message)

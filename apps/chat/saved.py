@@ -30,7 +30,8 @@ from mlx_spec.session import Piece
 
 from .pictures import Content, is_stored, shown
 
-FORMAT, VERSION = "mlx_spec conversation", 1
+# The beginning of a saved conversation. The version grows when its form changes.
+FORMAT: dict[str, Any] = {"format": "mlx_spec conversation", "version": 1}
 KEPT_SUFFIX = ".jsonl"
 OWNER_ONLY = 0o600  # mode of files with what was typed and answered
 
@@ -77,12 +78,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _checked(file: Path, content: Any) -> dict[str, Any]:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT["format"]:
         raise BadCheckpoint(f"{file} is not a saved conversation: give a file that /save wrote")
     version = content.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    newest = FORMAT["version"]
+    if not isinstance(version, int) or version > newest:
         raise BadCheckpoint(
-            f"{file} has version {version}, this release reads up to {VERSION}: it takes a newer mlx_spec"
+            f"{file} has version {version}, this release reads up to {newest}: it takes a newer mlx_spec"
         )
     messages = content.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
@@ -99,7 +101,7 @@ def _is_message(message: object) -> bool:
 
 
 def _labelled(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {"format": FORMAT, "version": VERSION, **saved}
+    return {**FORMAT, **saved}
 
 
 # --- kept conversations

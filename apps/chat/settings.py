@@ -27,8 +27,11 @@ class AnswerSettings(Sampling):
             raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 
 
-NOT_TYPED = ("logit_bias", "min_tokens", "late_tokens", "grammar")  # what `/set` does not know
-NAMES = tuple(name for name in vars(AnswerSettings()) if name not in NOT_TYPED)
+NAMES = tuple(  # of the settings that `/set` knows
+    name
+    for name in vars(AnswerSettings())
+    if name not in ("logit_bias", "min_tokens", "late_tokens", "grammar")
+)
 
 
 def from_options(options: Options) -> AnswerSettings:
@@ -40,7 +43,6 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
     """Return the settings with one value as typed; "off" is the default. Raises InvalidValue."""
     if name not in NAMES:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
-    # as values of `/set`
     is_default = text in ("off", "none", "default") and name != "think"
     value: Any = vars(AnswerSettings())[name] if is_default else _typed(name, text)
     return replace(settings, **{name: value})

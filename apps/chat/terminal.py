@@ -31,9 +31,11 @@ COPIED, FORCED = "38;5;172", "38;5;170"
 GAINED = "32"  # green of the terminal's own palette, which fits its background
 BORDER = "│"  # between two rounds
 
-PLAIN = "0"  # the SGR parameter that ends a style
-WIDE = "\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60"  # Chinese, Japanese and Korean: a word each
-WORDS = re.compile(f"\n| +|[{WIDE}]|[^ \n{WIDE}]+")
+# A character of Chinese, Japanese or Korean is a word.
+WORDS = re.compile(
+    "\n| +|[\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60]"
+    "|[^ \n\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60]+"
+)
 # Terminals disagree about the width of joined emoji; the width of a tab depends on its column.
 UNSURE_WIDTH = re.compile("[\t\u200d\ufe0e\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
@@ -252,7 +254,7 @@ class Wrapping:
 
 def in_style(text: str, style: str) -> str:
     """Return the text between escape codes, if it has a style."""
-    return f"\x1b[{style}m{text}\x1b[{PLAIN}m" if style and text else text
+    return f"\x1b[{style}m{text}\x1b[0m" if style and text else text
 
 
 def folded(text: str, columns: int) -> str:

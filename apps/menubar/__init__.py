@@ -25,9 +25,6 @@ from . import macos
 from .app import QUIT, App, Folder, MenuPlan
 from .server_process import Address, ServerOptions
 
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INSTALL, REMOVE = "--install-login-item", "--remove-login-item"
-
 
 def parse(arguments: Sequence[str] | None) -> MenuPlan:
     """Return the options of a command line. Raises SystemExit with status 2 if one is wrong."""
@@ -42,8 +39,10 @@ def parse(arguments: Sequence[str] | None) -> MenuPlan:
 
 def options(
     context: Context,
-    install_login_item: Annotated[bool, flag(INSTALL, "start it now and at every login")] = False,
-    remove_login_item: Annotated[bool, flag(REMOVE, "start it at login no longer")] = False,
+    install_login_item: Annotated[
+        bool, flag("--install-login-item", "start it now and at every login")
+    ] = False,
+    remove_login_item: Annotated[bool, flag("--remove-login-item", "start it at login no longer")] = False,
     target: Annotated[str | None, Option(hidden=True)] = None,
     drafter: Annotated[str | None, Option(hidden=True)] = None,
     port: Annotated[str | None, Option(hidden=True)] = None,
@@ -53,7 +52,7 @@ def options(
     Options of `mlx-spec serve` are passed on.
     """
     if install_login_item and remove_login_item:
-        raise BadOptions(f"{INSTALL} and {REMOVE}: give one of them")
+        raise BadOptions("--install-login-item and --remove-login-item: give one of them")
     rest = tuple(context.args)
     named = {"--target": target, "--drafter": drafter, "--port": port}
     passed = (*rest, *(word for name, value in named.items() if value is not None for word in (name, value)))
@@ -123,12 +122,13 @@ def _on_signals(quit_: Callable[[], None]) -> None:
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     signal.set_wakeup_fd(writing.detach())  # stays open as long as there are signals
-    for number in END_SIGNALS:
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in ends:
         signal.signal(number, lambda *_: None)  # with a handler, the number is written to the socket at once
 
     def wait() -> None:
         while True:
-            if set(reading.recv(1)) & set(END_SIGNALS):
+            if set(reading.recv(1)) & set(ends):
                 quit_()
 
     threading.Thread(target=wait, name="mlx_spec signals", daemon=True).start()

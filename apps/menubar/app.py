@@ -25,7 +25,6 @@ from .server_process import ServerOptions, ServerProcess
 if TYPE_CHECKING:
     from .cocoa import CocoaView
 
-IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
 QUIT = Click(Action.QUIT)
 
 
@@ -59,6 +58,8 @@ class Folder:
 
 class App:
     """Owns the state of the menu."""
+
+    IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
 
     def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
         """Take `agent` as the file that starts the menu at login."""
@@ -95,7 +96,7 @@ class App:
         """Handle one message, or look at the server. Returns False on Quit."""
         busy = self._state.phase in (Phase.STARTING, Phase.LOADING, Phase.CRASHED)
         try:
-            message = self._inbox.get(timeout=BUSY_POLL_S if busy else IDLE_POLL_S)
+            message = self._inbox.get(timeout=self.BUSY_POLL_S if busy else self.IDLE_POLL_S)
         except queue.Empty:
             self._attempt(self._server.tick)
             return True

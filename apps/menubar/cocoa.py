@@ -16,10 +16,7 @@ except ImportError as error:
     raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
 
 NAME = "mlx-spec"  # under which macOS remembers the place of the item
-# What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
-STALE = (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}")
 CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible
-HIDDEN = "macOS hides the menu-bar item: allow it in System Settings under Menu Bar, or make room in the bar"
 
 
 class Clicks(AppKit.NSObject):
@@ -49,7 +46,8 @@ class CocoaView:
         # switch.
         self._app.setActivationPolicy_(AppKit.NSApplicationActivationPolicyAccessory)
         defaults = AppKit.NSUserDefaults.standardUserDefaults()
-        for key in STALE:
+        # What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
+        for key in (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}"):
             defaults.removeObjectForKey_(key)
         bar = AppKit.NSStatusBar.systemStatusBar()
         self._item = bar.statusItemWithLength_(AppKit.NSVariableStatusItemLength)
@@ -123,7 +121,10 @@ class CocoaView:
             self._item.setVisible_(False)
             self._item.setVisible_(True)
         else:
-            self._notify(HIDDEN)
+            self._notify(
+                "macOS hides the menu-bar item: allow it in System Settings under Menu Bar, or make room in "
+                "the bar"
+            )
 
     def _stop(self) -> None:
         self._app.stop_(None)

@@ -18,14 +18,14 @@ from mlx_spec.errors import InvalidValue
 LABEL = "mlx-spec.menubar"
 AGENT = Path("Library", "LaunchAgents", f"{LABEL}.plist")  # where launchd looks for it, in a home
 DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
-# The text is an argument, so nothing in it is taken for AppleScript.
-SHOW = 'display notification (item 1 of argv) with title "mlx-spec"'
 
 
 def notify(text: str) -> None:
     """Say something about the menu on stderr and as a notification."""
     tell(text)
-    spawn("osascript", "-e", "on run argv", "-e", SHOW, "-e", "end run", text)
+    # The text is an argument, so nothing in it is taken for AppleScript.
+    script = 'display notification (item 1 of argv) with title "mlx-spec"'
+    spawn("osascript", "-e", "on run argv", "-e", script, "-e", "end run", text)
 
 
 def framework_problem() -> str | None:

@@ -21,10 +21,7 @@ from mlx_spec.hub.catalog import PairSpec
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, State
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
-STABLE_S = 60.0  # of answering, after which a crash counts as the first
 SHUTDOWN_S = 10.0  # for requests to end
-OWN_PREFIX = "mlx-spec: "  # of the lines that the server writes for its user
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,9 @@ class ServerOptions:
 class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
 
+    FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
+    STABLE_S = 60.0  # of answering, after which a crash counts as the first
+
     def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
         self._selection: PairSpec | None = None
@@ -168,7 +168,7 @@ class ServerProcess:
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
-        delay = min(FIRST_RETRY_S * 2**self._crashes, LONGEST_RETRY_S)
+        delay = min(self.FIRST_RETRY_S * 2**self._crashes, self.LONGEST_RETRY_S)
         self._crashes += 1
         self._retry_at = time.monotonic() + delay
         self._show(Phase.CRASHED, problem=cause, retry_s=delay)
@@ -187,14 +187,16 @@ class ServerProcess:
             problem = words or f"the server ended with status {status}: the log may say why"
             self._show(Phase.FAILED, problem=problem)
             return
-        if ready_at is not None and time.monotonic() - ready_at >= STABLE_S:
+        if ready_at is not None and time.monotonic() - ready_at >= self.STABLE_S:
             self._crashes = 0
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         self._retry(no_port or f"the server {ending}")
 
     def _show(self, phase: Phase, **changes: Any) -> None:
         """Report a phase, and nothing of a server that ran before."""
-        self._update(phase=phase, **NOTHING | changes)
+        fresh = vars(State())
+        forgotten = {name: fresh[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
+        self._update(phase=phase, **forgotten | changes)
 
     def _poll(self, address: Address) -> None:
         status = health(address)
@@ -207,14 +209,10 @@ class ServerProcess:
         elif status == "ok":
             self._ready_at = self._ready_at or time.monotonic()
             self._update(phase=Phase.RUNNING, **details(address, self._wanted.key))
-        elif status in PHASES:
-            self._update(phase=PHASES[status])
-
-
-# Other statuses, such as "failed", come before the server ends: its end says more.
-PHASES = {"loading": Phase.LOADING, "draining": Phase.STOPPING}
-# What a new phase forgets of the server before.
-NOTHING = {name: vars(State())[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
+        elif status == "loading":
+            self._update(phase=Phase.LOADING)
+        elif status == "draining":  # others, such as "failed", come before the server ends: its end says more
+            self._update(phase=Phase.STOPPING)
 
 
 def launch(
@@ -254,5 +252,6 @@ def last_words(log: Path) -> str | None:
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return None
-    ours = [line.removeprefix(OWN_PREFIX) for line in lines if line.startswith(OWN_PREFIX)]
+    prefix = "mlx-spec: "  # of the lines that the server writes for its user
+    ours = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     return ours[-1] if ours else None

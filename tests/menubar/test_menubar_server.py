@@ -44,11 +44,12 @@ PORTS = range(20_000, 32_000)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0, "SHUTDOWN_S": 20.0}
+    monkeypatch.setattr(server_process, "SHUTDOWN_S", 20.0)
+    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0}
     for name, seconds in times.items():
-        monkeypatch.setattr(server_process, name, seconds)
+        monkeypatch.setattr(server_process.ServerProcess, name, seconds)
     for name in ("IDLE_POLL_S", "BUSY_POLL_S"):
-        monkeypatch.setattr(menu_app, name, 0.02)
+        monkeypatch.setattr(menu_app.App, name, 0.02)
 
 
 class Watched:
