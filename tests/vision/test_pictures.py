@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,31 @@ def test_text_needs_no_pillow() -> None:
     """transformers imports it where it is, and our programs do without it."""
     program = "import sys; sys.modules['PIL'] = None; import mlx_spec.pair, mlx_spec.apps.server.app"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+MEASURE = """
+import re, resource, sys
+from pathlib import Path
+from mlx_spec.vision.pictures import read_picture
+
+def peak():
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
+
+small, large = (Path(name).read_bytes() for name in sys.argv[1:])
+read_picture(small)
+before = peak()
+read_picture(large)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("kind", "mode", "most"), [("WEBP", "RGBA", 600), ("JPEG", "RGB", 300)])
+def test_the_memory_of_decoding_is_bounded(kind: str, mode: str, most: int, tmp_path: Path) -> None:
+    """The largest picture that is read takes as many megabytes as the head of the module says."""
+    files = [tmp_path / "small", tmp_path / "large"]
+    for file, side in zip(files, (8, 5000), strict=True):
+        Image.new(mode, (side, side), (255, 0, 0, 128)[: len(mode)]).save(file, kind, method=0)
+    run = [sys.executable, "-c", MEASURE, *map(str, files)]
+    assert 75 < float(subprocess.run(run, capture_output=True, check=True, text=True).stdout) < most
