@@ -5,13 +5,14 @@ Tokens are written one by one with the codes of their colours: rich would wrap e
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
 import sys
 import textwrap
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,6 +23,8 @@ from mlx_spec.cli.command import CONTROLS, note
 from mlx_spec.errors import InvalidValue
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from mlx_spec.tokenizer.stream import TokenText
 
 # Parameters of SGR escape codes. Colours are from the table of 256; text of the target has none.
@@ -113,13 +116,20 @@ class Terminal:
         texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in parts)
         note("".join(in_style(*each) for each in texts))
 
-    def working(self, text: str) -> AbstractContextManager[object]:
-        """Show that something takes time until it ends, on a terminal that can move its cursor."""
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show that something takes time until it ends, on a terminal that can move its cursor.
+
+        What it says of its progress stands beside the spinner.
+        """
         if not (self.is_watched and self._moves):
-            return nullcontext()
+            yield
+            return
         from rich.console import Console
 
-        return Console(stderr=True, highlight=False).status(text, spinner="dots", spinner_style="none")
+        spinner = Console(stderr=True, highlight=False).status(text, spinner="dots", spinner_style="none")
+        with spinner, redirect_stderr(_BesideSpinner(spinner, sys.stderr)):
+            yield
 
     def error(self, error: Exception) -> None:
         """Show an error in one line."""
@@ -280,6 +290,27 @@ def checked(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidValue(f"{name} is not valid text at character {error.start}: give UTF-8") from error
     return text
+
+
+class _BesideSpinner(io.TextIOBase):
+    """Stderr beside a spinner, which shows a line that is written again and again; others go above it."""
+
+    def __init__(self, spinner: Status, above: TextIO) -> None:
+        self._spinner, self._above = spinner, above
+
+    def isatty(self) -> bool:
+        """Return True: the spinner is on a terminal."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Show a text."""
+        if "\r" in text:
+            from rich.text import Text
+
+            self._spinner.update(Text(text.rpartition("\r")[2].strip()))
+        else:
+            self._above.write(text)
+        return len(text)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -333,6 +333,14 @@ def talk(endless, tmp_path_factory) -> Iterator[Talk]:
     assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "+hello" in history.read_text()
 
 
+def test_measuring_for_the_first_time_stays_on_one_line(tmp_path):
+    """Each share that was done became a line of its own beside the spinner."""
+    with Screen(*PAIR, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
+        screen.wait_for(READY)
+        assert "measuring what demo takes on this machine" in screen.text
+        assert not re.search(r"once: [0-9]{1,2}%\s*\n", screen.text)
+
+
 def test_interrupts(talk):
     def seconds_to_the_prompt() -> float:
         """Seconds from the end of the last round to the prompt."""
