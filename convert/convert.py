@@ -23,10 +23,10 @@ from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 from .families import family_of
 from .families.common import Converted
 from .options import ConversionOptions
-from .parts import DRAFT_MODEL, convert_drafter, convert_target, explain_left_out, family_or_model
+from .parts import convert_drafter, convert_target, explain_left_out, family_or_model
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
-from .write import DRAFTER, NOT_RUN, TARGET, Part, write_manifest, write_tensors
+from .write import DRAFTER, TARGET, Part, write_manifest, write_tensors
 
 
 def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, An
     with new_folder(options.out) as folder:
         plan = _make_plan(options, folder, progress)
         target, drafter = _write(plan, progress, allow_unknown=options.skip_test)
-        found = NOT_RUN if options.skip_test else _self_test(plan, progress)
+        skipped = {"result": "not run", "why": "--no-self-test"}
+        found = skipped if options.skip_test else _self_test(plan, progress)
         progress.end()
         return write_manifest(folder, target, drafter, options.dtype, found)
 
@@ -133,7 +134,7 @@ def _write_part(
         "name": source.name,
         "revision": source.revision,
         "source_sha256": plan.hashes.get(role),
-        "family": DRAFT_MODEL if role == DRAFTER and plan.family is None else part.config["model_type"],
+        "family": "draft model" if role == DRAFTER and plan.family is None else part.config["model_type"],
         "quantization": part.config.get("quantization"),
         "tensors": count,
         "left_out": dict(Counter(part.dropped.values())),

@@ -19,7 +19,7 @@ from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.families import mlx_lm_module, tower_names
 from mlx_spec.checkpoint.files import one_line, shortened
-from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.checkpoint.layouts import DTYPES, model_classes
 from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
 from mlx_spec.checkpoint.weights import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
@@ -28,9 +28,7 @@ from mlx_spec.vision.tower import read_tower, tower_tensors
 
 from .families import family_of
 from .families.common import Converted
-from .source import DTYPES, Quantization, Source, cast
-
-DRAFT_MODEL = "draft model"  # the family of a drafter that is a language model
+from .source import Quantization, Source, cast
 
 
 def convert_model(

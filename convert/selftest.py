@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
+from mlx_spec.checkpoint.layouts import DTYPES
 from mlx_spec.checkpoint.weights import is_dequantized
 from mlx_spec.cli.lossless import Gap, allowed_roundings, first_difference, largest_noise, next_logits
 from mlx_spec.cli.progress import StageProgress
@@ -43,7 +44,7 @@ from mlx_spec.sampling.normal import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_target, load_unread
-from .source import DTYPES, Quantization, Source
+from .source import Quantization, Source
 from .write import DRAFTER, TARGET
 
 Floats = NDArray[np.float32]
@@ -54,7 +55,6 @@ MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
 
 K = 3  # draft tokens
 GENERATED = 48  # tokens after each prompt
-LIKELY_CAUSES = "likely the drafter of another target or version of it, or weights damaged by a conversion"
 
 
 class SelfTestFailed(SpecError):
@@ -341,7 +341,7 @@ def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prom
         return f"quantizing the drafter cost it, {original.first:.0%} without: use --drafter-bits 8 or none"
     if before is not None and before.first >= floor:
         return f"quantizing the target cost it, {before.first:.0%} without: use -q with more bits"
-    return LIKELY_CAUSES
+    return "likely the drafter of another target or version of it, or weights damaged by a conversion"
 
 
 def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:

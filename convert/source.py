@@ -19,10 +19,6 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
 from mlx_spec.hub.download import published_hash
 
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-COPIED = ("*.json", "*.jinja", "*chat_templates/*.jinja", "*.txt", "*.jsonl", "*.tiktoken", "tokenizer.model")
-NOT_COPIED = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
-
 FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes
 
 
@@ -72,8 +68,10 @@ class Source:
 
     def side_files(self) -> list[Path]:
         """Return the files to copy: tokenizer, chat template, generation settings."""
-        found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
-        return sorted(f for f in found if not any(f.match(pattern) for pattern in NOT_COPIED))
+        copied = "*.json *.jinja *chat_templates/*.jinja *.txt *.jsonl *.tiktoken tokenizer.model".split()
+        left = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
+        found = {file for pattern in copied for file in self.folder.glob(pattern)}
+        return sorted(f for f in found if not any(f.match(pattern) for pattern in left))
 
 
 def open_source(name: str, q6k_bits: int | None = None) -> Source:

@@ -18,7 +18,6 @@ from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
 
 TARGET, DRAFTER = "target", "drafter"
-NOT_RUN: dict[str, Any] = {"result": "not run", "why": "--no-self-test"}
 Part = dict[str, Any]  # an entry of pair.json
 
 

@@ -25,8 +25,6 @@ Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json
 Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 
-# As other quantizers name their parts. Full precision is asked for instead: quantizing twice loses twice.
-QUANTIZED = (".scales", ".qweight", ".weight_packed", ".weight_scale")
 FP8_SCALE = "_scale_inv"  # one factor a block of an 8-bit weight (DeepSeek-V3)
 
 
@@ -167,7 +165,9 @@ def _refuse_quantized(source: PublishedTensors) -> None:
     tensors = source.tensors
     integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
     packed = {name for name in integers if name.endswith(".weight") and name + FP8_SCALE not in tensors}
-    marks = [source.names[name] for name in tensors if name.endswith(QUANTIZED) or name in packed]
+    # Other quantizers name their parts so. Full precision is asked for: quantizing twice loses twice.
+    ends = (".scales", ".qweight", ".weight_packed", ".weight_scale")
+    marks = [source.names[name] for name in tensors if name.endswith(ends) or name in packed]
     if marks:
         raise BadCheckpoint(
             f"{source.title} is quantized already ({shortened(sorted(marks))}): "
@@ -190,7 +190,6 @@ def _widen(source: PublishedTensors, config: Config) -> None:
 
 # --- configs
 
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave")
 STORAGE_KEYS = ("quantization", "quantization_config", "vision_config", "audio_config", "auto_map")
 OTHER_DRAFTER = "use the drafter made for this target"
 
@@ -201,7 +200,8 @@ def config_of(model_type: str, conventions: Conventions, target: Config, **field
     fits = {key: text.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     if "model_type" in target:
         fits["model_type"] = target["model_type"]
-    rope = {key: text[key] for key in ROPE_KEYS if text.get(key) is not None}
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_interleave")
+    rope = {key: text[key] for key in keys if text.get(key) is not None}
     return {"model_type": model_type, KEY: asdict(conventions), "target": {**fits, "rope": rope}, **fields}
 
 
@@ -234,18 +234,17 @@ LAYER_KEYS = frozenset(
     "rms_norm_eps num_hidden_layers hidden_act attention_bias rope_theta rope_scaling rope_parameters "
     "partial_rotary_factor layer_types sliding_window".split()
 )
-# Switches, and what a checkpoint that lacks them has.
-ABSENT: dict[str, object] = {
-    "attention_mode": "gqa",
-    **dict.fromkeys(("rope_is_neox_style", "use_aux_hidden_state", "next_layer_regular"), True),
-    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), 1),
-    **dict.fromkeys(("parallel_draft_step", "parallel_draft_heads_num_layers"), 1),
-}
 
 
 def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
     """Raise BadCheckpoint for a key that is set, and that neither `known` nor the lists above have."""
+    absent: dict[str, object] = {  # switches, and what a checkpoint that lacks them has
+        "attention_mode": "gqa",
+        **dict.fromkeys(("rope_is_neox_style", "use_aux_hidden_state", "next_layer_regular"), True),
+        **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+        **dict.fromkeys(("input_embedding_scale", "output_multiplier"), 1),
+        **dict.fromkeys(("parallel_draft_step", "parallel_draft_heads_num_layers"), 1),
+    }
     for key, value in config.items():
         if (
             key in {*known, *INERT, *STORAGE_KEYS}
@@ -253,7 +252,7 @@ def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
             or value is None
         ):
             continue
-        if value == ABSENT[key] if key in ABSENT else not value:
+        if value == absent[key] if key in absent else not value:
             continue
         raise BadCheckpoint(
             f"config.json of {title} has {key} = {value!s:.60}, which this version does not know: its drafts "

@@ -28,20 +28,15 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, Tensors
 
-CODEBOOKS = tuple(f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor"))
-SPELLINGS = (("model.", ""), *((f"{name}.weight", name) for name in CODEBOOKS))
 KEYS = {
     *common.LAYER_KEYS,
     *"dflash_config transformer_layer_config is_causal causal sliding_window_non_causal use_sliding_window "
     "target_layer_ids aux_hidden_state_layer_ids num_target_layers draft_vocab_size target_hidden_size "
     "block_size sample_from_anchor final_logit_softcapping projector_type".split(),
 }
-CONVOLVED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-MARKOV = ("markov_rank", "markov_head_type")
 DSPARK_KEYS = {
-    *MARKOV,
-    *"dspark_markov_rank dspark_bonus_anchor dspark_config enable_confidence_head target_model_type "
-    "confidence_head_with_markov target_text_model_type".split(),
+    *"markov_rank markov_head_type dspark_markov_rank dspark_bonus_anchor dspark_config "
+    "enable_confidence_head target_model_type confidence_head_with_markov target_text_model_type".split(),
 }
 # Gemma 4 writes them for its other layers, its experts (`enable_moe_block`) and its images.
 GEMMA4_KEYS = {
@@ -59,9 +54,10 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
 def convert_dflash2(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a DFlash2 drafter. Raises BadCheckpoint and Mismatch."""
     title, special = "the DFlash2 drafter", _special(config)
-    sizes = {key: common.size(special, key, title) for key in CONVOLVED}
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    sizes = {key: common.size(special, key, title) for key in keys}
     exact = ("kernel_projection.weight", "hidden_projection.weight")
-    return _convert("dflash2", title, DFlash2Network, tensors, config, target, {*CONVOLVED}, exact, **sizes)
+    return _convert("dflash2", title, DFlash2Network, tensors, config, target, {*keys}, exact, **sizes)
 
 
 def convert_dspark(tensors: Tensors, config: Config, target: Config) -> Converted:
@@ -148,7 +144,9 @@ def _convert(
         common.check_fit(
             title, {"num_hidden_layers": common.size(special, "num_target_layers", title)}, target
         )
-    source = common.read(title, tensors, config, SPELLINGS)
+    books = [f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor")]
+    spellings = (("model.", ""), *((f"{name}.weight", name) for name in books))
+    source = common.read(title, tensors, config, spellings)
     for part in ("weight", "bias"):
         source.drop(f"confidence_head.proj.{part}", "the policy measures acceptance")
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])

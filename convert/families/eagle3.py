@@ -24,18 +24,12 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, Tensors
 
-PEAGLE_TITLE = "the P-EAGLE drafter"
-MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
 KEYS = {
-    *SWITCHES,
-    *MASK_KEYS,
     *common.LAYER_KEYS,
+    *"norm_before_residual norm_before_fc fc_norm norm_output draft_vocab_size target_hidden_size "
+    "mask_token_id ptd_token_id pard_token".split(),
     LAYER_IDS,
-    "norm_output",
-    "draft_vocab_size",
-    "target_hidden_size",
 }
 
 
@@ -46,15 +40,16 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
 
 def convert_peagle(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a P-EAGLE drafter. Raises BadCheckpoint and Mismatch."""
-    vocab = common.size(common.layer_config(config), "vocab_size", PEAGLE_TITLE)
-    mask = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    title, keys = "the P-EAGLE drafter", ("mask_token_id", "ptd_token_id", "pard_token")
+    vocab = common.size(common.layer_config(config), "vocab_size", title)
+    mask = next((config[key] for key in keys if config.get(key) is not None), None)
     if mask is None or not str(mask).isdigit() or int(mask) >= vocab:
         raise BadCheckpoint(
-            f"config.json of {PEAGLE_TITLE} has no mask token below its {vocab} tokens "
-            f"({', '.join(MASK_KEYS)}; found {mask!r}): take a complete checkpoint"
+            f"config.json of {title} has no mask token below its {vocab} tokens "
+            f"({', '.join(keys)}; found {mask!r}): take a complete checkpoint"
         )
     flat = {name: t.reshape(-1) if name.endswith("mask_hidden") else t for name, t in tensors.items()}
-    return _convert("peagle", PEAGLE_TITLE, flat, config, target, mask_token_id=int(mask))
+    return _convert("peagle", title, flat, config, target, mask_token_id=int(mask))
 
 
 def _convert(
@@ -75,7 +70,8 @@ def _convert(
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     chain = "post_norm" if config.get("norm_output") else "pre_norm"
     conventions = Conventions(hidden="layers", capture=capture, chain=chain)
-    switches = {key: bool(config.get(key)) for key in SWITCHES}
+    named = ("norm_before_residual", "norm_before_fc", "fc_norm")
+    switches = {key: bool(config.get(key)) for key in named}
     written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
     return common.finish_layers(source, Eagle3Network, written, target, (note, *notes))
 

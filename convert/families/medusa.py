@@ -18,17 +18,10 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, Tensors
 
-NAME, TITLE = "medusa", "the Medusa drafter"
-PREFIXES = (("medusa_heads.", ""), ("medusa_head.", ""))
-INSIDE = tuple(prefix for prefix, _ in PREFIXES)
+TITLE = "the Medusa drafter"
 # Numbers of the head and, for its residual blocks, of the block.
 REFERENCE = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(?:(\d+)\.linear\.(?:weight|bias)|\d+\.weight)")
 VLLM = re.compile(r"(?:medusa_heads\.)?(?:blocks|lm_heads)\.(\d+)\.(?:layers\.(\d+)\.(?:weight|bias)|weight)")
-COUNT_KEYS = ("medusa_num_heads", "num_heads")
-KEYS = {
-    *COUNT_KEYS,
-    *"medusa_num_layers num_hidden_layers hidden_size vocab_size base_model_name_or_path".split(),
-}
 
 
 def recognizes(config: Config, names: Collection[str]) -> bool:
@@ -54,15 +47,18 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         else:
             own += [(f"{head}.{layer}.linear.", f"{ours}layers.{layer}.") for layer in range(depth)]
             own += [(f"{head}.{depth}.", f"{ours}lm_head."), (f"{head}.", ours)]
-    in_target = any(name.startswith(INSIDE) for name in tensors)
+    prefixes, count_keys = ("medusa_heads.", "medusa_head."), ("medusa_num_heads", "num_heads")
+    in_target = any(name.startswith(prefixes) for name in tensors)
     if not in_target:
-        common.refuse_switches(TITLE, config, KEYS)
-    source = common.read(TITLE, tensors, config, PREFIXES, own, in_target=in_target)
+        keys = "medusa_num_layers num_hidden_layers hidden_size vocab_size base_model_name_or_path".split()
+        common.refuse_switches(TITLE, config, {*count_keys, *keys})
+    below = [(prefix, "") for prefix in prefixes]
+    source = common.read(TITLE, tensors, config, below, own, in_target=in_target)
     biased = any(name.endswith(".bias") for name in source.tensors)
     network = MedusaNetwork(len(heads), depth, **sizes, biased=biased)
     conventions = Conventions(hidden="post_norm", rope="none")
-    written = common.config_of(NAME, conventions, target, num_heads=len(heads), num_layers=depth)
-    said = next((config[key] for key in COUNT_KEYS if key in config), len(heads))
+    written = common.config_of("medusa", conventions, target, num_heads=len(heads), num_layers=depth)
+    said = next((config[key] for key in count_keys if key in config), len(heads))
     differs = f"config.json says {said} heads, the tensors are of {len(heads)}"
     notes = () if said == len(heads) else (differs,)
     return common.finish(source, network, written, notes=notes)

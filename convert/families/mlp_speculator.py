@@ -19,17 +19,17 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, PublishedTensors, Tensors
 
-TITLE, PREFIX = "the MLP speculator", "speculator."
-KEYS = frozenset(
-    "emb_dim inner_dim proj_dim input_hidden_dim n_predict vocab_size tie_weights tie_lstm_embs scale_input "
-    "method top_k_tokens_per_head n_candidates num_lookahead_tokens".split()  # three of trees and servers
-)
-GATES = ("forget", "input", "output", "cell")  # in the order of a projection
+TITLE = "the MLP speculator"
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert an MLP or LSTM speculator. Raises BadCheckpoint and Mismatch."""
-    common.refuse_switches(TITLE, config, KEYS)
+    keys = (
+        "emb_dim inner_dim proj_dim input_hidden_dim n_predict vocab_size tie_weights tie_lstm_embs "
+        "scale_input method "
+        "top_k_tokens_per_head n_candidates num_lookahead_tokens"  # three of trees and servers
+    )
+    common.refuse_switches(TITLE, config, keys.split())
     method, tied = config.get("method") or "sum_rnn", bool(config.get("tie_weights"))
     if method not in ("sum_rnn", "sum_lstm"):
         raise BadCheckpoint(f"{TITLE} has method {method!r}: known are 'sum_rnn' and 'sum_lstm'")
@@ -40,8 +40,9 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     inner, vocab = _dim(config, "inner_dim", gated) or hidden, common.size(config, "vocab_size", TITLE)
     common.check_fit(TITLE, {"hidden_size": hidden, "vocab_size": vocab}, target)
     steps = common.size(config, "n_predict", TITLE)
-    own = [(name, _ours(name)) for name in (name.removeprefix(PREFIX) for name in tensors)]
-    source = common.read(TITLE, tensors, config, ((PREFIX, ""),), own)
+    prefix = "speculator."
+    own = [(name, _ours(name)) for name in (name.removeprefix(prefix) for name in tensors)]
+    source = common.read(TITLE, tensors, config, ((prefix, ""),), own)
     if gated:
         _merge_gates(source)
     if tied:
@@ -79,12 +80,13 @@ def _ours(name: str) -> str:
 def _merge_gates(source: PublishedTensors) -> None:
     """Join the projections of the gates, and drop the embeddings that repeat the first gate's."""
     tensors = source.tensors
-    names = [f"{gate}_proj.{step}.weight" for step in (0, 1) for gate in GATES]
+    gates = ("forget", "input", "output", "cell")  # in the order of a projection
+    names = [f"{gate}_proj.{step}.weight" for step in (0, 1) for gate in gates]
     source.refuse_missing({*names, "emb.0.weight"} - tensors.keys(), len(source.names))
     for step in (0, 1):
-        parts = [tensors.pop(f"{gate}_proj.{step}.weight") for gate in GATES]
+        parts = [tensors.pop(f"{gate}_proj.{step}.weight") for gate in gates]
         tensors[f"proj.{step}.weight"] = mx.concatenate(parts)
-    for gate in GATES[1:]:
+    for gate in gates[1:]:
         _drop_copy(source, f"{gate}_emb.0.weight", "emb.0.weight")
 
 

@@ -40,39 +40,10 @@ SPELLINGS = (
     ("model.mtp.", "mtp."),
 )
 CONVENTIONS = Conventions(hidden="post_norm", chain="post_norm")
-MLP, KV_B = "layers.0.mlp.", "layers.0.self_attn.kv_b_proj.weight"
 quantizable = common.all_but("fc.weight", "mlp.gate.weight", "shared_expert_gate.weight")
 
 QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"
-QWEN_HEAD = (  # below the prefix of the head: theirs, ours
-    ("pre_fc_norm_embedding.", "norm_embedding."),
-    ("pre_fc_norm_hidden.", "norm_hidden."),
-    ("", ""),
-)
-# Converters add the 1 by lists of names, which have all norms of such a group or none.
-QWEN_NORMS = {
-    "layer": (
-        "layers.0.input_layernorm.weight",
-        "layers.0.post_attention_layernorm.weight",
-        "layers.0.self_attn.q_norm.weight",
-        "layers.0.self_attn.k_norm.weight",
-    ),
-    "head": ("norm_embedding.weight", "norm_hidden.weight", "norm.weight"),
-}
-# Median norm weights from which on the 1 of (1 + w) is in them, once and twice: trained weights stay close to
-# their start, which is 0, 1 or 2.
-FOLDED, TWICE = 0.5, 1.5
-
 NEXTN_KEY = "num_nextn_predict_layers"
-NEXTN_HEAD = (
-    ("enorm.", "norm_embedding."),
-    ("hnorm.", "norm_hidden."),
-    ("eh_proj.", "fc."),
-    ("shared_head.norm.", "norm."),
-    ("shared_head.head.", "lm_head."),
-    ("embed_tokens.", "embed_tokens."),
-    ("", "layers.0."),
-)
 
 
 # --- both
@@ -109,27 +80,28 @@ def _read_head(
 
 def _stack_experts(source: PublishedTensors, count: int) -> None:
     """Put the routed experts into one tensor for each projection, whatever the form of the checkpoint."""
-    tensors, parts = source.tensors, ("gate_proj", "up_proj", "down_proj")
-    fused = [f"{MLP}experts.gate_up_proj", f"{MLP}experts.down_proj"]
+    tensors, parts, mlp = source.tensors, ("gate_proj", "up_proj", "down_proj"), "layers.0.mlp."
+    fused = [f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"]
     if not tensors.keys().isdisjoint(fused):
         source.refuse_missing(set(fused) - tensors.keys(), len(source.names))
         stacked = [*mx.split(tensors.pop(fused[0]), 2, axis=-2), tensors.pop(fused[1])]
-    elif any(name.startswith(f"{MLP}experts.") for name in tensors):
-        names = [[f"{MLP}experts.{i}.{part}.weight" for i in range(count)] for part in parts]
+    elif any(name.startswith(f"{mlp}experts.") for name in tensors):
+        names = [[f"{mlp}experts.{i}.{part}.weight" for i in range(count)] for part in parts]
         missing = {name for group in names for name in group} - tensors.keys()
         source.refuse_missing(missing, len(source.names))
         stacked = [mx.stack([tensors.pop(name) for name in group]) for group in names]
     else:  # stacked already, or no experts
         return
     for part, array in zip(parts, stacked, strict=True):
-        tensors[f"{MLP}switch_mlp.{part}.weight"] = array
+        tensors[f"{mlp}switch_mlp.{part}.weight"] = array
 
 
 def _split_latent(source: PublishedTensors, text: Config) -> None:
     """Split kv_b_proj of multi-head latent attention into mlx-lm's embed_q and unembed_out."""
     if text.get("kv_lora_rank"):
-        source.refuse_missing({KV_B} - source.tensors.keys(), len(source.names))
-        heads = source.tensors.pop(KV_B).reshape(text["num_attention_heads"], -1, text["kv_lora_rank"])
+        name = "layers.0.self_attn.kv_b_proj.weight"
+        source.refuse_missing({name} - source.tensors.keys(), len(source.names))
+        heads = source.tensors.pop(name).reshape(text["num_attention_heads"], -1, text["kv_lora_rank"])
         keys, values = heads[:, : text["qk_nope_head_dim"]], heads[:, text["qk_nope_head_dim"] :]
         source.tensors["layers.0.self_attn.embed_q.weight"] = mx.contiguous(keys.swapaxes(-1, -2))
         source.tensors["layers.0.self_attn.unembed_out.weight"] = mx.contiguous(values)
@@ -186,7 +158,12 @@ def _recognizes_qwen(config: Config, names: Collection[str]) -> bool:
 def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted:
     prefix = "" if "pre_fc_norm_hidden.weight" in tensors else "mtp."
     origin, further = "Qwen/..., in full precision", f"{prefix}layers.1."
-    source = _read_head(QWEN_TITLE, origin, tensors, config, prefix, further, QWEN_HEAD)
+    own = (
+        ("pre_fc_norm_embedding.", "norm_embedding."),
+        ("pre_fc_norm_hidden.", "norm_hidden."),
+        ("", ""),
+    )
+    source = _read_head(QWEN_TITLE, origin, tensors, config, prefix, further, own)
     notes = _fold_norms(source)
     return _finish("qwen_mtp", source, tensors, config, target, notes)
 
@@ -199,17 +176,28 @@ def _fold_norms(source: PublishedTensors) -> tuple[str, ...]:
     Raises BadCheckpoint if the 1 was added twice.
     """
     notes, tensors = [], source.tensors
-    for group, names in QWEN_NORMS.items():
+    groups = {  # Converters add the 1 by lists of names, which have all norms of such a group or none.
+        "layer": (
+            "layers.0.input_layernorm.weight",
+            "layers.0.post_attention_layernorm.weight",
+            "layers.0.self_attn.q_norm.weight",
+            "layers.0.self_attn.k_norm.weight",
+        ),
+        "head": ("norm_embedding.weight", "norm_hidden.weight", "norm.weight"),
+    }
+    for group, names in groups.items():
         source.refuse_missing(set(names) - tensors.keys(), len(source.names))
         middle = float(np.median([np.median(np.array(tensors[n].astype(mx.float32))) for n in names]))
-        if middle >= TWICE:
+        # Trained weights stay close to their start: 0, or 1 with the 1 of (1 + w) in them, or 2 with it
+        # twice.
+        if middle >= 1.5:
             raise BadCheckpoint(
                 f"{QWEN_TITLE} has norm weights around {middle:.1f} ({shortened(list(names))}), where 0 or 1 "
                 "belongs: the 1 of their (1 + w) was added twice; convert it from the original repository"
             )
         dtype = str(tensors[names[0]].dtype).removeprefix("mlx.core.")
         done = "plain, kept"
-        if middle < FOLDED:
+        if middle < 0.5:
             tensors.update({name: tensors[name] + 1 for name in names})
             done = f"zero-centred, 1 folded in, in {dtype}"
         notes.append(f"norm weights of the {group}: median {middle:.2f}, {done}")
@@ -241,7 +229,16 @@ def _convert_nextn(
         )
     depth = common.size(text, "num_hidden_layers", title)
     prefix, further = f"model.layers.{depth}.", f"model.layers.{depth + 1}."
-    source = _read_head(title, origin, tensors, config, prefix, further, NEXTN_HEAD)
+    own = (
+        ("enorm.", "norm_embedding."),
+        ("hnorm.", "norm_hidden."),
+        ("eh_proj.", "fc."),
+        ("shared_head.norm.", "norm."),
+        ("shared_head.head.", "lm_head."),
+        ("embed_tokens.", "embed_tokens."),
+        ("", "layers.0."),
+    )
+    source = _read_head(title, origin, tensors, config, prefix, further, own)
     return _finish(name, source, tensors, config, target)
 
 

@@ -15,38 +15,36 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 from . import common
 from .common import Config, Converted, Tensors
 
-NAME, TITLE, MASK = "pard", "the PARD drafter", "pard_token"
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a PARD drafter. Raises BadCheckpoint and Mismatch."""
+    title, key, known = "the PARD drafter", "pard_token", ("llama", "qwen2", "qwen3")
     kind = str(config.get("model_type"))
-    if kind not in MODEL_TYPES:
-        raise BadCheckpoint(f"{TITLE} is a {kind} model: known are {', '.join(MODEL_TYPES)}")
-    vocab, mask = common.size(config, "vocab_size", TITLE), common.size(config, MASK, TITLE)
+    if kind not in known:
+        raise BadCheckpoint(f"{title} is a {kind} model: known are {', '.join(known)}")
+    vocab, mask = common.size(config, "vocab_size", title), common.size(config, key, title)
     if not 0 <= mask < vocab:
-        raise BadCheckpoint(f"config.json of {TITLE} has {MASK} {mask}, the model knows {vocab} tokens")
+        raise BadCheckpoint(f"config.json of {title} has {key} {mask}, the model knows {vocab} tokens")
     theirs = common.target_size(target, "vocab_size")
     if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
         raise Mismatch(
-            f"{TITLE} is made for a target of vocab size {vocab}, this one has {theirs}: "
+            f"{title} is made for a target of vocab size {vocab}, this one has {theirs}: "
             f"{common.OTHER_DRAFTER}"
         )
     model_class, args_class = _get_classes(dict(config))
     common.refuse_switches(
-        TITLE, config, {MASK, *common.LAYER_KEYS, *vars(args_class)["__dataclass_fields__"]}
+        title, config, {key, *common.LAYER_KEYS, *vars(args_class)["__dataclass_fields__"]}
     )
-    source, layer = common.read(TITLE, tensors, config), common.own_config(config)
+    source, layer = common.read(title, tensors, config), common.own_config(config)
     layer.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
     if layer["tie_word_embeddings"]:
         source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
-    written = common.config_of(NAME, conventions, target, layer_config=layer, mask_token_id=mask)
+    written = common.config_of("pard", conventions, target, layer_config=layer, mask_token_id=mask)
     try:
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:
         raise BadCheckpoint(
-            f"config.json of {TITLE} describes no {kind}: {one_line(error)}; download it again"
+            f"config.json of {title} describes no {kind}: {one_line(error)}; download it again"
         ) from error
     return common.finish(source, network, written)
