@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+from PIL import Image
 from support import chromium
 from support.chromium import Browser, Tab
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
@@ -563,9 +565,11 @@ PASTE = """(async () => {
   const canvas = new OffscreenCanvas(3000, 1500);
   canvas.getContext('2d').fillRect(0, 0, 3000, 1500);
   const data = new DataTransfer();
+  for (const [type, text] of Object.entries(TEXTS)) data.items.add(text, type);
   data.items.add(new File([await canvas.convertToBlob()], 'wide.png', {type: 'image/png'}));
-  document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true}));
-})()"""
+  return document.dispatchEvent(
+    new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true}));
+})()""".replace("TEXTS", "({})")
 
 
 class SeeingStub(Stub):
@@ -578,7 +582,9 @@ def test_a_pasted_picture_is_scaled_sent_and_kept(tab):
     with listening(stub, Settings(DEMO)) as url:
         visit(tab, url)
         tab.until("!document.querySelector('#add-picture').hidden")
-        tab.value(PASTE)
+        table = PASTE.replace("({})", "({'text/plain': 'a', 'text/html': '<td>a</td>'})")
+        assert tab.value(table), "a table goes into the message, not its picture"
+        assert not tab.value(PASTE)
         tab.until("document.querySelector('#pictures img')")
         ask(tab, "Black?")
         assert not tab.value("document.querySelector('#pictures img')")
@@ -593,6 +599,76 @@ def test_a_pasted_picture_is_scaled_sent_and_kept(tab):
             sent[0]["content"][0]["image"].data == picture["image"].data and sent[-1]["content"] == "And now?"
         )
         assert tab.complaints == []
+
+
+def picture_file(folder: Path, name: str, kind: str, picture: Image.Image, **options: Any) -> str:
+    picture.save(folder / name, kind, **options)
+    return str(folder / name)
+
+
+def test_dropped_and_chosen_pictures_are_sent_as_they_look(tab, tmp_path):
+    """A photo that the phone was turned for, and one on a transparent ground, which stays exact."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo = Image.new("RGB", (60, 40), "white")
+    photo.paste("red", (0, 0, 20, 40))  # on the left of the sensor: at the top of what is seen
+    clear = Image.new("RGBA", (30, 20), (0, 0, 0, 0))
+    clear.paste((10, 20, 30, 255), (0, 0, 10, 20))
+    files = [
+        picture_file(tmp_path, "phone.jpg", "JPEG", photo, exif=exif),
+        picture_file(tmp_path, "clear.png", "PNG", clear),
+    ]
+    other = tmp_path / "notes.txt"
+    other.write_text("no picture")
+    stub = SeeingStub(ANSWER)
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.until("!document.querySelector('#add-picture').hidden")
+        where = {"x": 640, "y": 300, "data": {"items": [], "files": files, "dragOperationsMask": 1}}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            tab.call("Input.dispatchDragEvent", type=kind, **where)
+        tab.until("document.querySelectorAll('#pictures img').length === 2")
+        box = tab.call("Runtime.evaluate", expression="document.querySelector('#picture-files')")
+        given = {"files": [files[1]], "objectId": box["result"]["objectId"]}
+        tab.call("DOM.setFileInputFiles", **given)
+        tab.until("document.querySelectorAll('#pictures img').length === 3")
+        tab.click("#pictures button:last-child")
+        tab.until("document.querySelectorAll('#pictures img').length === 2")
+        where["data"]["files"] = [str(other)]
+        for kind in ("dragEnter", "dragOver", "drop"):
+            tab.call("Input.dispatchDragEvent", type=kind, **where)
+        tab.until("document.querySelector('#picture-problem').textContent.startsWith('notes.txt cannot be')")
+        ask(tab, "What is it?")
+        parts = stub.requests[-1].prompt.messages[-1]["content"]
+        turned, shown = (read_picture(part["image"].data) for part in parts[:2])
+        assert turned.shape == (60, 40, 3)
+        assert turned[5, 20, 1] < 60 and turned[55, 20, 1] > 200
+        assert shown[10, 5].tolist() == [10, 20, 30] and shown[10, 25].tolist() == [255, 255, 255]
+        assert tab.complaints == []
+
+
+def test_an_exported_conversation_keeps_its_pictures(tab):
+    stub = SeeingStub(ANSWER)
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.until("!document.querySelector('#add-picture').hidden")
+        for question in ("One?", "Two?"):
+            tab.value(PASTE)
+            tab.until("document.querySelector('#pictures img')")
+            ask(tab, question)
+        tab.value(
+            "URL.createObjectURL = (blob) => { window.written = blob.text(); return 'about:blank#'; };"
+            "HTMLAnchorElement.prototype.click = () => {};"
+        )
+        press(tab, "Export Markdown")
+        tab.until("window.written")
+        lines = tab.value("window.written").split("\n\n")
+        assert lines[:4] == ["# One?", "## You", "![Picture 1][picture-1]", "One?"]
+        assert lines[6:9] == ["## You", "![Picture 2][picture-2]", "Two?"]
+        assert [line.split(",")[0] for line in lines[-2:]] == [
+            "[picture-1]: data:image/png;base64",
+            "[picture-2]: data:image/png;base64",
+        ]
 
 
 def test_a_model_that_reads_no_pictures_is_offered_none(tab):

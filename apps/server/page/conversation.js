@@ -1,5 +1,6 @@
 // A conversation: a tree of exchanges. An edit or another try is a branch; the path to one leaf is shown.
 import { Exchange } from "./exchange.js";
+import { markdown } from "./pictures.js";
 import { keeper, listExchanges, newId } from "./store.js";
 
 const TITLE_CHARS = 60;
@@ -80,8 +81,14 @@ export class Conversation {
   }
 
   toMarkdown() {
-    const parts = this.path().flatMap(({ question, answer }) => [`## You\n\n${question}`, `## Answer\n\n${answer.text}`]);
-    return `# ${this.record.title}\n\n${parts.join("\n\n")}\n`;
+    const parts = [`# ${this.record.title}`];
+    const held = [];
+    for (const { question, images, answer } of this.path()) {
+      const [places, lines] = markdown(images, held.length + 1);
+      held.push(...lines);
+      parts.push("## You", ...places, ...(question ? [question] : []), "## Answer", answer.text);
+    }
+    return `${[...parts, ...held].join("\n\n")}\n`;
   }
 
   toJSON() {

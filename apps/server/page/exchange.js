@@ -46,7 +46,7 @@ export class Exchange {
       element("button", { type: "submit" }, "Send as a new branch"), this.#button("Cancel", close));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!box.value.trim()) return;
+      if (!box.value.trim() && !this.images.length) return;
       close();
       this.actions.ask(box.value, this);
     });

@@ -2,6 +2,7 @@
 import { announce, byId, element } from "./dom.js";
 
 const MOST = 20; // of one prompt, as the server takes them
+const EXACT_CHARS = 1_500_000; // of a data URL: a body of 32 MiB holds twenty
 const SIDE = 2048; // pixels of a picture's longer side: models read fewer
 
 export const thumbnails = (urls) => urls.map((url, i) => element("img", { src: url, alt: `Picture ${i + 1}` }));
@@ -13,7 +14,13 @@ export function content(text, urls) {
   return text ? [...parts, { type: "text", text }] : parts;
 }
 
-// Returns a picture upright, on white, as a data URL of a JPEG.
+// Returns pictures as Markdown: their places, and what they hold, for the end of the text.
+export function markdown(urls, first) {
+  const names = urls.map((_, i) => `picture-${first + i}`);
+  return [names.map((name, i) => `![Picture ${first + i}][${name}]`), names.map((name, i) => `[${name}]: ${urls[i]}`)];
+}
+
+// Returns a picture upright, on white, as a data URL: photos as JPEG, others without loss unless that is large.
 async function dataUrl(file) {
   const picture = await createImageBitmap(file, { imageOrientation: "from-image" });
   const scale = Math.min(1, SIDE / Math.max(picture.width, picture.height));
@@ -25,7 +32,8 @@ async function dataUrl(file) {
   pen.fillRect(0, 0, canvas.width, canvas.height);
   pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
   picture.close();
-  return canvas.toDataURL("image/jpeg", 0.92);
+  const exact = /jpe?g|hei[cf]/.test(file.type) ? "" : canvas.toDataURL("image/png");
+  return exact && exact.length <= EXACT_CHARS ? exact : canvas.toDataURL("image/jpeg", 0.92);
 }
 
 export class Pictures {
@@ -45,8 +53,9 @@ export class Pictures {
   }
 
   #take(event, data) {
-    const files = [...(data?.files ?? [])].filter(({ type }) => type.startsWith("image/"));
-    if (!files.length) return;
+    const files = [...(data?.files ?? [])];
+    const isText = event.type === "paste" && data?.types.includes("text/html") && data.types.includes("text/plain");
+    if (!files.length || isText) return; // tables and documents are copied with a picture of them
     event.preventDefault();
     if (this.sees()) this.add(files);
     else this.#say("This model reads no pictures.");
