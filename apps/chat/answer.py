@@ -126,7 +126,8 @@ class ChatState:
     def answer_and_report(self, message: Content) -> Outcome:
         """Stream one answer, then show the status line. Raises SpecError."""
         outcome = self.answer(message)
-        self.pictures.clear()
+        sent = list(map(id, message))  # a message that is answered again has none of those that wait
+        self.pictures[:] = [picture for picture in self.pictures if id(picture) not in sent]
         if outcome.statistics.prompt_tokens:
             self.last = outcome
             self.report(outcome, full=self.full_reports)

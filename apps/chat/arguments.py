@@ -23,8 +23,8 @@ class Options(LoadOptions):
         option("--prompt", "-p", value="TEXT", help="answer TEXT and exit; piped text is appended"),
     ] = None
     image: Annotated[
-        Path | None,
-        option(value="FILE", help="a picture before the prompt or first message", callback=expanded),
+        list[Path] | None,
+        option(value="FILE", help="a picture before the prompt or first message; may be repeated"),
     ] = None
     continued: Annotated[
         bool, option("--continue", "-c", value=" ", help="go on with the conversation that was held last")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import base64
 import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from urllib.parse import unquote
 
 from mlx_spec.errors import InvalidValue, NotFound, NoVision
 from mlx_spec.pair import Pair
-from mlx_spec.vision.pictures import FORMATS, MAX_FILE_BYTES, READ, from_data_url, read_picture
+from mlx_spec.vision.pictures import FORMATS, MAX_FILE_BYTES, READ, from_data_url, is_heic, read_picture
 
 Part = Mapping[str, Any]
 Content = str | Sequence[Part]  # of a message
@@ -50,12 +53,28 @@ def read_part(file: Path, pair: Pair) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise NotFound(f"{file} cannot be read ({error.strerror}): give a picture") from error
     try:
+        if is_heic(data):
+            data = _as_jpeg(file)
         pixels = read_picture(data)
     except InvalidValue as error:
         raise InvalidValue(f"{file}: {error}") from error
     picture, (height, width, _) = vision.prepare(pixels), pixels.shape
     note = f"{file.name}, {width} x {height}, {picture.count} tokens"
     return {"type": "image", "image": picture, "url": _data_url(data)}, note
+
+
+def _as_jpeg(file: Path) -> bytes:
+    """Return a HEIC file as JPEG: macOS has a program for it. Raises InvalidValue."""
+    if (program := shutil.which("sips")) is None:
+        raise InvalidValue("HEIC is read on macOS alone: convert it to JPEG first")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "picture.jpg"
+        command = [program, "-s", "format", "jpeg", str(file.absolute()), "--out", str(out)]
+        try:
+            subprocess.run(command, capture_output=True, check=True, timeout=60)
+            return out.read_bytes()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise InvalidValue("macOS cannot read this HEIC file: convert it to JPEG first") from error
 
 
 def ready(content: Content, pair: Pair) -> Content:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 
-from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import INTERRUPTED, refuse
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.distributed.ranks import Ranks
@@ -80,8 +80,8 @@ def run(
             if options.system is not None:
                 chat.conversation.change_system(options.system)
             journal.go_on(kept, chat.conversation.save())
-        if options.image is not None:
-            chat.attach(options.image)
+        for file in options.image or ():
+            chat.attach(typed_path(file))
         if prompt is None:
             if past is not None:
                 terminal.note(f"{saved.turns(past['messages'])} loaded, the last question was:")

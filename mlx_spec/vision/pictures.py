@@ -140,6 +140,12 @@ def _converted(picture: Any, mode: str) -> Any:
     return picture if picture.mode == mode else picture.convert(mode)
 
 
+def is_heic(data: bytes) -> bool:
+    """Return True for a photo as iPhones keep it, which Pillow does not read."""
+    (start, _), *_ = OTHERS
+    return start.match(data) is not None
+
+
 def _unreadable(data: bytes) -> str:
     """Return the error for a file without a header of a picture."""
     if (found := READ.match(data)) is not None and found.lastindex is not None:

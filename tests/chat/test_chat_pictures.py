@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -87,15 +88,48 @@ def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
     assert "1 turn loaded" in loaded and "reads no pictures" in refused
 
 
-def test_one_answer_about_a_picture(capfd) -> None:
+def test_other_answers_keep_a_picture_that_waits(converse, monkeypatch) -> None:
+    """/retry and /edit answer the last message again, with its own pictures."""
+    first, _ = expected(["a", QUESTION], ["b", "And it?"])
+    (edited,) = expected(["a", "Where is it?"])
+    (second,) = expected(["a", "Where is it?"], ["b", "And it?"])[1:]
+    monkeypatch.setenv("EDITOR", "sed -i.old s/What/Where/")
+    lines = [f"/image {ROOT / 'b.png'}", "/retry", "/edit", "/image", "And it?", "/image"]
+    _, asked, _, again, other, waiting, then, none = converse(EYES, f"{ROOT / 'a.png'} {QUESTION}", *lines)
+    for said, answer in ((asked, first), (again, first), (other, edited), (then, second)):
+        assert flat(answer) in flat(said)
+    assert "has 1 picture\n" in waiting and "has 0 pictures" in none
+
+
+def test_a_photo_of_an_iphone_is_read_where_macos_converts_it(converse, monkeypatch, tmp_path) -> None:
+    heic, programs = tmp_path / "photo.heic", tmp_path / "programs"
+    heic.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    programs.mkdir()
+    (first,) = expected(["a", QUESTION])
+    _, refused = converse(EYES, f"/image {heic}")
+    assert refused.endswith("photo.heic: HEIC is read on macOS alone: convert it to JPEG first\n")
+    sips = programs / "sips"  # as macOS has it
+    sips.write_text(f'#!/bin/sh\ntest "$*" = "-s format jpeg {heic} --out $6" && cp {ROOT}/a.png "$6"\n')
+    sips.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    _, named, said = converse(EYES, f"/image {heic}", QUESTION)
+    assert "picture 1: photo.heic, " in named and flat(first) in flat(said)
+    sips.write_text("#!/bin/sh\nexit 4\n")
+    _, refused = converse(EYES, f"/image {heic}")
+    assert "macOS cannot read this HEIC file: convert it to JPEG first" in refused
+
+
+def test_one_answer_about_pictures(capfd) -> None:
     from mlx_spec.apps.chat.arguments import Options
     from mlx_spec.apps.chat.interrupts import Interrupts
     from mlx_spec.apps.chat.repl import run
     from mlx_spec.apps.chat.terminal import Terminal
     from mlx_spec.cli.command import parse
 
-    options = parse(Options, "chat", [*EYES, f"--image={ROOT / 'a.png'}", "-p", QUESTION])
+    options = parse(
+        Options, "chat", [*EYES, *(f"--image={ROOT / name}.png" for name in "ab"), "-p", QUESTION]
+    )
     with Interrupts() as interrupts:
         run(options, QUESTION, Terminal(), interrupts, None)
-    (first,) = expected(["a", QUESTION])
+    (first,) = expected(["a", "b", QUESTION])
     assert flat(first) in flat(capfd.readouterr().out)
