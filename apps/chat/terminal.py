@@ -127,7 +127,8 @@ class Terminal:
             return
         from rich.console import Console
 
-        spinner = Console(stderr=True, highlight=False).status(text, spinner="dots", spinner_style="none")
+        console = Console(file=sys.stderr, highlight=False)  # itself, whatever stands for it later
+        spinner = console.status(text, spinner="dots", spinner_style="none")
         with spinner, redirect_stderr(_BesideSpinner(spinner, sys.stderr)):
             yield
 

@@ -85,7 +85,7 @@ class PairOptions:
     Options that inherit from it import every annotation from here: this file evaluates them at once.
     """
 
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --target")] = None
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --target")] = None
     target: Annotated[
         str | None,
         option(
