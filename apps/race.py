@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 from mlx_spec.cli.command import ERROR, BadOptions, LoadOptions, option, program, show
 from mlx_spec.device import require_backend
 from mlx_spec.errors import InvalidValue
-from mlx_spec.policy.ratios import median_interval
 
 from .bench import BURST, QUESTIONS, Run, arm
 
@@ -62,6 +61,8 @@ class Race:
     @property
     def multiple(self) -> tuple[float, float, float] | None:
         """Return the median of the ratios between the ends of its interval; None before the first."""
+        from mlx_spec.policy.ratios import median_interval
+
         if not self.ratios:
             return None
         low, high = median_interval(self.ratios)
