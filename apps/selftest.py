@@ -26,10 +26,10 @@ from mlx_spec.decode.round import RunningSequence, decode
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import InvalidValue, NoVision
-from mlx_spec.pair import GREEDY, Pair
+from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler

@@ -30,15 +30,13 @@ from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.policy.calibrate import Slice, Stopwatch
 from mlx_spec.prompt import Prompt, text_prompt
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import FeatureSpec, Round, TargetParts
 from mlx_spec.vision.conversation import NO_VISION, seeing
 from mlx_spec.vision.vision import Vision
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from mlx_spec.decode import round as engine
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import Prompt
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
 from mlx_spec.vision.conversation import NO_VISION, Part, conversation_prompt, prepared
 from mlx_spec.vision.vision import Vision
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ MIN_LINES = 60  # of a module with one user; a shorter one belongs to that user
 MAX_ROOT_MODULES, MAX_FOLDER_MODULES = 12, 25
 MAX_SERVER_MODULES = 26  # one for each protocol that other people's clients speak
 
+# Upper-case names at the top of modules: a reader must look each of them up.
+MAX_CONSTANTS = 400
+
 # A package imports from its own entry or from entries above it in this list. Modules of the root stand last.
 LAYERS = (
     ("errors", "types", "prompt", "device", "demo"),
@@ -296,11 +299,29 @@ def one_class_a_name(sources: Sequence[Source]) -> Problems:
             yield f"class {name}: {', '.join(found)}"
 
 
+def few_constants(sources: Sequence[Source]) -> Problems:
+    constants = [name for source in sources for node in source.tree.body for name in _constants(node)]
+    if len(constants) > MAX_CONSTANTS:
+        yield (
+            f"{len(constants)} module constants, at most {MAX_CONSTANTS} are allowed: write a number of one "
+            "function there, as a default argument or beside its reason"
+        )
+
+
+def _constants(node: ast.stmt) -> list[str]:
+    """Return the upper-case names that a statement of a module assigns."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [name.id for name in names if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name.id)]
+
+
 HOUSE_RULES: tuple[Callable[[Sequence[Source]], Problems], ...] = (
     imports_point_down,
     folders_are_small,
     short_files_have_two_users,
     one_class_a_name,
+    few_constants,
 )
 
 

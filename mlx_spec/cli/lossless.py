@@ -15,9 +15,8 @@ import mlx.core as mx
 
 from mlx_spec.decode.round import prefill
 from mlx_spec.model.target import LMTarget
-from mlx_spec.pair import GREEDY
 from mlx_spec.prompt import Prompt, text_prompt
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.sampling.candidates import shortlist_length
 from mlx_spec.sampling.noise import seeded_noise
 from mlx_spec.tokenizer import common_prefix

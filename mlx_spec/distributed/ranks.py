@@ -40,9 +40,7 @@ from mlx_spec.types import CacheState, FeatureSpec
 
 BEAT_S = 1.0  # seconds between two signs of life
 SILENCE_S = 7.0  # without one a rank is lost; every rank is to end within 10 seconds
-START_S = 60.0  # until all ranks are connected: each imports MLX first, and a remote one logs in
 LOSS_S = 0.5  # for a thread that listens to notice a lost rank, if that made an operation fail
-CONNECT_S = 2.0  # for one address of rank 0; it may have some that cannot be reached
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -52,7 +50,8 @@ def join() -> Ranks | None:
 
     Raises InvalidValue if they cannot connect. If one is missing, the process ends with one line.
     """
-    late = threading.Timer(START_S, _end, [f"ranks are missing after {START_S:.0f} s: start all again"])
+    # Each rank imports MLX before it connects, and a remote one logs in.
+    late = threading.Timer(60.0, _end, ["ranks are missing after 60 s: start all again"])
     late.daemon = True
     late.start()
     try:
@@ -187,6 +186,8 @@ class Ranks:
                     return targets[number]
             return tuple(argument) if isinstance(argument, list) else argument
 
+        kinds: dict[str, Callable[..., RankTarget | RankTargetBatch]]
+        kinds = {"target": RankTarget, "group": RankTargetBatch}
         while True:
             with suppress(SpecError):  # rank 0 has it, too, and answers for it
                 match self.receive():
@@ -197,7 +198,7 @@ class Ranks:
                     case ["drop", number]:
                         targets.pop(number, None)
                     case ["new", number, kind, needs, options]:
-                        targets[number] = KINDS[kind](self, FeatureSpec(*map(given, needs)), **options)
+                        targets[number] = kinds[kind](self, FeatureSpec(*map(given, needs)), **options)
                     case [number, method, arguments, options]:
                         getattr(targets[number], method)(*map(given, arguments), **options)
 
@@ -208,7 +209,7 @@ class Ranks:
             server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
             name, port = socket.gethostname(), server.getsockname()[1]
             given = json.dumps([name, _addresses(name), port, secrets.token_hex(16)]).encode()
-        # bytes of the collective that carries the addresses of rank 0
+        # The collective carries 2048 bytes, which hold the addresses of rank 0.
         codes = mx.array([*given.ljust(2048, b"\0")], dtype=mx.int32)
         codes = mx.distributed.all_sum(codes, group=self.group, stream=mx.cpu)
         name, addresses, port, key = json.loads(bytes(cast(list[int], codes.tolist())).rstrip(b"\0"))
@@ -217,7 +218,7 @@ class Ranks:
             while len(peers) < self.size - 1:
                 with suppress(OSError, ValueError):
                     peer = server.accept()[0]
-                    peer.settimeout(CONNECT_S)  # so that no other program can keep rank 0 from the others
+                    peer.settimeout(2.0)  # so that no other program can keep rank 0 from the others
                     match json.loads(peer.makefile("rb", 0).readline()):
                         case [word, int(rank)] if word == key:
                             peers[rank] = peer
@@ -225,7 +226,7 @@ class Ranks:
             return peers
         for address in addresses:
             with suppress(OSError):
-                peer = socket.create_connection((address, port), CONNECT_S)
+                peer = socket.create_connection((address, port), timeout=2.0)  # some cannot be reached
                 peer.sendall(json.dumps([key, self.rank]).encode() + b"\n")
                 return {0: peer}
         raise InvalidValue(f"rank {self.rank} cannot reach rank 0 at {name}, port {port}: check the firewall")
@@ -316,10 +317,6 @@ class RankTargetBatch(TargetBatch):
     prefill = _announced(TargetBatch.prefill)
     verify = _announced(TargetBatch.verify)
     commit = _announced(TargetBatch.commit)
-
-
-KINDS: dict[str, Callable[..., RankTarget | RankTargetBatch]]
-KINDS = {"target": RankTarget, "group": RankTargetBatch}
 
 
 def _described(argument: mx.array | RankTarget) -> dict[str, int]:

@@ -21,8 +21,6 @@ from mlx_spec.model.hooks import decoder_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-DECODER = {"embed_tokens", "layers", "norm", "layer_types"}  # its children if heads are in layers only
-NO_HEADS = ("rope", "q_norm", "k_norm")  # of attention: the same for every head
 
 
 def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Group) -> None:
@@ -46,10 +44,13 @@ def _is_dense(model: nn.Module) -> bool:
     def fits(layer: nn.Module) -> bool:
         attention, mlp = layer.get("self_attn", nn.Identity()), layer.get("mlp", nn.Identity())
         matrices = [*map(attention.get, ATTENTION), *map(mlp.get, MLP)]
-        by_heads = "n_kv_heads" in vars(attention) and set(attention.children()) <= {*ATTENTION, *NO_HEADS}
+        same = ("rope", "q_norm", "k_norm")  # for every head
+        by_heads = "n_kv_heads" in vars(attention) and set(attention.children()) <= {*ATTENTION, *same}
         return by_heads and all(isinstance(matrix, nn.Linear | nn.QuantizedLinear) for matrix in matrices)
 
-    return set(decoder_of(model).owner.children()) <= DECODER and all(map(fits, model.layers))
+    # A decoder with other children has heads outside its layers, too.
+    known = {"embed_tokens", "layers", "norm", "layer_types"}
+    return set(decoder_of(model).owner.children()) <= known and all(map(fits, model.layers))
 
 
 def _pad(layer: nn.Module, ranks: int) -> None:

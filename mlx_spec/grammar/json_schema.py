@@ -21,7 +21,6 @@ from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")
 SCHEMAS = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else")
-OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tuple[Schema, list[Unenforced]]:
@@ -101,8 +100,9 @@ class _Rewriter:
             extends = any(map(self._lists_properties, parts)) or "$ref" in node
             if len(node.get("allOf", ())) > 1 or ("properties" in node and extends):
                 open_ |= self._in_place(node, set())
+        others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
         for node in nodes:
-            if id(node) not in open_ and "properties" in node and not any(key in node for key in OPEN):
+            if id(node) not in open_ and "properties" in node and others.isdisjoint(node):
                 demanded = self._logic.required(node) | set(_required_names(node))
                 if demanded <= node["properties"].keys():
                     node[CLOSED] = True

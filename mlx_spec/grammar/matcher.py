@@ -37,8 +37,6 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 State = Literal["start", "thinking", "free", "answer", "end", "invalid"]
 TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is token i
 
-MAX_SOURCE_CHARS = 100_000  # of a grammar: limits the memory that parsing it takes
-
 
 @dataclass
 class GrammarVocabulary:
@@ -288,10 +286,9 @@ def compile_grammar(
     """
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
-    if kind != "json_object" and len(source) > MAX_SOURCE_CHARS:
-        raise InvalidValue(
-            f"the grammar has {len(source)} characters, the most are {MAX_SOURCE_CHARS}: make it smaller"
-        )
+    most = 100_000  # characters: limits the memory that parsing takes
+    if kind != "json_object" and len(source) > most:
+        raise InvalidValue(f"the grammar has {len(source)} characters, the most are {most}: make it smaller")
     vocabulary = _vocabulary(tokenizer, vocab_size)
     name = {"regex": "regular expression", "lark": "Lark grammar"}.get(kind, "JSON schema")
     if kind == "json_schema":

@@ -20,15 +20,8 @@ if TYPE_CHECKING:
 
 # The formats that llguidance enforces. Any other one is an annotation.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-# Look-ahead that every text of a format passes: with the format it can be left out of the pattern.
-IMPLIED: Mapping[str, Sequence[str]] = {
-    "duration": ("(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
-    "email": (r"(?!\.)", r"(?!.*\.\.)"),
-}
 EMPTY = "no value matches it"
-BYTES = ("byte", 262)  # llguidance's tokenizer with a token for each byte, and its size
 _known: dict[str, LLMatcher | str] = {}
-_REPEAT = re.compile(r"\{\d+(,\d*)?\}")
 
 
 class Probe:
@@ -90,9 +83,10 @@ class Probe:
 
         started = time.monotonic()
         try:
-            request = {"kind": "json_schema", "source": source, "tokenizer": BYTES}
+            # llguidance's tokenizer with a token for each byte has 262 tokens.
+            request = {"kind": "json_schema", "source": source, "tokenizer": ("byte", 262)}
             SANDBOX.compile("pattern", request, max(self._left, 0.01))
-            parser = build_parser("json_schema", source, LLTokenizer(BYTES[0]))
+            parser = build_parser("json_schema", source, LLTokenizer("byte"))
         except InvalidValue as error:
             reason = f"the patterns of the JSON schema take more than {self._seconds:g} s to compile"
             raise InvalidValue(f"{reason}: make them simpler") from error
@@ -106,10 +100,14 @@ class Probe:
 def translated(pattern: str, format: str | None = None) -> list[str]:
     """Return patterns of Rust that must all match: together they are a pattern of JavaScript.
 
-    Look-ahead at the beginning is a pattern of its own. With a `format`, what the format implies is left out.
+    Look-ahead at the beginning is a pattern of its own. What all texts of a `format` pass is left out.
     """
-    for implied in IMPLIED.get(format or "", ()):
-        pattern = pattern.replace(implied, "")
+    implied: Mapping[str, Sequence[str]] = {
+        "duration": ("(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
+        "email": (r"(?!\.)", r"(?!.*\.\.)"),
+    }
+    for each in implied.get(format or "", ()):
+        pattern = pattern.replace(each, "")
     found = []
     while re.match(r"\^?\(\?=", pattern):
         start = pattern.index("(?=")
@@ -172,7 +170,7 @@ def _in_rust(pattern: str) -> str:
             piece = piece[1]
         elif in_class and (piece == "[" or (piece in "&~-" and found[-1:] == [piece])):
             piece = "\\" + piece
-        elif not in_class and piece == "{" and not _REPEAT.match(pattern, end - 1):
+        elif not in_class and piece == "{" and not re.compile(r"\{\d+(,\d*)?\}").match(pattern, end - 1):
             # Braces of \p{..}, \u{..} and \x{..} belong to their escapes.
             piece = piece if found and found[-1] in (r"\p", r"\P", r"\u", r"\x") else r"\{"
         found.append(piece)

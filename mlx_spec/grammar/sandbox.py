@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # One way to write each value, so that some tokens must follow. Unknown keywords are refused, not ignored.
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-CHILD_STACK_BYTES = 2**22  # half the stack of a server thread: the child overflows first
 
 
 class CompileSandbox:
@@ -154,7 +153,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    threading.stack_size(CHILD_STACK_BYTES)
+    threading.stack_size(2**22)  # half the stack of a server thread: the child overflows first
     thread = threading.Thread(target=_serve)
     thread.start()
     thread.join()

@@ -13,7 +13,6 @@ from mlx_spec.grammar.schema_reader import BOUNDS, TYPES, Schema, fits
 
 MAX_DEPTH = 8  # of references and members that are followed
 CLOSED = "x-closed"  # marks an object that will have no other properties than it lists
-OPPOSITE = dict(zip(BOUNDS, ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), strict=True))
 LENGTHS = {"minLength": "string", "minItems": "array", "minProperties": "object"}
 UNIONS = ("anyOf", "oneOf")
 
@@ -145,8 +144,9 @@ class Logic:
             return self._other_values(values_of({keyword: value}) or [], context)
         if keyword == "required":
             return [{"type": "object", "properties": {name: False}} for name in value]
-        if keyword in OPPOSITE:
-            return [{"type": "number", OPPOSITE[keyword]: value}]
+        if keyword in BOUNDS:
+            opposite = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")[BOUNDS.index(keyword)]
+            return [{"type": "number", opposite: value}]
         if keyword in LENGTHS:
             return [{"type": LENGTHS[keyword], "max" + keyword[3:]: value - 1}]
         if keyword in ("maxLength", "maxItems"):

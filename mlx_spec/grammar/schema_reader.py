@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,7 @@ from mlx_spec.grammar.references import DYNAMIC, References, escaped
 Schema = dict[str, Any] | bool
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 MAX_EXACT = 2**53  # llguidance reads numbers as floats: integers above are rounded
-OLD_DRAFTS = tuple(f"draft-0{n}" for n in (3, 4, 5, 6, 7))  # in them nothing else counts beside a $ref
-COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
-SINGLE = frozenset(
-    "additionalProperties propertyNames not if then else unevaluatedProperties unevaluatedItems".split()
-)
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-SCALARS = {  # their keywords; the first one that is there goes, if all are too much for llguidance
-    "string": ("maxLength", "minLength", "pattern", "format"),
-    "integer": ("multipleOf", *BOUNDS),
-    "number": ("multipleOf", *BOUNDS),
-}
 OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it says something about
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
     **dict.fromkeys((*BOUNDS, "multipleOf"), "number"),
@@ -80,7 +71,8 @@ class _Reader:
         self._names: dict[str, str] = {}  # place -> its name in $defs
         self._waiting: list[str] = []
         draft = root.get("$schema") if isinstance(root, Mapping) else None
-        self._is_old = isinstance(draft, str) and any(each in draft for each in OLD_DRAFTS)
+        # In drafts up to 7 nothing else counts beside a $ref.
+        self._is_old = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
     def read(self) -> Schema:
         found, definitions = self.schema(self._references.root, "#"), {}
@@ -127,7 +119,12 @@ class _Reader:
                     each.pop("format", None)
         named = found.get("type", list(TYPES))
         types = [named] if isinstance(named, str) else named
-        for kind, keys in SCALARS.items():
+        scalars = {  # The first of these keywords that is there goes, if all are too much for llguidance.
+            "string": ("maxLength", "minLength", "pattern", "format"),
+            "integer": ("multipleOf", *BOUNDS),
+            "number": ("multipleOf", *BOUNDS),
+        }
+        for kind, keys in scalars.items():
             said = {key: found[key] for key in keys if key in found}
             if kind in types and len(said) > 1:
                 patterned = [each for each in found.get("allOf", ()) if _says(each, "pattern")]
@@ -165,7 +162,8 @@ class _Reader:
         inner = f"{place}/{escaped(key)}"
         if key == "type":
             return {} if types is None else {"type": types[0] if len(types) == 1 else list(types)}
-        if key in SINGLE:
+        single = "additionalProperties propertyNames not if then else unevaluatedProperties unevaluatedItems"
+        if key in single.split():
             return {key: self.schema(value, inner)}
         lists = ("allOf", "anyOf", "oneOf")
         if key in lists:
@@ -174,7 +172,7 @@ class _Reader:
         maps = ("properties", "patternProperties", "dependentSchemas")
         if key in maps:
             return {key: self._map(value, inner)}
-        if key in COUNTS:
+        if key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             return self._count(key, value, place)
         if key in BOUNDS:
             return self._bound(key, value, given, place, types)

@@ -38,7 +38,6 @@ DRAFTERS = {
     for drafter, target in family.made_for.items()
     if family.is_ours
 }
-PRECISION = re.compile(r"-(\d(\.\d+)?-?bit|bf16|fp16|f16|mxfp4|mxfp8|nvfp4|dwq|qat|optiq|mlx|q\d\w*)(?=-|$)")
 
 # Base name of a target -> its shape.
 SHAPES = {
@@ -76,7 +75,8 @@ def made_for(repository: str) -> str | None:
     """Return the drafter that was made for a target repository, None if none is known."""
     owner, _, name = repository.partition("/")
     owners = ("google", "mlx-community")
-    return DRAFTERS.get(PRECISION.sub("", name.lower())) if owner in owners else None
+    precision = r"-(\d(\.\d+)?-?bit|bf16|fp16|f16|mxfp4|mxfp8|nvfp4|dwq|qat|optiq|mlx|q\d\w*)(?=-|$)"
+    return DRAFTERS.get(re.sub(precision, "", name.lower())) if owner in owners else None
 
 
 def aliases() -> dict[str, PairSpec]:

@@ -39,19 +39,6 @@ from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
 from mlx_spec.hub.names import resolve
 
-# Keys under which configs promise prediction layers.
-PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-SHAPE_WORDS = {
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary",
-    "layers": "layers",
-    "window": "sliding window",
-    "kv_heads": "K/V heads",
-    "head_dim": "head dimension",
-    "global_kv_heads": "K/V heads of full attention",
-    "global_head_dim": "head dimension of full attention",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo(TargetShape):
@@ -155,9 +142,19 @@ def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
 
 def misfits(needs: TargetShape, has: TargetShape) -> list[str]:
     """Return where a target is not what a drafter needs, empty if it fits."""
+    named = {
+        "hidden_size": "hidden size",
+        "vocab_size": "vocabulary",
+        "layers": "layers",
+        "window": "sliding window",
+        "kv_heads": "K/V heads",
+        "head_dim": "head dimension",
+        "global_kv_heads": "K/V heads of full attention",
+        "global_head_dim": "head dimension of full attention",
+    }
     return [
         f"{words} {need} instead of {vars(has)[key]}"
-        for key, words in SHAPE_WORDS.items()
+        for key, words in named.items()
         if (need := vars(needs)[key]) not in (None, vars(has)[key])
     ]
 
@@ -205,7 +202,8 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
     types = text.get("layer_types")
     types = types if isinstance(types, list) else []
     counts = Counter(str(each).removesuffix("_attention") for each in types)
-    promised = max(integer(text, *PREDICTION_LAYERS) or 0, integer(config, *PREDICTION_LAYERS) or 0)
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+    promised = max(integer(text, *keys) or 0, integer(config, *keys) or 0)
     needs = family.needed_shape(config, tensors) if family else None
     has_tokenizer = not files.isdisjoint(TOKENIZERS)
     return CheckpointInfo(

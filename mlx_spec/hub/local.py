@@ -20,8 +20,6 @@ from mlx_spec.hub.download import cached, smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
 from mlx_spec.hub.names import PREFIX, cache_folder
 
-STRAY = (".DS_Store",)  # the Finder leaves them in every folder that it shows
-
 
 class NotOurs(SpecError):
     """Something that `mlx-spec rm` does not remove."""
@@ -236,9 +234,10 @@ def _parts(folder: Path) -> list[Path]:
         for part in parts
         if part.parent != place or part.name in ("", "..") or part.is_symlink() or part == place
     ]
-    expected = {*STRAY, MANIFEST, *(part.name for part in parts)}
+    finder = ".DS_Store"  # The Finder leaves one in every folder that it shows.
+    expected = {finder, MANIFEST, *(part.name for part in parts)}
     strange += [entry for entry in sorted(place.iterdir()) if entry.name not in expected]
     if strange or not parts:
         what = shortened([str(part) for part in strange]) or "no target"
         raise NotOurs(f"{folder} has {what} beside a converted pair: remove it by hand")
-    return [*parts, *(place / name for name in (*STRAY, MANIFEST))]
+    return [*parts, *(place / name for name in (finder, MANIFEST))]

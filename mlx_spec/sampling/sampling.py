@@ -341,3 +341,6 @@ def check_integer(name: str, value: int, least: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise InvalidValue(f"{name}={value!r} is not allowed: give an integer{bound}")
+
+
+GREEDY = Sampling()  # the likeliest token, always

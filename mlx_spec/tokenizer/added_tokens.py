@@ -20,7 +20,6 @@ from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
 from mlx_spec.errors import BadCheckpoint
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LIST, EXTRA, OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,20 @@ def fix_mistral_cut(tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary:
 
 def _read(folder: Path) -> _Stated:
     config = read_optional(folder / "tokenizer_config.json")
-    extra = config.get(EXTRA) or config.get(OLD_EXTRA)
-    is_complete = LIST in config
+    listed, new, old = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+    extra = config.get(new) or config.get(old)
+    is_complete = listed in config
     try:
         if is_complete:
-            tokens = {int(id): _token(value) for id, value in config[LIST].items()}
+            tokens = {int(id): _token(value) for id, value in config[listed].items()}
         else:
             more = read_optional(folder / "special_tokens_map.json")
             others = None
-            if isinstance(extra, dict) or not config.keys() & {EXTRA, OLD_EXTRA}:
+            if isinstance(extra, dict) or not config.keys() & {new, old}:
                 config |= extra or {}
-                extra, others = more.get(EXTRA), more.get(OLD_EXTRA)
+                extra, others = more.get(new), more.get(old)
             else:
-                extra = [*_listed(extra), *_listed(more.get(EXTRA))]
+                extra = [*_listed(extra), *_listed(more.get(new))]
             config |= {key: _token(value, special=True) for key, value in _roles(more).items()}
             # A role that tokenizer_config.json writes as an object does not make a token special.
             special = {str(value) for value in [*map(config.get, ROLES), *map(_token, _listed(extra))]}

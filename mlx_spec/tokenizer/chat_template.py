@@ -23,10 +23,9 @@ from mlx_spec.checkpoint.files import one_line, read_optional
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import special_tokens
 
-DEFAULT, FOR_TOOLS = "default", "tool_use"  # names in a list of templates
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
 
-# raised by templates when messages or tools are not what they expect
+# Templates raise these when messages or tools are not what they expect.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 Message = Mapping[str, Any]  # "role", "content" and further keys that a template reads
@@ -94,8 +93,8 @@ def read_template(folder: Path) -> ChatTemplate | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
     tokens = special_tokens(folder)
-    for_tools = named.get(FOR_TOOLS)
-    default = named.get(DEFAULT, for_tools)
+    for_tools = named.get("tool_use")
+    default = named.get("default", for_tools)
     if default is None and len(named) == 1:
         default = next(iter(named.values()))
     if default is None:
@@ -109,11 +108,11 @@ def _sources(folder: Path) -> dict[str, str]:
     source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):
         source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-    found: dict[Any, Any] = source if isinstance(source, dict) else {DEFAULT: source}
+    found: dict[Any, Any] = source if isinstance(source, dict) else {"default": source}
     folders = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
     files = {file.stem: file for name in folders for file in sorted((folder / name).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
-        files[DEFAULT] = folder / "chat_template.jinja"
+        files["default"] = folder / "chat_template.jinja"
     found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from mlx_spec.tokenizer import Tokenizer
 
-PROJECT, FILE = "project", "file"  # stand for names that no client sends, where a layout has them
 MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
 
 
@@ -72,10 +71,11 @@ def fill_in_prompt(given: FillIn, tokenizer: Tokenizer) -> list[int] | None:
     if given.extra and not layout.file:
         before = "".join(f"{name}\n{content}\n" for name, content in given.extra) + before
     elif given.extra:
-        files += _piece(tokenizer, layout.project, f"{PROJECT}\n") if layout.project else []
+        # Where a layout has names that no client sends, words stand for them.
+        files += _piece(tokenizer, layout.project, "project\n") if layout.project else []
         for name, content in given.extra:
             files += _piece(tokenizer, layout.file, f"{name}\n{content}\n")
-        files += _piece(tokenizer, layout.file, f"{FILE}\n")
+        files += _piece(tokenizer, layout.file, "file\n")
     pieces = [
         _piece(tokenizer, layout.prefix, before),
         _piece(tokenizer, layout.suffix, given.suffix, joined=True),

@@ -17,11 +17,6 @@ from mlx_spec.tokenizer.chat_template import REASONING_KEYS
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 BREAK = "\U0002a6d6"  # a rare ideograph in a tag, by which no template takes it for one
 TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z_]{3,}\]")
-INLINE_THINKING = re.compile(  # at the beginning of an answer
-    r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
-    |<\|think:start\|>.*?<\|think:end\|>|<\|START_THINKING\|>.*?<\|END_THINKING\|>)\s*""",
-    re.DOTALL | re.VERBOSE,
-)
 
 Messages = list[dict[str, Any]]
 Form = Callable[[Messages], Messages]
@@ -37,7 +32,11 @@ def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     """
     found, content = dict(message), message.get("content")
     if isinstance(content, str):
-        head = INLINE_THINKING.match(content) if message.get("role") == "assistant" else None
+        # At its beginning an answer may hold its thinking.
+        thinking = r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
+            |<\|think:start\|>.*?<\|think:end\|>|<\|START_THINKING\|>.*?<\|END_THINKING\|>)\s*"""
+        is_answer = message.get("role") == "assistant"
+        head = re.match(thinking, content, re.DOTALL | re.VERBOSE) if is_answer else None
         end = 0 if head is None else head.end()
         found["content"] = content[:end] + change(content[end:])
     elif isinstance(content, list):

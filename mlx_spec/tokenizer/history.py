@@ -35,8 +35,6 @@ NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 SIGN = "a part written as data"  # a key of parts of messages, which no template reads
 SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # such as /no_think, which templates read and take out
-UNMARKED = re.compile(f"({TAG.pattern}|{SWITCH.pattern})")
-SHOWN_CHARS = 40  # characters of a lost text that an error repeats
 
 Render = Callable[[Sequence[Message], Sequence[Message]], str]  # messages and tools -> prompt
 
@@ -45,7 +43,7 @@ class LostText(InvalidValue):
     """A text that is not in the prompt: of the message at `index`, or of a tool if that is None."""
 
     def __init__(self, text: str, role: str, index: int | None, shown: int) -> None:
-        short = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+        short = text if len(text) <= 40 else f"{text[:40]}..."
         where = "a tool" if index is None else f"message {index} of role {role!r}"
         super().__init__(
             f"the chat template leaves out {json.dumps(short, ensure_ascii=False)} of {where}: send the "
@@ -224,8 +222,8 @@ class Marker:
     def _text(self, text: str, role: str, index: int | None) -> str:
         mark = chr(FIRST_MARK + len(self._wanted) % MARKS)
         if text not in self._known:
-            pieces = UNMARKED.split(text)
-            pieces[::2] = map(_marked, pieces[::2])  # the others stay
+            pieces = re.split(f"({TAG.pattern}|{SWITCH.pattern})", text)
+            pieces[::2] = map(_marked, pieces[::2])  # tags and switches stay
             marked = "".join(pieces)
             self._known[text] = marked, marked.count(NEW_MARK) - text.count(NEW_MARK)
         marked, times = self._known[text]

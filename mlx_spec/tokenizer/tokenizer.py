@@ -20,10 +20,6 @@ from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_templat
 from mlx_spec.tokenizer.history import render_history
 from mlx_spec.tokenizer.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
 
-UNREAD = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")  # vocabularies in other files
-# Classes that do more than their tokenizer.json says.
-UNREAD_CLASSES = {"NewlineTokenizer": "writes <n> for a newline"}
-
 
 class Tokenizer:
     """The tokenizer of a target, its chat template and the tokens that end an answer."""
@@ -228,8 +224,8 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
     """Return the tokenizer and its end token. Raises BadCheckpoint."""
     file, config = folder / "tokenizer.json", read_optional(folder / "tokenizer_config.json")
     kind = config.get("tokenizer_class")
-    if kind in UNREAD_CLASSES:
-        raise BadCheckpoint(f"{folder} has a {kind}, which {UNREAD_CLASSES[kind]} and is not read")
+    if kind == "NewlineTokenizer":  # it does more than its tokenizer.json says
+        raise BadCheckpoint(f"{folder} has a {kind}, which writes <n> for a newline and is not read")
     if file.is_file():
         try:
             tokenizer = FastTokenizer.from_file(str(file))
@@ -251,7 +247,8 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
 def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
     """Return what transformers makes of other files than tokenizer.json. Raises BadCheckpoint."""
     if not has_tokenizer(folder):
-        other = next((f"{file.name} is not read: " for form in UNREAD for file in folder.glob(form)), "")
+        unread = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")
+        other = next((f"{file.name} is not read: " for form in unread for file in folder.glob(form)), "")
         raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {other}{AGAIN}")
     from transformers import AutoTokenizer  # a second to import
 

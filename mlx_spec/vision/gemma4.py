@@ -33,7 +33,6 @@ TOWER = {
     "use_clipped_linears": False,
     "standardize": False,
 }
-EMBEDDER = {"patch_size": 16, "pooling_kernel_size": 3, "mm_posemb_size": 1120, "rms_norm_eps": 1e-6}
 
 
 class ClippedLinear(nn.Module):
@@ -237,7 +236,9 @@ class Gemma4Embedder(nn.Module):
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__()
-        config = {**EMBEDDER, "mm_embed_dim": width, **config}
+        # What transformers' config class says where config.json is silent.
+        usual = {"patch_size": 16, "pooling_kernel_size": 3, "mm_posemb_size": 1120, "rms_norm_eps": 1e-6}
+        config = {**usual, "mm_embed_dim": width, **config}
         self.vision_embedder = PatchNorms(config)
         self.embed_vision = Projection(config["mm_embed_dim"], width, config["rms_norm_eps"])
 

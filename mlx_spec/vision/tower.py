@@ -18,7 +18,6 @@ from mlx_spec.errors import BadCheckpoint, NoVision
 from mlx_spec.vision import gemma3, gemma4
 
 FAMILIES = {"gemma3": gemma3.FAMILY, "gemma4": gemma4.WITH_TOWER, "gemma4_unified": gemma4.WITHOUT_TOWER}
-RANGE = re.compile(r"\.(input|output)_(min|max)$")  # stored, but not used, where config.json clips nothing
 
 
 def tower_tensors(checkpoint: StoredModel) -> dict[str, mx.array]:
@@ -51,7 +50,8 @@ def _read(checkpoint: StoredModel) -> nn.Module:
     tower = family.tower(config["vision_config"], text_config(config)["hidden_size"])
     weights = dict(family.renamed(*item) for item in tower_tensors(checkpoint).items())
     expected = dict(tree_flatten(tower.parameters()))
-    weights = {name: a for name, a in weights.items() if name in expected or not RANGE.search(name)}
+    unused = r"\.(input|output)_(min|max)$"  # ranges that are stored where config.json clips nothing
+    weights = {name: a for name, a in weights.items() if name in expected or not re.search(unused, name)}
 
     def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
         return dict(infer_quant_config(path, module, weights)) if f"{path}.scales" in weights else False
