@@ -201,21 +201,24 @@ def cold(pair: Pair) -> Decoder:
     return run
 
 
-def conversation(pair: Pair) -> Decoder:
+def conversation(pair: Pair, sampling: Sampling | None = None) -> Decoder:
     """Decode with one policy for all answers, as in a conversation."""
     decoding = pair.open()
 
     def run(prompt: Prompt, read: Read) -> Iterator[Step]:
         decoding.target.rewind(0)
-        return rounds(pair, decoding, prompt, read)
+        return rounds(pair, decoding, prompt, read, sampling)
 
     return run
 
 
-def rounds(pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read) -> Iterator[Step]:
-    """Decode greedily a fixed number of tokens, past end-of-text tokens."""
+def rounds(
+    pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read, sampling: Sampling | None = None
+) -> Iterator[Step]:
+    """Decode a fixed number of tokens, past end-of-text tokens; greedily if no sampling is given."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy
-    sampler = Sampling(logit_bias=prompt.bias).sampler(len(prompt.tokens), pair.info.vocab_size)
+    wanted = replace(sampling or Sampling(), logit_bias=prompt.bias)
+    sampler = wanted.sampler(len(prompt.tokens), pair.info.vocab_size)
     for _ in prefill(target, drafters, text_prompt(prompt.tokens)):
         pass
     read()
