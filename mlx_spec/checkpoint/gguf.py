@@ -75,7 +75,8 @@ class GGUF:
     def read(self, name: str) -> Arrays:
         """Return the arrays of a tensor.
 
-        bfloat16 comes as its bits in uint16, packed integers come as uint32.
+        bfloat16 comes as its bits in uint16, packed integers come as uint32. Q6_K comes as floats, with the
+        steps of its groups of 16.
         """
         tensor = self.tensors[name]
         kind, shape = tensor.kind, tensor.shape
@@ -249,7 +250,7 @@ def _q6_k(block: Bytes) -> Arrays:
     integers = low.reshape(len(block), -1) | high.reshape(len(block), -1) << 4
     scales = block[:, 192:208].view(np.int8) * _float16(block[:, 208:]).astype(np.float32)
     values = (integers - np.uint8(32)).view(np.int8) * np.repeat(scales, 16, axis=1)
-    return {"weight": values.astype(np.float32, copy=False)}
+    return {"weight": values.astype(np.float32, copy=False), "steps": scales.astype(np.float32, copy=False)}
 
 
 TYPES = {

@@ -120,10 +120,10 @@ def random_blocks(kind: str, rows: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("q6k_bits", "uneven"), [(8, False), (8, True), (16, False)])
 def test_k_quants_in_a_folder(tmp_path: Path, q6k_bits: int, uneven: bool) -> None:
-    """Q4_K is exact; Q6_K in 8 bits loses less than half of what the file lost, whatever its groups are."""
+    """Q4_K is exact; Q6_K in 8 bits loses at most 0.3 times what the file lost, whatever its groups are."""
     six, four = random_blocks("Q6_K", 256), random_blocks("Q4_K", 128)
     if uneven:
-        six[:, 193:208:2] = 1
+        six[:, 193:208:2] = 37
     extra = {"token_embd.weight": (six, "Q6_K"), "blk.0.ffn_gate.weight": (four, "Q4_K")}
     file = write(tmp_path / "model.gguf", even(tiny.full(hidden_size=256)), "llama", extra=extra)
     folder = gguf_folder(file, q6k_bits)
@@ -136,7 +136,8 @@ def test_k_quants_in_a_folder(tmp_path: Path, q6k_bits: int, uneven: bool) -> No
             assert np.abs(error).max() < 1e-7 * np.abs(expected).max()
         else:
             steps = six[:, 192:208].astype(np.int64) * 1.1e-5
-            assert np.sqrt(np.square(error).mean()) < 0.5 * np.sqrt(np.square(steps).mean() / 12)
+            most = 0.5 if q6k_bits == 16 else 0.3 if uneven else 1e-4  # groups with one step are exact
+            assert np.sqrt(np.square(error).mean()) < most * np.sqrt(np.square(steps).mean() / 12)
     stored = mx.load(str(folder / "model-00001.safetensors"))
     assert ("model.embed_tokens.scales" in stored) == (q6k_bits == 8)
     assert read(folder)["gguf_read"] == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
