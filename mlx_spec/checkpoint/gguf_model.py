@@ -430,7 +430,7 @@ def _requantized(weight: mx.array, steps: mx.array) -> dict[str, mx.array]:
         first = mx.round(low / scales)
         integers = (mx.round(groups / scales) - first).astype(mx.uint8).view(mx.uint32)
         parts.append([array.reshape(len(rows), -1) for array in (integers, scales, first * scales)])
-        mx.eval(parts[-1])
+        mx.async_eval(parts[-1])  # chunk by chunk, so that few intermediate arrays are held
     keys, columns = ("weight", "scales", "biases"), zip(*parts, strict=True)
     return {key: mx.concatenate(list(column)) for key, column in zip(keys, columns, strict=True)}
 
