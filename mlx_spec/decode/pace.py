@@ -1,4 +1,4 @@
-"""How much of a prompt is read between two rounds, so that no sequence that decodes waits too long."""
+"""How much of a prompt is read between two rounds, so that sequences that decode pause shortly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mlx_spec.decode.round import PREFILL_STEP
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
-# Seconds that sequences wait for other prompts before the first of them decodes. A second is the longest wait
-# that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
-MAX_WAIT_S = 1.0
+# Seconds that the first round of sequences is deferred for other prompts, at most. A second is the longest
+# wait that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
+MAX_DEFERRAL_S = 1.0
 
 Clock = Callable[[], float]
 
@@ -38,7 +38,7 @@ class PromptPace:
         self.reading = 0.0  # seconds of chunks since the last round
         self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
         self._last_round: float | None = None  # time of its end; None if no sequence decodes
-        self._waiting_since: float | None = None  # sequences could decode, but wait for prompts
+        self._deferred_since: float | None = None  # None unless sequences could decode and are deferred
 
     def tokens(self) -> int:
         """Return how many tokens to read next: the time left of a pause by the time of a token.
@@ -65,18 +65,18 @@ class PromptPace:
         p99_error = worst[-1] if len(worst) == late else 1.0
         return MAX_PAUSE_S * min(self._planned, 1 / p99_error) - max(self._rests, default=MAX_PAUSE_S)
 
-    def waits_for_prompts(self, unread: int) -> bool:
-        """Return True if sequences that could decode should wait until `unread` tokens are read.
+    def defers_decoding(self, unread: int) -> bool:
+        """Return True if sequences that could decode should be deferred until `unread` tokens are read.
 
         Together their passes cost less, and prompts are read faster while no sequence decodes.
         """
         if self._last_round is not None or not self._chunks:  # one decodes, or no speed is known
             return False
         now = self._clock()
-        if self._waiting_since is None:
-            self._waiting_since = now
+        if self._deferred_since is None:
+            self._deferred_since = now
         tokens, seconds = self._chunks[-1]
-        return now - self._waiting_since + unread * seconds / tokens <= MAX_WAIT_S
+        return now - self._deferred_since + unread * seconds / tokens <= MAX_DEFERRAL_S
 
     def read(self, rows: int, seconds: float) -> None:
         """Learn from a pass that read these rows of prompts; it has none if it computed rows of a span.
@@ -95,12 +95,12 @@ class PromptPace:
             self._smallest.append(seconds)
 
     def end_round(self, goes_on: bool) -> None:
-        """Learn from the time since the last round. `goes_on` says if a sequence waits for the next one."""
+        """Learn from the time since the last round. `goes_on` says if a sequence decodes in the next one."""
         now = self._clock()
         if self._last_round is not None:
             expected = max(self._rests, default=math.inf) + self._expected
             if 0 < expected < math.inf:
                 self._errors.append((now - self._last_round) / expected)
             self._rests.append(now - self._last_round - self.reading)
-        self._last_round, self._waiting_since = now if goes_on else None, None
+        self._last_round, self._deferred_since = now if goes_on else None, None
         self.reading = self._expected = 0.0

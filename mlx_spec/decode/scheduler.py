@@ -63,23 +63,25 @@ class Batch:
         if max_running < 1:
             raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
         self.target_batch = target_batch
-        self.max_running = max_running  # sequences that have begun; the others wait and have no caches
+        self.max_running = max_running  # sequences that have begun; waiting ones have no caches
         self._policies = policies
         self._max_padding = max_padding
         self._clock = clock
         self._pace = PromptPace(clock)
         self._ids = itertools.count()
         self._entries: dict[int, Entry] = {}  # all, by id
-        self._waiting: list[Entry] = []
+        self._waiting: list[Entry] = []  # those that have not begun
         self._reading: dict[Entry, Iterator[object]] = {}  # those that have begun, with what reads the prompt
         self._decoding: dict[RunningSequence, Entry] = {}
         self._groups: list[Group] = []  # of those that decode
         self._results: list[tuple[int, Result]] = []  # of this step
         self._oldest_reads = False  # else the shortest prompt
-        self._waits = False  # sequences could decode, but wait for prompts
+        self._is_deferred = (
+            False  # the first round of sequences that could decode, for prompts still to be read
+        )
 
     def __len__(self) -> int:
-        """Return the number of sequences that wait or have begun."""
+        """Return the number of entries, those that have not begun included."""
         return len(self._entries)
 
     @property
@@ -89,8 +91,8 @@ class Batch:
 
     @property
     def is_decoding(self) -> bool:
-        """Return True if sequences decode, and do not wait for prompts."""
-        return bool(self._groups) and not self._waits
+        """Return True if sequences decode, and their first round is not deferred."""
+        return bool(self._groups) and not self._is_deferred
 
     @property
     def group_sizes(self) -> list[int]:
@@ -138,9 +140,9 @@ class Batch:
         self._results = []
         self._begin()
         self._start()
-        self._waits = self._waits_for_prompts()
+        self._is_deferred = self._defers_decoding()
         self._read()
-        if not self._waits:
+        if not self._is_deferred:
             self._decode()
         return self._results
 
@@ -154,7 +156,7 @@ class Batch:
     def _begin(self) -> None:
         """Begin entries while there is room: the first one of the owner with the fewest begun ones.
 
-        If memory does not suffice for it, later ones wait, too, so none starves.
+        If memory does not suffice for it, later ones do not begin either, so none starves.
         """
         while self._waiting and self.begun < self.max_running:
             owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
@@ -188,7 +190,7 @@ class Batch:
         """
         if not self._reading:
             return
-        self._oldest_reads = not self._oldest_reads and not self._waits
+        self._oldest_reads = not self._oldest_reads and not self._is_deferred
         order = sorted(self._reading, key=lambda entry: entry.sequence.unread)
         first = next(iter(self._reading)) if self._oldest_reads else order[0]
         start = self._clock()
@@ -260,7 +262,7 @@ class Batch:
         entry.on_progress(seconds)
 
     def _chunk(self) -> int:
-        """Return how many tokens of a prompt to read next, so that no other sequence waits too long."""
+        """Return how many tokens of a prompt to read next, so that the pause between two rounds is short."""
         return self._pace.tokens() if self.is_decoding else engine.PREFILL_STEP
 
     # --- who decodes
@@ -277,10 +279,10 @@ class Batch:
         self._groups.append(Group([entry.sequence], SingleTarget(entry.sequence.target), policy))
         self._decoding[entry.sequence] = entry
 
-    def _waits_for_prompts(self) -> bool:
+    def _defers_decoding(self) -> bool:
         """Return True if sequences could decode, but should begin together with others."""
         unread = min((entry.sequence.unread for entry in self._reading), default=None)
-        return bool(self._groups) and unread is not None and self._pace.waits_for_prompts(unread)
+        return bool(self._groups) and unread is not None and self._pace.defers_decoding(unread)
 
     def _decode(self) -> None:
         """Decode one round of every sequence whose prompt is read."""
@@ -300,7 +302,7 @@ class Batch:
     def _regroup(self) -> list[Group]:
         """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
 
-        Returns the groups that must not queue a token, because a merge waits for them.
+        Returns the groups that must not queue a token: they merge once the queued one is emitted.
         """
         draining: list[Group] = []
         for single in [group for group in self._groups if isinstance(group.targets, SingleTarget)]:

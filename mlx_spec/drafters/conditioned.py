@@ -6,6 +6,7 @@ also reads the token after that position, so it predicts the token after that on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -49,7 +50,7 @@ class Rows:
         self.size, self.offset = min(self.size, size), position
 
 
-class ConditionedDrafter(SequenceDrafter):
+class ConditionedDrafter(SequenceDrafter, ABC):
     """Keeps the rows of one sequence: those in the caches, then those that wait to be written.
 
     When the target goes back to an earlier position, rows from there on are dropped. If the token at that
@@ -69,13 +70,13 @@ class ConditionedDrafter(SequenceDrafter):
         self._tokens: list[int] = []  # the token after each of them
         self._waiting: list[mx.array] = []  # features [T, F] of the last rows, contiguous
 
+    @abstractmethod
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         """Append rows of features [T, F], and the tokens after them, to the caches."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens, 1 or more; the newest row belongs to `history`."""
-        raise NotImplementedError
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens; none if the newest row belongs to another history."""

@@ -215,7 +215,7 @@ def test_a_prompt_is_read_once_for_all_its_choices(
 def test_choices_and_requests_that_come_at_once_begin_together(
     plain: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_spec.decode.pace.MAX_WAIT_S", 60)  # however busy the machine is
+    monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
@@ -305,7 +305,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
 ) -> None:
     """The oldest prompt and the shortest are read in turns. What is read is counted, not seconds."""
     monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
-    monkeypatch.setattr("mlx_spec.decode.pace.MAX_WAIT_S", 0.0)
+    monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 0.0)
     log, prefill = Log(), LMTarget.prefill
 
     def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
