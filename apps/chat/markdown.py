@@ -19,8 +19,10 @@ from rich.theme import Theme
 
 
 def _keep_math(state: StateInline, silent: bool) -> bool:
-    """Take \\(...\\) and \\[...\\] as they are: their brackets would lose the backslash."""
-    found = re.compile(r"\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL).match(state.src, state.pos)
+    """Take a formula as it is, in \\(...\\), \\[...\\], $$...$$ or $...$: it would lose backslashes."""
+    in_dollars = r"\$\$.+?\$\$|\$(?![\s$])[^$\n]*?(?<!\s)\$(?!\d)"  # $5 or $6 are prices
+    formula = re.compile(rf"\\\(.*?\\\)|\\\[.*?\\\]|{in_dollars}", re.DOTALL)
+    found = formula.match(state.src, state.pos)
     if found is not None and not silent:
         state.pending += found[0]
     state.pos = state.pos if found is None else found.end()

@@ -243,6 +243,10 @@ def test_the_former_model_returns_although_it_is_interrupted(tmp_path, monkeypat
             r"**so** \(a_1 * b_2 * c\) and \[x*y*z\], `\(`",
             r"<1>so</> \(a_1 * b_2 * c\) and \[x*y*z\], <36>\(</>" + "\n",
         ),
+        (
+            r"**so** $$a_1 \, b_1$$ or $x_1\,y_1$, *$5* or $6",
+            r"<1>so</> $$a_1 \, b_1$$ or $x_1\,y_1$, <3>$5</> or $6" + "\n",
+        ),
         ("[here](https://a.b)", "<94>here</> (<4;34>https://a.b</>)\n"),
     ],
 )

@@ -94,7 +94,7 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     tab.value(RECORD)
     ask(tab)
     tab.until("Number(document.querySelector('#speed').textContent) > 0")
-    assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "not measured yet"
+    assert text(tab, "#speed-note") == "this answer" and text(tab, "#per-round") != "–"
     plain = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
     said = server.post(CHAT, json=plain).json()["choices"][0]["message"]["content"]
     assert text(tab, ".turn.assistant .answer") == said

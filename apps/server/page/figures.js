@@ -197,7 +197,7 @@ export class Figures {
     byId("speed-note").textContent = now.whose ?? NOTHING;
     byId("gain").textContent = decimal(now.gain, 2);
     byId("gain-unit").textContent = !known(now.gain) ? "" : now.gain > 1 ? "× faster" : now.gain < 1 ? "× plain speed" : "× plain speed, the same";
-    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : known(now.speed) ? "not known here" : NOTHING;
+    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : known(now.speed) ? "too uncertain to say" : "";
     byId("reason").textContent = now.reason
       ? `Drafts: ${now.reason}.`
       : model.isStreaming ? "No token of this answer yet." : `${this.chosen || "The model"} has not answered yet.`;
@@ -258,7 +258,7 @@ function addGrowth(totals, counts = [], before = []) {
 }
 
 function showTile(id, text) {
-  byId(id).textContent = text ?? NOTHING;
+  byId(id).textContent = text ?? "–";
   byId(id).classList.toggle("empty", text === null);
 }
 

@@ -106,7 +106,7 @@ export function drawLegend(host, sources) {
   const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);
   host.replaceChildren(
     legendEntry([], "no line: the model itself"),
-    ...(hasDrafter ? [legendEntry(shades, `drafter, 1st to ${SHADES}th token`)] : []),
+    ...(hasDrafter ? [legendEntry(shades, `drafter, 1st to ${SHADES}th token of a draft`)] : []),
     ...Object.keys(SOURCES).filter((source) => sources.has(source)).map((source) => legendEntry([source], SOURCES[source])),
   );
 }

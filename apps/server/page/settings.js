@@ -4,7 +4,7 @@ import { byId, element, keep, recall } from "./dom.js";
 const KEPT = "mlx_spec.settings"; // of this browser
 // Parameters of the API -> [label, least, most, step, what stands in an empty field]. An empty one is not sent.
 const NUMBERS = {
-  temperature: ["Temperature", 0, 2, 0.1, "0: greedy"],
+  temperature: ["Temperature", 0, 2, 0.1, "0: the likeliest token"],
   max_completion_tokens: ["Longest answer, in tokens", 1, null, 1, "the context"],
   top_p: ["Top p", 0, 1, 0.05, "1: all"],
   top_k: ["Top k", 0, null, 1, "0: all"],
@@ -55,7 +55,7 @@ function describe() {
   document.title = name ? `${name} · mlx_spec` : "mlx_spec";
   byId("can-think").hidden = !chosenCard()?.thinks;
   const { model: _, temperature, max_completion_tokens: most, chat_template_kwargs: thinks, ...others } = requestFields();
-  const parts = [temperature ? `temperature ${temperature}` : "greedy"];
+  const parts = [temperature ? `temperature ${temperature}` : "temperature 0"];
   if (most) parts.push(`up to ${most} tokens`);
   for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}`);
   if (thinks) parts.push("thinking");
