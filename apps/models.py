@@ -134,8 +134,8 @@ def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
         own = f"present ({layers} layer{'s' if layers > 1 else ''})" if layers else "present"
     elif found.speculative_heads == "stripped":
         own = "stripped: config.json promises them, no tensor of theirs is here"
-    pictures = f"yes, by a vision tower of {human_bytes(found.vision)}" if found.vision else "no"
-    own_parts = {"pictures": pictures, "own draft heads": own}
+    eyes = f"yes, by a vision tower of {human_bytes(found.vision)}"
+    own_parts = {"pictures": f"no: {found.no_vision}" if found.no_vision else eyes, "own draft heads": own}
     return facts | own_parts | {"drafters": ", ".join(found.goes_with)}
 
 

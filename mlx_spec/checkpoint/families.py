@@ -63,14 +63,18 @@ def mlx_lm_module(model_type: str) -> str | None:
 # --- vision towers
 
 
-def tower_names(config: Config, names: Iterable[str]) -> list[str]:
-    """Return the tensors of a vision tower of a known family; none if config.json names no tower."""
-    towers = {  # model type -> how the names of its tower's tensors begin, after "model."
+def _towers() -> dict[str, tuple[str, ...]]:
+    """Return by model type how the names of its tower's tensors begin, after "model."."""
+    return {
         "gemma3": ("vision_tower.", "multi_modal_projector."),
         "gemma4": ("vision_tower.", "embed_vision."),
         "gemma4_unified": ("vision_embedder.", "embed_vision."),
     }
-    prefixes = towers.get(str(config.get("model_type"))) if config.get("vision_config") else None
+
+
+def tower_names(config: Config, names: Iterable[str]) -> list[str]:
+    """Return the tensors of a vision tower of a known family; none if config.json names no tower."""
+    prefixes = _towers().get(str(config.get("model_type"))) if config.get("vision_config") else None
     if prefixes is None:
         return []
     # Tensors that are computed, or of parts that rows do not pass.
@@ -81,3 +85,18 @@ def tower_names(config: Config, names: Iterable[str]) -> list[str]:
 def tower_bytes(config: Config, tensors: Tensors) -> int:
     """Return the bytes of a vision tower of a known family, 0 if there is none."""
     return sum(tensors[name].nbytes for name in tower_names(config, tensors))
+
+
+def missing_tower(config: Config, tensors: Tensors) -> str | None:
+    """Return why a checkpoint reads no pictures; None if it holds a tower that is known here."""
+    if "gguf" in config:
+        return "a GGUF file holds no vision tower; the file beside it (mmproj) is not read"
+    if not config.get("vision_config"):
+        return "it is a text model: its config.json names no vision tower"
+    if (kind := config.get("model_type")) not in _towers():
+        return f"the vision tower of {kind} is not read here; those of {', '.join(_towers())} are"
+    if not tower_bytes(config, tensors):
+        return (
+            "its config.json names a vision tower, but the checkpoint holds none: it was converted for text"
+        )
+    return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_spec.checkpoint.config import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
-from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape, tower_bytes
+from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape, missing_tower, tower_bytes
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
 from mlx_spec.checkpoint.headers import (
     INDEX,
@@ -63,6 +63,7 @@ class CheckpointInfo(TargetShape):
     needs: TargetShape | None  # of a drafter: what it asks of its target
     goes_with: tuple[str, ...]  # published targets of a drafter, published drafters of a target
     vision: int  # bytes of the vision tower, 0 if none is known here
+    no_vision: str | None  # why no pictures are read
     problem: str | None
 
     @property
@@ -227,6 +228,7 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         needs=needs,
         goes_with=_targets_of(name, config, needs) if needs else _drafters_of(name, shape),
         vision=tower_bytes(config, tensors),
+        no_vision=missing_tower(config, tensors),
         problem=headers.problem or (None if family or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
         **vars(shape),
     )

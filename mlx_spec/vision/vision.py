@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
-from mlx_spec.checkpoint.families import tower_bytes
+from mlx_spec.checkpoint.families import missing_tower, tower_bytes
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_optional
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import LazyRows, Prompt, Span
@@ -124,18 +124,9 @@ class Vision:
 def read_vision(folder: Path, tokenizer: Tokenizer) -> Vision:
     """Return what a checkpoint has for pictures. Raises NoVision with the reason if it has nothing."""
     checkpoint = read_checkpoint(folder)
-    config = checkpoint.config
-    kind, family = config.get("model_type"), FAMILIES.get(str(config.get("model_type")))
-    if "gguf" in config:
-        raise NoVision("a GGUF file holds no vision tower; the file beside it (mmproj) is not read")
-    if not config.get("vision_config"):
-        raise NoVision("it is a text model: its config.json names no vision tower")
-    if family is None:
-        raise NoVision(f"pictures are read for {', '.join(FAMILIES)}, and it is of model_type {kind}")
-    if not tower_bytes(config, checkpoint.headers.tensors):
-        raise NoVision(
-            "its config.json names a vision tower, but the checkpoint holds none: it was converted for text"
-        )
+    if (reason := missing_tower(checkpoint.config, checkpoint.headers.tensors)) is not None:
+        raise NoVision(reason)
+    family = FAMILIES[checkpoint.config["model_type"]]
     try:
         return Vision(checkpoint, family, tokenizer)
     except (InvalidValue, *LOADING_ERRORS) as error:

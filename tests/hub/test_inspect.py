@@ -192,6 +192,24 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
     assert any(state in line for line in models.description(found) if "own draft heads" in line)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "no: it is a text model: its config.json names no vision tower"),
+        ({"model_type": "qwen3_5"}, "no: the vision tower of qwen3_5 is not read here; those of gemma3, "),
+        ({"model_type": "gemma3"}, "no: its config.json names a vision tower, but the checkpoint holds none"),
+        ({"model_type": "gemma4"}, "yes, by a vision tower of "),
+    ],
+)
+def test_pictures(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    tensors = (
+        WEIGHT | {"model.vision_tower.encoder.weight": ("BF16", (99, 999))} if "yes" in words else WEIGHT
+    )
+    given = sparse.QWEN3 | config | ({"vision_config": {"hidden_size": 8}} if config else {})
+    lines = models.description(one(sparse.checkpoint(tmp_path / "target", given, tensors)))
+    assert any(words in line for line in lines if line.split()[0] == "pictures")
+
+
 # --- what is damaged
 
 

@@ -291,7 +291,11 @@ def test_a_template_that_shows_no_pictures_is_named() -> None:
     [
         ({"vision_config": None}, False, "it is a text model"),
         ({}, True, "names a vision tower, but the checkpoint holds none"),
-        ({"model_type": "qwen3_vl"}, False, "pictures are read for gemma3, gemma4, gemma4_unified"),
+        (
+            {"model_type": "qwen3_vl"},
+            False,
+            "tower of qwen3_vl is not read here; those of gemma3, gemma4, gemma4_unified are",
+        ),
         ({"image_token_id": 258_880}, False, "its tokenizer lacks the tokens of pictures"),
         ({"gguf": "x.gguf"}, False, "mmproj"),
     ],
