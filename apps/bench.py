@@ -230,13 +230,14 @@ def speed_table(found: Sequence[Speed]) -> list[str]:
         *table([head, *map(_row, found)], right=(1, 2)),
         "",
         "× plain: tokens/s divided by the tokens/s of plain decoding in the same turns",
-        "middle half: that ratio in one half of the answers; a quarter is below, a quarter above",
+        "middle half: half of the answers had a ratio between these two",
         "accepted: of the draft tokens; tokens a round: of the rounds that drafted",
     ]
 
 
 def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
-    names = f"{pair.info.target} with {', '.join(pair.drafter_names) or 'no drafter'}"
+    who = dict.fromkeys(name if name == "lookup" else "its drafter" for name in pair.drafter_names)
+    names = f"{pair.info.target} with {' and '.join(who) or 'no drafter'}"
     lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *speed_table(found)]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]

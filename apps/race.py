@@ -159,12 +159,11 @@ def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
 def _multiple_words(race: Race) -> str:
     if race.multiple is None:
         return "the answer is too short to compare: ask for a longer one"
-    low, middle, high = race.multiple
-    count, kind = len(race.ratios), "faster" if middle > 1 else "plain speed"
-    if count < 6:  # fewer say little
-        turns = "one pair of turns" if count == 1 else f"{count} pairs of turns"
-        return f"about {middle:.1f} × {kind}, by {turns}: a longer answer tells more"
-    kind = "plain speed, too close to call" if low <= 1 <= high else kind
+    (low, middle, high), count = race.multiple, len(race.ratios)
+    if count < 6:  # fewer say little: what the two rows say, and no more
+        middle = (race.pace(0) or 0.0) / (race.pace(1) or 1.0)
+        return f"about {middle:.1f} × plain speed; the answer is too short to say more"
+    kind = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
     return f"{middle:.2f} × {kind} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"
 
 
