@@ -95,7 +95,7 @@ def decode(
             device.read(device.submit(beside.passes(len(right), steps) if choice.ahead else steps))
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
             round = Round(
-                [0] * (accepted + 1), len(right), accepted, "draft", "draft", ahead=stored, drafter=0
+                [0] * (accepted + 1), len(right), accepted, "draft", "draft", ahead=stored, drafter_index=0
             )
             in_time = device.now - begun >= beside.ready(len(right))
             stored = (in_time and beside.hit()) if choice.ahead else None

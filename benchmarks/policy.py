@@ -217,7 +217,7 @@ def run_adaptive(batch: Batch) -> Batch:
         rounds = []
         for depth, number in zip(depths, accepted, strict=True):
             kind = "draft" if depth else "drained" if any(wanted) else "plain"
-            rounds.append(Round([0] * (number + 1), depth, number, kind, drafter=0 if depth else None))
+            rounds.append(Round([0] * (number + 1), depth, number, kind, drafter_index=0 if depth else None))
         group.observe(rounds)
         queued = not any(wanted)
     return batch

@@ -136,12 +136,12 @@ class Draft:
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
     ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
-    source: str | None = None  # where it is from; the engine adds the drafter's name if that is None
-    drafter: int | None = None  # index of the drafter, which the engine adds
+    source: str | None = None  # a name for users; the engine adds the drafter's if it is None
+    drafter_index: int | None = None  # among the policy's drafters, which the engine adds
 
     def of(self, choice: Choice) -> Draft:
         """Return it as the draft of a choice."""
-        return replace(self, source=self.source or choice.source, drafter=choice.drafter)
+        return replace(self, source=self.source or choice.source, drafter_index=choice.drafter_index)
 
 
 @cache
@@ -154,7 +154,7 @@ def no_draft() -> Draft:
 class Choice:
     """A drafter, by its index, and the most tokens to draft with it."""
 
-    drafter: int
+    drafter_index: int
     limit: int
     source: str = field(compare=False)  # the drafter's name, unless its drafts say another one
     ahead: bool = False  # draft for likely outcomes while the target verifies this draft
@@ -180,9 +180,11 @@ class Decision:
 
     def cost_of(self, longest: Round) -> Cost | None:
         """Return what a pass with this longest draft takes: one plain token if nothing was drafted."""
-        if longest.drafter is None:
+        if longest.drafter_index is None:
             return Cost("plain", 1.0)
-        return None if self.cost is None else self.cost(longest.drafter, longest.nodes or longest.drafted)
+        return (
+            None if self.cost is None else self.cost(longest.drafter_index, longest.nodes or longest.drafted)
+        )
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class Round:
     drafted: int  # draft tokens that were verified; of a tree, those of its longest path
     accepted: int  # draft tokens among `tokens`
     kind: Literal["plain", "drained", "draft"]
-    source: str | None = None  # where the draft of a "draft" round is from, for users
+    source: str | None = None  # a name for users of where the draft of a "draft" round is from
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
     ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
     ahead: bool | None = None  # as of its draft
@@ -219,7 +221,7 @@ class Round:
     cost: Cost | None = None  # None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
     batch_size: int = 1  # sequences that shared the pass, this one included
-    drafter: int | None = None  # index of the drafter of a "draft" round, for the policy
+    drafter_index: int | None = None  # of the drafter of a "draft" round, for the policy
 
 
 class Sampler(Protocol):

@@ -46,7 +46,7 @@ def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
     if draft.source is None:
         return Round(tokens, 0, 0, "drained")
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
-    of_draft = partial(Round, source=draft.source, drafter=draft.drafter, ahead=draft.ahead)
+    of_draft = partial(Round, source=draft.source, drafter_index=draft.drafter_index, ahead=draft.ahead)
     if draft.parents is None:
         return of_draft(tokens, size, len(accepted), "draft")
     tree = tree_of(draft.parents)
@@ -59,4 +59,4 @@ def chain_of(draft: Draft) -> Draft:
     if draft.parents is None:
         return draft
     length = len(tree_of(draft.parents).segments[0]) - 1
-    return Draft(draft.tokens[:length], source=draft.source, drafter=draft.drafter)
+    return Draft(draft.tokens[:length], source=draft.source, drafter_index=draft.drafter_index)

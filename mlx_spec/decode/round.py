@@ -204,7 +204,7 @@ class RunningSequence:
 
     def request(self, choice: Choice) -> DraftRequest:
         """Return the request for the draft of a choice."""
-        drafter = self._drafters[choice.drafter]
+        drafter = self._drafters[choice.drafter_index]
         return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
 
     def draft(self, choices: Sequence[Choice]) -> Draft:
@@ -219,8 +219,8 @@ class RunningSequence:
     def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
         """Let the drafter work ahead while its draft is verified, if its choice says so."""
         for choice in choices:
-            if choice.ahead and choice.drafter == draft.drafter:
-                self._drafters[choice.drafter].prepare(self.history, draft, self.sampler.drafting)
+            if choice.ahead and choice.drafter_index == draft.drafter_index:
+                self._drafters[choice.drafter_index].prepare(self.history, draft, self.sampler.drafting)
 
     def draw(self, logits: mx.array, drafted: mx.array, *, exact: bool = False) -> mx.array:
         """Draw the token after the history and `drafted`, [1] int32."""
@@ -332,7 +332,7 @@ class Group:
         drafts = [no_draft()] * len(choices)
         eager = [i for i, each in enumerate(choices) if each]
         requests = [self.sequences[i].request(choices[i][0]) for i in eager]
-        kinds = {(choices[i][0].drafter, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
+        kinds = {(choices[i][0].drafter_index, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
         if len(kinds) == 1 < len(eager):
             try:
                 found = requests[0].drafter.draft_batch(requests)

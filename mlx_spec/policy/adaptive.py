@@ -229,8 +229,8 @@ class AdaptivePolicy:
     def observe(self, round: Round) -> None:
         """Learn from a finished round what it took and what was accepted."""
         now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
-        if round.kind == "draft" and round.drafter is not None and costs is not None:
-            self._observe_draft(round, round.drafter, now - self._decided, costs)
+        if round.kind == "draft" and round.drafter_index is not None and costs is not None:
+            self._observe_draft(round, round.drafter_index, now - self._decided, costs)
         elif costs is not None:
             self._observe_plain(round, now, costs)
         self._queued, self._done = round.kind == "plain", now
@@ -252,7 +252,7 @@ class AdaptivePolicy:
         own = self._shared.own_costs.get(drafter)
         if own is None:
             return costs.observe_round(drafter, round.nodes or round.drafted, seconds)
-        ahead = any(choice.ahead for choice in self._choices if choice.drafter == drafter)
+        ahead = any(choice.ahead for choice in self._choices if choice.drafter_index == drafter)
         return own.observe(round, costs, drafter, seconds, ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
@@ -266,7 +266,7 @@ class AdaptivePolicy:
         steps = 1.0 if self._queued else 1 + costs.host / costs.plain
         if self._choices and round.kind == "drained":
             steps += (
-                max(self._cost_of_repeated_draft(c.drafter, c.limit, costs) for c in self._choices)
+                max(self._cost_of_repeated_draft(c.drafter_index, c.limit, costs) for c in self._choices)
                 / costs.plain
             )
         self._shared.account.enter(1, steps)
@@ -423,7 +423,7 @@ class FixedPolicy:
         if self._ratios is not None and self._is_alone:
             if round.kind == "draft":
                 seconds = max(now - self._decided, TICK)
-                self._ratios.observe_draft(1, (round.drafter, round.nodes or round.drafted), seconds)
+                self._ratios.observe_draft(1, (round.drafter_index, round.nodes or round.drafted), seconds)
             elif (  # the end of a drained one came with the token before; else the host waited for it
                 self._queued and round.kind == "plain" and self._decided - self._done < now - self._decided
             ):

@@ -128,11 +128,11 @@ class MemberPolicy(AdaptivePolicy):
 
     def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
         """Learn from a round that took `plain_rounds` of the same sequences; `wanted` was decided."""
-        drafter = round.drafter
+        drafter = round.drafter_index
         for choice in wanted:
-            hit = choice.drafter == drafter
-            before = self._hit_rates[choice.drafter]
-            self._hit_rates[choice.drafter] = before + (hit - before) / 8  # drafts are remembered
+            hit = choice.drafter_index == drafter
+            before = self._hit_rates[choice.drafter_index]
+            self._hit_rates[choice.drafter_index] = before + (hit - before) / 8  # drafts are remembered
             if hit:
                 break
         if drafter is not None:
@@ -287,7 +287,7 @@ class BatchPolicy:
         """Return the plain rounds that a round took. Learn what its pass took."""
         if longest:
             seconds = max(now - plan.began, TICK)
-            drafters = [each[0].drafter for each in plan.choices if each]
+            drafters = [each[0].drafter_index for each in plan.choices if each]
             drafting = float(self._drafting(plan.costs, drafters)[longest])
             self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)

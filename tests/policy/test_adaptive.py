@@ -156,7 +156,7 @@ def test_trees_bring_their_own_estimate():
     policy.begin()
     policies.costs.at(1).longest = 16
     policies.account.lead = BUFFER
-    policy.observe(Round([0, 0, 0], 3, 2, "draft", nodes=6, drafter=0, ranks=(0, 1), seconds=0.04))
+    policy.observe(Round([0, 0, 0], 3, 2, "draft", nodes=6, drafter_index=0, ranks=(0, 1), seconds=0.04))
     assert policy.decide(range(9)).choices == (Choice(0, 6, "drafter"),)
 
 
@@ -194,7 +194,7 @@ def test_a_clock_that_stands_still():
         for round in (
             Round([0], 0, 0, "plain"),
             Round([0], 0, 0, "plain"),
-            Round([0, 0], 3, 1, "draft", drafter=0),
+            Round([0, 0], 3, 1, "draft", drafter_index=0),
         ):
             policy.decide(range(5))
             policy.observe(round)

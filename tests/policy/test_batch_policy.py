@@ -83,7 +83,9 @@ class Simulation:
                 self.tokens[i] += hits + 1
                 drafted = most if drafting else 0
                 kind = "draft" if drafted else "drained" if landing or drafting else "plain"
-                done.append(Round([0] * (hits + 1), drafted, hits, kind, drafter=0 if drafted else None))
+                done.append(
+                    Round([0] * (hits + 1), drafted, hits, kind, drafter_index=0 if drafted else None)
+                )
             if fixed is None:
                 self.group.observe(done)
 

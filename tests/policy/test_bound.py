@@ -73,7 +73,7 @@ class Watched:
         decision = self.policy.decide(history)
         self.costs = self.policies.costs.at(len(history))
         self.estimates = {
-            (c.source, n): self.costs.seconds(c.drafter, n)
+            (c.source, n): self.costs.seconds(c.drafter_index, n)
             for c in decision.choices
             for n in range(1, c.limit + 1)
         }

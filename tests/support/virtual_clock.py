@@ -178,7 +178,12 @@ def decode(
             device.read(device.submit(device.passes[len(right) + 1]))
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
             round = Round(
-                [0] * (accepted + 1), len(right), accepted, "draft", choice.source, drafter=choice.drafter
+                [0] * (accepted + 1),
+                len(right),
+                accepted,
+                "draft",
+                choice.source,
+                drafter_index=choice.drafter_index,
             )
         else:
             done = device.submit(device.passes[1]) if queued is None else queued
@@ -205,7 +210,7 @@ def _first_draft(
     wanted: Sequence[Choice], drafters: Sequence[VirtualDrafter], place: int, device: Device
 ) -> tuple[Choice, Sequence[bool]] | None:
     for choice in wanted:
-        right = drafters[choice.drafter].draft(place, choice.limit, device)
+        right = drafters[choice.drafter_index].draft(place, choice.limit, device)
         if right:
             return choice, right
     return None
