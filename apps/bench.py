@@ -185,7 +185,7 @@ def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -
     if pair.drafter_names and length is not None:
         lengths |= {f"K = {length}": None}
     elif pair.drafter_names:
-        # draft tokens of the arms between plain decoding and the pair's own policy
+        # Between plain decoding and the pair's own policy, arms draft 2 and 4 tokens.
         lengths |= {**{f"K = {k}": k for k in (2, 4)}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.tokenizer)

@@ -179,7 +179,7 @@ def _backend() -> Check:
         return Check("backend", "wrong", str(error))
     import mlx.core as mx
 
-    # each holds all of MLX
+    # Each of these packages holds all of MLX.
     several = [name for name in ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13") if version(name) != "none"]
     if len(several) > 1:
         wrong = f"{' and '.join(several)} overwrite each other's files: uninstall all, then install one"
@@ -206,7 +206,7 @@ def _blas() -> Iterator[Check]:
 def _disk() -> Check:
     free = hub.free_bytes(cache_folder())
     text = f"{free / 1e9:.1f} GB free where models are kept"
-    # a small target and its drafter take about as much
+    # A small target and its drafter take about 5 GB.
     return Check("disk", "ok" if free >= 5e9 else "note", text)
 
 
@@ -239,7 +239,7 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
     from .selftest import COMPANY, OWN
 
     yield "verdict", _verdict(found)
-    # differences shown in full
+    # Three differences are shown in full.
     for comparison in (*found.wrong, *found.near_ties)[:3]:
         yield from _finding(comparison, found.allowed)
     yield from parts.items()

@@ -53,7 +53,7 @@ class Chip:
     def is_wide(self, format: WeightFormat) -> bool:
         """Return True if the kernel for a few rows reads the weights once for all rows of a tile."""
         is_float = format.group_size is not None and format.mode != "affine"
-        # the first chip with wide kernels for affine and dense weights
+        # M3 is the first chip with wide kernels for affine and dense weights.
         return is_float or int(self.name[1]) >= 3
 
 
@@ -165,7 +165,7 @@ def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     if chip.is_wide(model.format):
         reads = math.ceil(rows / 5)  # rows for which qmv_wide reads the weights once
     elif model.format.group_size is not None:
-        # of a pass, for each further row of qmv: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel)
+        # Each further row of qmv costs most of a pass: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel).
         reads += 0.8 * (rows - 1)
     elif rows > 1:
         rate, computed = 0.75, 32  # rows of a matmul tile: fewer cost as much

@@ -53,7 +53,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         done = {"quantization", "quantization_config"} & target.config.keys()
-        # of a target that is not quantized yet
+        # A target that is not quantized yet gets 4 bits.
         choice = NONE if done else "4"
     own = parse_quantization(choice, options.group_size)
     drafter, family = _find_drafter(options.drafter, target, tokenizer)

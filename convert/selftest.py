@@ -173,7 +173,7 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
             own = config["quantization"].get(stem.removesuffix("."))
             settings = config["quantization"] | (own if isinstance(own, dict) else {})
             errors[name] = _error(source, weight, found, settings)
-            # of a quantized tensor; a wrong one has 1.4, 4 bits have 0.1
+            # A wrong tensor has an error of 1.4, one of 4 bits has 0.1.
             wrong += [] if errors[name] < 0.5 else [name]  # nan is not
         progress.advance()
         mx.clear_cache()
@@ -198,7 +198,7 @@ def _error(
     scales = found["scales"]
     assert scales is not None
     mx.eval(source)
-    # elements compared at a time
+    # About 2^24 elements are compared at a time.
     step = max(1, (1 << 24) * source.shape[0] // source.size)  # rows
     form = {key: settings[key] for key in ("bits", "group_size", "mode")}
     lost, size = 0.0, 0.0
@@ -265,7 +265,7 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
     del model
     scores = logits[:, :-1] - log_total(logits[:, :-1])
     loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
-    # last rows of each text, whose logits are compared
+    # The logits of the last 4 rows of each text are compared.
     rows = logits[:, -4:].reshape(-1, logits.shape[-1])
     del logits, scores
     mx.eval(loss, rows)

@@ -25,7 +25,7 @@ def write_manifest(
     folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write pair.json into `folder` and return it."""
-    # of pair.json
+    # This is what pair.json holds.
     manifest = {
         "format": 1,
         "target": TARGET,

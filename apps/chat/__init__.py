@@ -65,7 +65,7 @@ def _piped_text(terminal: Terminal) -> str | None:
     """Return all of stdin; None if it is a terminal or closed. Raises InvalidValue if it is not text."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    # without a byte on stdin, before we say that we wait for it
+    # After two seconds without a byte on stdin, we say that we wait for it.
     if terminal.is_watched and not _has_input(2.0):
         terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
     content = bytearray()

@@ -143,7 +143,7 @@ class Terminal:
         # Not by input(): it would put the prompt into the answers where stdout is a pipe.
         stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
         print(prompt, end="", file=stream, flush=True)
-        # longest wait of a Ctrl-C that comes just before a blocking read
+        # A Ctrl-C that comes just before a blocking read waits for 0.1 s at most.
         while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], 0.1)[0]:
             pass  # Python handles signals between two short waits, not within input()
         try:

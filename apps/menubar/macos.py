@@ -33,7 +33,7 @@ def framework_problem() -> str | None:
     version = platform.mac_ver()[0]  # such as "26.1"
     major = version.split(".")[0]
     is_framework = bool(sysconfig.get_config_var("PYTHONFRAMEWORK"))
-    # first version of macOS that draws no item for framework builds of Python
+    # macOS draws no item for framework builds of Python from version 26 on.
     if not is_framework or not major.isdecimal() or int(major) < 26:
         return None
     return (

@@ -73,7 +73,7 @@ def get_json(address: Address, path: str, key: str | None = None) -> dict[str, A
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     place = address.connect_host, address.port
     try:  # http.client uses no proxy
-        # a server that takes longer counts as silent
+        # A server that takes longer counts as silent.
         with contextlib.closing(http.client.HTTPConnection(*place, timeout=2.0)) as connection:
             connection.request("GET", path, headers=headers)
             found = json.loads(connection.getresponse().read(4 * 2**20))
@@ -181,7 +181,7 @@ class ServerProcess:
         # Another program may have taken the port since it was found free, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
-        # exit statuses of a server that says what is wrong: another start would only repeat it
+        # A server that ends with these statuses says what is wrong: another start would only repeat it.
         refusals = (1, 2)
         if ready_at is None and status in refusals and not taken:
             problem = words or f"the server ended with status {status}: the log may say why"

@@ -162,7 +162,7 @@ class Job:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
         self._has_place = has_place
-        # without the weights, which may be unloaded
+        # Preparing needs no weights, which may be unloaded.
         tokenizer, compile, vision = model.pair.tokenizer, model.compile, model.vision
         self._preparing = preparers.submit(prepare, self.request, tokenizer, compile, vision)
         self._preparing.add_done_callback(lambda _: self._wake())

@@ -73,7 +73,7 @@ class Metrics(Collector):
         self.cancelled = counter("cancelled", "Requests whose client hung up.", ["model"])
         self.prompt = counter("prompt_tokens", "Tokens of prompts.", ["model"])
         self.cached = counter("cached_tokens", "Tokens of prompts that were cached.", ["model"])
-        # vLLM's names. Other figures of `Statistics` are counted under their own.
+        # These names are vLLM's. Other figures of `Statistics` are counted under their own.
         names = {
             "generated_tokens": "generation_tokens",
             "decode_seconds": "generation_seconds",

@@ -58,10 +58,10 @@ HARMLESS = frozenset(
         stream_reasoning guided_decoding_backend cache_prompt id_slot
         slot_id timings_per_token return_progress n_keep n_discard ttl num_ctx num_batch num_gpu
         num_thread num_keep numa main_gpu low_vram use_mmap use_mlock logits_all draft_num_predict """
-        # parts of samplers that are off unless another parameter turns them on
+        # Parts of samplers, which are off unless another parameter turns them on.
         """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         xtc_threshold dynatemp_exponent smoothing_curve negative_prompt """
-        # gateways, chat applications, coding agents
+        # Gateways, chat applications, coding agents.
         """usage provider models route transforms trace session_id chat_id conversation_id message_id tags
         litellm_session_id litellm_trace_id litellm_call_id vl_high_resolution_images incremental_output
         result_format"""

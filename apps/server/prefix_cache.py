@@ -163,7 +163,7 @@ def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | N
     the identity of each weight file counts, too.
     """
     stats = [(file.resolve(), file.stat()) for folder in folders for file in sorted(folder.glob(WEIGHTS))]
-    # of the files; raised when older ones can no longer be read
+    # The format is raised when older files can no longer be read.
     return {
         "format": 2,
         "device": device_name(),
@@ -219,7 +219,7 @@ class CacheFolder:
         if size > self._max_bytes:
             LOG.info("a prompt of %s does not fit the cache folder", human_bytes(size))
             return
-        # numpy has no bfloat16
+        # NumPy has no bfloat16.
         views = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in state.arrays.values()]
         mx.eval(views)
         blocks = [np.asarray(view) for view in views]  # of the same memory
@@ -417,7 +417,7 @@ def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _checksum(path: Path) -> int:
     """Return the sum of a file's 64-bit words: as fast as reading it, which a hash is not. Raises OSError."""
-    # bytes read at a time for a checksum, so that they stay in the processor's cache
+    # A checksum reads a megabyte at a time, which stays in the processor's cache.
     total, block = 0, np.zeros(1 << 20, np.uint8)
     with path.open("rb") as stream:
         while size := stream.readinto(block.data):

@@ -46,7 +46,7 @@ class PlainPaths:
         """Pass a request on."""
         if scope["type"] == "http":
             path, headers = scope["path"], scope["headers"]
-            # a path as proxies get it
+            # Requests to a proxy have the host in their path.
             if found := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
                 path, host = found[2], found[1].encode("latin-1", "replace")
                 headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]

@@ -61,9 +61,9 @@ class AheadCosts:
         `needed` is True if drafting pays with it only.
         """
         if gain > 1:
-            # rounds with drafting ahead, after which one without it corrects the table
+            # After 32 rounds with drafting ahead, one without it corrects the table.
             return needed or self._streak < 32
-        # share of the time of drafts for finding out whether drafting ahead pays by now
+        # A 400th of the time of drafts finds out whether drafting ahead pays by now.
         return not needed and self._since * 0.0025 >= max(1 / gain - 1, LEAST_LOSS)
 
     def observe_pass(self, costs: CostModel, tokens: int, seconds: float, drafting: float) -> float:

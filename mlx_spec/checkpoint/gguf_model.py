@@ -380,7 +380,7 @@ def _write_weights(
         alone = new.endswith((".bias", ".layer_scalar"))
         shard |= {new if alone else f"{new}.{part}": array for part, array in arrays.items()}
         held += sum(array.nbytes for array in arrays.values())
-        # of a weight file, and of the tensors that memory holds
+        # A weight file has about 4 GB, which are the tensors that memory holds.
         if held > (4 << 30):
             _save(folder, count, shard)
             count, held = count + 1, 0

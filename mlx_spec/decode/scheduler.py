@@ -213,7 +213,7 @@ class Batch:
             is_whole = next(self._reading[entry], None)
             if self._clock() - start + self._clock() - began > most_s:
                 break
-        # what the last step of a chunk takes says nothing of the next chunk
+        # The time of the last step of a chunk says nothing of the next chunk.
         self._pace.read(0 if is_whole is False else target.size - size, self._clock() - start)
 
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
@@ -229,7 +229,8 @@ class Batch:
             if entry.sequence.can_share_prefill:
                 unread = entry.sequence.unread
                 count += unread
-                # rows of such a pass for each token that it reads: where rows cost time, padding does, too
+                # The pass has at most 1.5 rows for each token that it reads: where rows cost time, padding
+                # does, too.
                 if unread * (len(chosen) + 1) > min(most, 1.5 * count):
                     break
                 chosen.append(entry)

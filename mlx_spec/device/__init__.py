@@ -41,5 +41,5 @@ def memory_for_models() -> int:
 
     if mx.metal.is_available():
         return int(mx.device_info()["max_recommended_working_set_size"])
-    # of a machine without Metal, for weights and caches; the rest is for other programs
+    # Without Metal, weights and caches get three quarters of the memory; the rest is for other programs.
     return int(0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

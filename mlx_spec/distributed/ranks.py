@@ -55,7 +55,7 @@ def join() -> Ranks | None:
     late.daemon = True
     late.start()
     try:
-        # of mx.distributed: TCP everywhere, and RDMA between Macs
+        # The backends of mx.distributed: TCP everywhere, and RDMA between Macs.
         for backend in ("ring", "jaccl"):
             if mx.distributed.is_available(backend):
                 group = mx.distributed.init(backend=backend)
@@ -129,7 +129,7 @@ class Ranks:
         self._failing.acquire()  # forever: the first error counts
         self._has_ended = True
         self.send("error", text)
-        # for the others to print an error, too: mlx.launch ends all as soon as one has ended
+        # The others have half a second to print an error, too: mlx.launch ends all as soon as one has ended.
         _end(text, 0.5)
 
     def run(self, work: Callable[[], int]) -> int:

@@ -172,7 +172,7 @@ class DraftModel(SequenceDrafter):
 
     def _unwritten(self, history: Sequence[int]) -> mx.array:
         """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
-        # known tokens that a draft writes uncommitted together with the pending one
+        # A draft writes at most 8 known tokens uncommitted, together with the pending one.
         if (missing := len(history) - self._align(history)) > 8:
             self._prefill(history, missing - 1)
         return self._rows(history[len(self._written) :])

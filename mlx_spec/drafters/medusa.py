@@ -90,7 +90,7 @@ class GuessRates:
                 break
             row = guesses[found] + 1
         self._judged += 1
-        # drafts between two shapes of the tree: building one takes as long as a decision
+        # The shape of the tree changes every 16 drafts: building one takes as long as a decision.
         if self._judged % 16 == 0:
             self._template = None
 

@@ -49,7 +49,7 @@ def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"the JSON schema cannot be used: {one_line(error)}") from error
     found, unenforced = enforceable(root, closed=closed)
-    # llguidance reads an object.
+    # The root of what llguidance reads is an object.
     return json.dumps(found if isinstance(found, dict) else {"anyOf": [found]}), unenforced
 
 

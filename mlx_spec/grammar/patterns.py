@@ -83,7 +83,7 @@ class Probe:
 
         started = time.monotonic()
         try:
-            # llguidance's tokenizer with a token for each byte has 262 tokens.
+            # The tokenizer of llguidance with a token for each byte has 262 tokens.
             request = {"kind": "json_schema", "source": source, "tokenizer": ("byte", 262)}
             SANDBOX.compile("pattern", request, max(self._left, 0.01))
             parser = build_parser("json_schema", source, LLTokenizer("byte"))

@@ -87,7 +87,7 @@ def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     Building the graph takes the host 1 to 2 us an operation. Without an early start the device is idle
     until the graph of the whole pass is built.
     """
-    # each start ends a command buffer, so a GPU starts several layers at once
+    # Each start ends a command buffer, so a GPU starts several layers at once.
     every = 8 if mx.default_device().type == mx.gpu else 1
     inner = [_unwrapped(layer) for layer in layers[every - 1 : -1 : every]]
     switch: EagerSwitch = next(

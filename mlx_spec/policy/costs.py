@@ -186,7 +186,7 @@ class CostModel:
         variance = float(row[length]) + NOISE**2
         surprise = observed - float(self._base[length] + self._error[length])
         density = 1 / (math.pi * (1 + surprise**2 / variance) * math.sqrt(variance))  # Cauchy: heavy tails
-        # per log second: density of the delays that other programs cause in a round
+        # Delays that other programs cause have a density of 0.1 per log second.
         weight = density / (density + 0.1) if surprise > 0 else 1.0  # probability of no delay
         gain = row / variance
         self._error += weight * surprise * gain

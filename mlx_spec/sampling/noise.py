@@ -16,7 +16,7 @@ def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
     The token that wins has a small exponential. -log1p(-u) has a spacing of 2**-32 there; -log(u) would have
     2**-24, too coarse for a distribution over 262,144 tokens.
     """
-    # half the spacing of `mx.random.uniform` near 0
+    # The least number is half the spacing of `mx.random.uniform` near 0.
     uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), 2.0**-33)
     return -mx.log(-mx.log1p(-uniform))
 

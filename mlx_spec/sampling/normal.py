@@ -21,7 +21,7 @@ def total(values: mx.array) -> mx.array:
 def weights(scores: mx.array) -> mx.array:
     """Return weights [..., N] float32 in proportion to the probabilities; the largest of a row is 1."""
     scores = scores.astype(mx.float32)
-    # not `mx.exp`, which takes 2.4 times as long on a CPU without Accelerate
+    # `mx.exp` takes 2.4 times as long on a CPU without Accelerate.
     return mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))
 
 

@@ -156,7 +156,7 @@ class LogitsProcessor:
         if not self._penalties.is_idle:
             logits = self._penalties.apply(logits.astype(mx.float32), history, drafted)
         if (bias := self._row_bias(logits.shape[0], len(history) + drafted.shape[0])) is not None:
-            # bias of a banned token: it is drawn only if the grammar allows no other
+            # With this bias, a banned token is drawn only if the grammar allows no other.
             bias = bias if most is None else mx.maximum(bias, -1e30)
             logits = logits.astype(mx.float32) + bias
         return logits if most is None else mx.minimum(logits, most)
@@ -164,7 +164,7 @@ class LogitsProcessor:
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
         before = length - rows + 1 - self.prompt_length  # tokens generated before row 0
-        # rows that draw one of the first `min_tokens`, a number that MLX may not hold
+        # These rows draw one of the first `min_tokens`, a number that MLX may not hold.
         early = min(self.sampling.min_tokens - before, rows)
         if self._late_ban is None or early <= 0:
             return self._bias

@@ -335,7 +335,7 @@ def find_marks(source: str, tokens: Tokens) -> Marks | None:
 
 
 def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> AnswerPlace:
-    # last tokens of a prompt in which an opening tag is looked for
+    # An opening tag is looked for in the last 64 tokens of a prompt.
     end = tokens.decode_raw(prompt[-64:]).rstrip()
     if end.endswith((tags.open + tags.header).rstrip()):
         return AnswerPlace("thinking", fresh=True)

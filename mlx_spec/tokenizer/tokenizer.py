@@ -144,7 +144,7 @@ class TokenBytes:
         steps = list(_decoder_steps(tokenizer))
         names = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in names
-        # decode token by token
+        # Such a decoder decodes token by token.
         self._piecewise = bool(names) and names <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
         self._byte_fallback = "ByteFallback" in names
         self._replacements = [pair for pair in map(_replacement, steps) if pair]
@@ -164,7 +164,7 @@ class TokenBytes:
             return bytes(_byte_of_letter()[letter] for letter in piece)
         if not self._piecewise:
             return self._tokenizer.decode([token], skip_special_tokens=False).encode()
-        # sentencepiece: a byte of a character not in the vocabulary
+        # In sentencepiece this is a byte of a character that the vocabulary lacks.
         if self._byte_fallback and (byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)):
             return bytes([int(byte[1], 16)])
         for old, new in self._replacements:

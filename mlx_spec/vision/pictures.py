@@ -103,7 +103,7 @@ def _read(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise InvalidValue(_unreadable(data)) from error
     with picture:
         width, height = picture.size
-        # of a JPEG, which the decoder can halve as it reads it
+        # A JPEG may have more pixels, because the decoder can halve it as it reads it.
         limit = 64_000_000 if picture.format in ("JPEG", "MPO") else MAX_PIXELS  # MPO is JPEGs in a row
         if not 0 < width * height <= limit:
             raise InvalidValue(

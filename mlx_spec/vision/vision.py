@@ -52,7 +52,7 @@ class Vision:
         self._checkpoint, self._family = checkpoint, family
         self._prepare = family.preparation(config, processor)
         self.sight = family.sight(text_config(config))
-        # of a row, before and after a picture
+        # These tokens stand for a row, and before and after a picture.
         keys = ((f"{key}_id", f"{key}_index") for key in ("image_token", "boi_token", "eoi_token"))
         stated = (integer(config, *names) for names in keys)
         self._tokens = [usual if i is None else i for i, usual in zip(stated, family.tokens, strict=True)]
