@@ -27,7 +27,7 @@ from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampl
 PROMPT, COUNT = tiny.prompt(20), 28  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
 CACHES = ["full", "quantized", "sliding", "shared", "recurrent"]
-SHARED = {"shared, full": ("ffffffff", "ff"), "shared, quantized": ("sffsffsf", "sssf")}  # target, assistant
+SHARED = {"shared, full": ("ffff", "f"), "shared, quantized": ("sfsf", "sf")}  # target, assistant
 VARYING = ["adaptive", "switching"]  # lengths; the last has plain rounds and drafts of one token
 
 

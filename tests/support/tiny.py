@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 }
 EPS: dict[str, Any] = {"rms_norm_eps": 1e-5}
 DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 32,
@@ -73,7 +73,7 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = V
     """A Gemma 3: sliding and full attention in turn."""
     args = gemma3_text.ModelArgs(
         model_type="gemma3_text",
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         rope_theta=1e4,
         rope_local_base_freq=1e4,
         query_pre_attn_scalar=16,
@@ -84,8 +84,8 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = V
     return _random(lambda: gemma3_text.Model(args), seed, scale)
 
 
-def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "sssfsssf") -> nn.Module:
-    """A Gemma 4 with the switches of E2B: per-layer inputs, 4 KV-shared layers, both kinds of attention."""
+def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "sfsf") -> nn.Module:
+    """A Gemma 4 with the switches of E2B: per-layer inputs, both kinds of attention, half the layers share K/V."""
     args = gemma4_text.ModelArgs(
         hidden_size=64,
         num_hidden_layers=len(pattern),
@@ -97,7 +97,7 @@ def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "
         vocab_size=VOCAB,
         vocab_size_per_layer_input=VOCAB,
         num_key_value_heads=1,
-        num_kv_shared_layers=4,
+        num_kv_shared_layers=len(pattern) // 2,
         hidden_size_per_layer_input=16,
         sliding_window=window,
         max_position_embeddings=4096,
@@ -109,7 +109,7 @@ def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "
     return model
 
 
-def assistant(seed: int = 5, pattern: str = "sssf") -> DrafterSource:
+def assistant(seed: int = 5, pattern: str = "sf") -> DrafterSource:
     """A random assistant that fits `shared`."""
     kinds = {"s": ("sliding_attention", HeadShape(1, 32)), "f": ("full_attention", HeadShape(1, 64))}
     config = AssistantConfig(
@@ -135,7 +135,7 @@ def assistant(seed: int = 5, pattern: str = "sssf") -> DrafterSource:
 def recurrent(seed: int = 0, scale: float = 0.2) -> nn.Module:
     """A Qwen3.5: gated delta nets, every second layer full attention."""
     args = qwen3_5.TextModelArgs(
-        model_type="qwen3_5", full_attention_interval=2, tie_word_embeddings=True, **SIZES, **DELTA
+        model_type="qwen3_5", num_hidden_layers=3, tie_word_embeddings=True, **SIZES, **DELTA
     )
     return _random(lambda: qwen3_5.TextModel(args), seed, scale)
 
@@ -144,6 +144,7 @@ def recurrent_moe(seed: int = 0, scale: float = 0.2) -> nn.Module:
     """A Qwen3-Next: gated delta nets, full attention and experts."""
     args = qwen3_next.ModelArgs(
         model_type="qwen3_next",
+        num_hidden_layers=2,
         num_experts=4,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
@@ -153,7 +154,6 @@ def recurrent_moe(seed: int = 0, scale: float = 0.2) -> nn.Module:
         rope_theta=1e4,
         partial_rotary_factor=0.5,
         max_position_embeddings=1024,
-        full_attention_interval=4,
         norm_topk_prob=True,
         **SIZES,
         **EPS,
