@@ -65,7 +65,7 @@ def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_those_of_one_plain_forward(kind: str) -> None:
-    needs = FeatureSpec(hidden_layers=(1, -1), final_hidden=True)
+    needs = FeatureSpec(hidden_layers=(0, -1), final_hidden=True)
     prompt, truth = tiny.prompt(17), said(kind, 17)[:40]
     drafter = Scripted(prompt + truth, 2, needs)
     rounds(LMTarget(MODELS[kind], needs), drafter, lengths(4, 4, 0, 0), prompt, 40)

@@ -190,7 +190,7 @@ def test_damaged_files_are_ignored_with_one_line(
 def test_arrays_of_another_shape_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The key says the same, the content does not."""
     stored(make_pair("full", "none"), tmp_path)
-    other = make_pair("sliding", "none")
+    other = make_pair("shared", "none")
     assert files(other, tmp_path).restore(text_prompt([*PROMPT, 1, 2]), 0, other.open) is None
     assert "belong to another model" in caplog.text
 
