@@ -68,7 +68,7 @@ def test_chunks_of_one_token() -> None:
         assert error(pair_of(variant), golden(variant, "one.0"), 1) < TOLERANCE
 
 
-@pytest.mark.parametrize(("variant", "prompts"), [("31b", 40), ("e2b", 8)])
+@pytest.mark.parametrize(("variant", "prompts"), [("31b", 24), ("e2b", 8)])
 def test_prompts_in_random_order_from_one_cache(variant: str, prompts: int) -> None:
     """Second turns, the same picture twice, and other pictures in equal tokens."""
     draw, pair = random.Random(1), pair_of(variant, "lookup")

@@ -60,7 +60,7 @@ AHEAD = FixedPolicy(K, ahead=True)
 PROMPT = tiny.prompt(25)
 NOTHING = Features()
 GREEDY = Sampling().sampler(len(PROMPT), tiny.VOCAB)
-TOKENS = 600  # the wrong store is seen after 400
+TOKENS = 800  # the wrong store is seen after 700
 
 
 class Inline(CPUThread):
@@ -301,7 +301,7 @@ def test_unseeded_samples_keep_the_distribution(where: str) -> None:
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V), 3 * TOKENS)[1] > 1
+    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V))[1] > 1
 
 
 # --- hits

@@ -120,7 +120,7 @@ TRAINED: dict[str, tuple[Path, Path | str]] = {
     "eagle3": (GOLDEN / "trained" / "llama", GOLDEN / "trained" / "eagle3"),
     "qwen_mtp": (GOLDEN / "trained" / "qwen", "auto"),
 }
-QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):", "one two three", '{"name":')
+QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):")
 OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
 
 
@@ -156,12 +156,10 @@ def plain_text(target: Path, prompt: tuple[int, ...], sampling: Sampling) -> lis
     return emitted(list(original(target).generate(prompt, sampling=sampling, max_tokens=24)))
 
 
-def generate_with(
-    pair: Pair, target: Path, sampling: Sampling = GREEDY, questions: Sequence[str] = QUESTIONS
-) -> list[Round]:
+def generate_with(pair: Pair, target: Path, sampling: Sampling = GREEDY) -> list[Round]:
     """Return rounds of a pair, with prefixes kept and cut; check them against its target's plain decoding."""
     done: list[Round] = []
-    for first, second in zip(questions, OTHER * 2, strict=False):
+    for first, second in zip(QUESTIONS, OTHER, strict=True):
         cached, prompt = CachedSequence(pair.open()), [2, *pair.tokenizer.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(text_prompt(prompt))
