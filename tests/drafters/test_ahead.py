@@ -176,12 +176,12 @@ SAMPLINGS = {
 }
 
 
-def plain(model: nn.Module, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 50) -> list[int]:
+def plain(model: nn.Module, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 32) -> list[int]:
     return lossless.plain(model, prompt, count, sampling=sampling)
 
 
 def drafted(
-    model: nn.Module, source: DrafterSource, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 50
+    model: nn.Module, source: DrafterSource, sampling: Sampling, prompt: list[int] = PROMPT, count: int = 32
 ) -> list[Round]:
     target = LMTarget(model)
     return lossless.rounds(target, source.make(target.parts), AHEAD, prompt, count, sampling=sampling)
@@ -223,7 +223,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     pair = recited.pair_of(kind, K)
     pair = pair.with_drafters([ahead_in(Inline(), pair._drafters[0])], AHEAD)
     prompt, target = recited.prompt_of(kind), recited.target_of(kind)
-    done = list(pair.generate(prompt, max_tokens=50))
+    done = list(pair.generate(prompt, max_tokens=32))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
     assert hits(done) > 0.1  # it recites: all is accepted, and its own next token follows
 
