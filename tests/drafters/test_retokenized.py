@@ -46,7 +46,7 @@ GREEDY, SEEDED = Sampling(), Sampling(temperature=1.2, seed=7)
 NOTHING = Features()
 
 
-def rounds(kind: str, K: int, sampling: Sampling = GREEDY, count: int = 80) -> list[Round]:
+def rounds(kind: str, K: int, sampling: Sampling = GREEDY, count: int = 60) -> list[Round]:
     tokens = prompt_of(kind)
     drafters = [drafter_for(kind)] if K else []
     sampler = sampling.sampler(len(tokens), size_of(kind))
