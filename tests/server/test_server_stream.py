@@ -211,7 +211,7 @@ def test_only_the_stream_ends_lines():
 )
 @pytest.mark.parametrize("event", [None, ROUND], ids=["silence", "rounds of a long call"])
 def test_silence_is_filled(path, sign, event, monkeypatch):
-    async def played(*_: Any) -> Any:
+    async def played(*_: Any, **__: Any) -> Any:
         for each in (READ, event, event, *said("late")[1:2], event, *said()[1:]):
             yield each
 
