@@ -85,7 +85,7 @@ def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = V
 
 
 def shared(seed: int = 0, scale: float = 0.2, window: int = 16, pattern: str = "sfsf") -> nn.Module:
-    """A Gemma 4 with the switches of E2B: per-layer inputs, both kinds of attention, half the layers share K/V."""
+    """A Gemma 4 with the switches of E2B: per-layer inputs, both kinds of attention, K/V shared by half."""
     args = gemma4_text.ModelArgs(
         hidden_size=64,
         num_hidden_layers=len(pattern),
