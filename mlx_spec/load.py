@@ -127,7 +127,8 @@ def _measure(pair: Pair) -> None:
 
     policies = pair.policies
     is_first = isinstance(policies, AdaptivePolicies) and bool(policies.names) and policies.costs is None
-    text = f"measuring what {pair.info.target} takes on this machine, once"
+    name = pair.info.target.rstrip("/").rpartition("/")[2]  # a line that is rewritten has to be short
+    text = f"measuring what {name} takes on this machine, once"
     is_terminal = sys.stderr.isatty()
     if is_first and not is_terminal:
         print(text, file=sys.stderr, flush=True)

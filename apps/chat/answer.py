@@ -183,7 +183,7 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
     lines = [
         f"prompt: {statistics.prompt_tokens} tokens, {statistics.reused_tokens} reused, "
         f"the rest read in {statistics.prefill_seconds:.2f} s{_rate(read, statistics.prefill_seconds)}",
-        f"answer: {wrote} tokens in {statistics.rounds} rounds "
+        f"answer: {wrote} tokens in {statistics.rounds} passes "
         f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
     ]
     if statistics.drafter_cold:
@@ -192,9 +192,9 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         lines.append(f"first token after {first_seconds:.2f} s")
     if statistics.drafted:
         lines += [
-            f"mostly {statistics.draft_length} draft tokens a round, "
+            f"mostly {statistics.draft_length} draft tokens in a pass, "
             f"{statistics.accepted} of {statistics.drafted} accepted, "
-            f"{statistics.acceptance_length:.1f} tokens a round",
+            f"{statistics.acceptance_length:.1f} tokens for each draft",
             *(line for name, each in statistics.by_drafter.items() for line in _bars(name, each)),
         ]
     if tried := statistics.ahead_hits + statistics.ahead_misses:

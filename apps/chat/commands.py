@@ -48,7 +48,7 @@ class Commands:
             "clear": Command(self._clear, "", "begin a new conversation"),
             "system": Command(self._system, "[TEXT|off]", "show the system prompt, or set it and go on"),
             "model": Command(self._model, "[NAME]", "list the models, or change to one and go on"),
-            "draft": Command(self._draft, "auto|off|lookup|K", "what drafts, or K draft tokens a round"),
+            "draft": Command(self._draft, "auto|off|lookup|K", "what drafts, or K draft tokens in each pass"),
             "set": Command(self._set, "[NAME VALUE]", "list the settings of the answers, or change one"),
             "show": Command(self._show, "", "what the conversation is held with"),
             "stats": Command(self._stats, "", "more about the last answer"),
@@ -301,7 +301,7 @@ class Commands:
             return "drafts: off, plain decoding"
         if choice.num_draft_tokens is None:
             return f"drafts: by {' and '.join(map(_who, names))}, as many tokens as pay"
-        return f"drafts: by {_who(names[0])}, {choice.num_draft_tokens} tokens a round"
+        return f"drafts: by {_who(names[0])}, {choice.num_draft_tokens} tokens in each pass"
 
     def _turns(self) -> str:
         return saved.turns(self._conversation.turns)

@@ -232,7 +232,7 @@ def hidden_typing() -> Iterator[None]:
 
 def key_waits() -> bool:
     """Return True if a key was typed and not read. Call it within `hidden_typing`."""
-    return sys.stdin is not None and bool(select([sys.stdin], [], [], 0)[0])
+    return sys.stdin is not None and sys.stdin.isatty() and bool(select([sys.stdin], [], [], 0)[0])
 
 
 class _BestEffortHistory(FileHistory):

@@ -99,15 +99,16 @@ def run(
 
 def about_demo() -> str:
     """Return what the demo is, and which model to take where it gains little."""
-    about = "a small demo model that explains the Python standard library; "
+    about = "This is a small demo model that explains the Python standard library. "
     chip = this_chip()
     gain = None if chip is None else expected_gain(DEMO, chip)
     if gain is not None and gain < 1.2 and used_last() is None:  # below it, speculation is hard to see
         return (
-            f"{about}this {chip and chip.name} should gain {gain:.2f} x with it, as it is tiny. "
-            f"/model {SMOLLM2} changes to a real model of {human_bytes(SMOLLM2_BYTES)} and asks first"
+            f"{about}It is so tiny that drafts should make it only {gain:.2f} × as fast on this "
+            f"{chip and chip.name}. /model {SMOLLM2} fetches a real model of {human_bytes(SMOLLM2_BYTES)}, "
+            "and asks first."
         )
-    return f'{about}try "What does zip do?"; for a real one: /model {SMOLLM2}, or /model lists others'
+    return f'{about}Try "What does zip do?". /model {SMOLLM2} takes a real one, and /model lists others.'
 
 
 def _converse(chat: ChatState, *, history: bool) -> None:

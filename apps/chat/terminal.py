@@ -298,6 +298,7 @@ class _BesideSpinner(io.TextIOBase):
 
     def __init__(self, spinner: Status, above: TextIO) -> None:
         self._spinner, self._above = spinner, above
+        self._is_rewritten = False  # the line that was begun last
 
     def isatty(self) -> bool:
         """Return True: the spinner is on a terminal."""
@@ -309,8 +310,9 @@ class _BesideSpinner(io.TextIOBase):
             from rich.text import Text
 
             self._spinner.update(Text(text.rpartition("\r")[2].strip()))
-        else:
+        elif text != "\n" or not self._is_rewritten:  # else its last text stands there long enough
             self._above.write(text)
+        self._is_rewritten = "\r" in text
         return len(text)
 
 

@@ -101,9 +101,9 @@ def test_status_line():
 def test_details():
     assert details(SPECULATED, 0.55, 2_400_000_000) == [
         "prompt: 12 tokens, 5 reused, the rest read in 0.50 s (14.0 tokens/s)",
-        "answer: 37 tokens in 12 rounds and 2.00 s (18.5 tokens/s)",
+        "answer: 37 tokens in 12 passes and 2.00 s (18.5 tokens/s)",
         "first token after 0.55 s",
-        "mostly 4 draft tokens a round, 19 of 38 accepted, 3.4 tokens a round",
+        "mostly 4 draft tokens in a pass, 19 of 38 accepted, 3.4 tokens for each draft",
         "drafter, accepted by position:",
         "   1 ████████████████████ 100%",
         "   2 ████████████░░░░░░░░  60%",

@@ -79,7 +79,7 @@ def test_every_command(converse, tmp_path):
         "/help": r"/help .*\n(.*\n)*/highlight ",
         "/draft off": "drafts: off",
         JOIN: "drafts: switched off",
-        "/draft 3": "drafts: by .*, 3 tokens a round",
+        "/draft 3": "drafts: by .*, 3 tokens in each pass",
         "/retry": "tokens drafted",
         "/stats": "accepted by position:",
         "/draft lookup": "drafts: by lookup",
@@ -102,7 +102,7 @@ def test_every_command(converse, tmp_path):
         f"/json {schema}": f"answers match {schema}",
         "What does zip do?": r'\A\{.*"ok".*\}\n',
         "/json off": "answers are free",
-        "/race What is zlib for?": r"with drafts +\d+ tokens in .*\n(.*\n)*every token the same",
+        "/race What is zlib for?": r"with drafts +[\d.]+ tokens/s, .*\n(.*\n)*every token the same",
     }
     _, *answers = converse([*PAIR, "--max-tokens=24"], *lines)
     said = dict(zip(lines, answers, strict=True))
@@ -179,7 +179,7 @@ def _converted(home: Path, name: str) -> Path:
 
 
 def test_first_run_takes_the_pair_used_last(converse, tmp_path):
-    assert re.search("a small demo model .* for a real one: /model smollm2", converse([])[0])
+    assert re.search("a small demo model .* /model smollm2 takes a real one", converse([])[0])
     place, other = _converted(tmp_path, "mine"), _converted(tmp_path, "other")
     os.utime(place / "target" / "config.json", (4e9, 4e9))
     lines = "hello", "/model mine", "/show", "/model", "/model other"
@@ -338,7 +338,8 @@ def test_measuring_for_the_first_time_stays_on_one_line(tmp_path):
     with Screen(*PAIR, home=tmp_path, XDG_CACHE_HOME=str(tmp_path / "new")) as screen:
         screen.wait_for(READY)
         assert "measuring what demo takes on this machine" in screen.text
-        assert not re.search(r"once: [0-9]{1,2}%\s*\n", screen.text)
+        lines = re.findall(r"once: [0-9]{1,3}%\s*\n", screen.text)
+        assert len(lines) <= 1, "the last one is rubbed out"
 
 
 def test_interrupts(talk):
