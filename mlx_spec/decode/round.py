@@ -41,7 +41,8 @@ from mlx_spec.types import (
 
 # Prompt tokens in one forward pass: bounds the memory of its activations. One value serves all pairs: a pass
 # reads the weights once, which takes as long as the arithmetic of 7 (M1 Ultra) to 32 (M5 Max) rows of a model
-# in 4 bits by published peaks. So a longer step would save at most 3 % of a prompt's time.
+# in 4 bits by published peaks. So a longer step would save at most 3 % of a prompt's time. A measured step
+# would change with the load, and with it the rounding of a prompt's numbers.
 PREFILL_STEP = 1024
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
 
