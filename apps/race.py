@@ -85,12 +85,14 @@ def race(
     count: int,
     sampling: Sampling | None = None,
     stop: Collection[int] = (),
+    step: int | None = None,
 ) -> Iterator[Race]:
     """Return the race after each chunk of the prompt and after each turn.
 
-    Tokens in `stop` end an answer, too. Raises InvalidValue without drafts or without a seed.
+    A chunk has `step` tokens, as many as fit a pass if that is None. Tokens in `stop` end an answer, too.
+    Raises InvalidValue without drafts or without a seed.
     """
-    from mlx_spec.decode.round import decode
+    from mlx_spec.decode.round import PREFILL_STEP, decode
     from mlx_spec.sampling.sampling import Sampling
 
     if not pair.drafts:
@@ -105,13 +107,14 @@ def race(
         pair.prepare(arm(pair, length), prompt, sampling=sampling, max_tokens=count, stop=stop)
         for length in (None, 0)
     ]
-    return _race(sequences, (Run(decode(sequences[0])), Run(decode(sequences[1]))))
+    runs = Run(decode(sequences[0])), Run(decode(sequences[1]))
+    return _race(sequences, runs, step or PREFILL_STEP)
 
 
-def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run]) -> Iterator[Race]:
+def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run], step: int) -> Iterator[Race]:
     ratios, first = list[float](), [(0, 0.0), (0, 0.0)]
     for sequence in sequences:
-        for _ in sequence.prefill():
+        for _ in sequence.prefill(lambda: step):
             yield Race(runs, ratios)
     turn = 0
     while not all(run.is_complete for run in runs):

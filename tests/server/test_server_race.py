@@ -63,6 +63,13 @@ def test_a_race_gives_way_and_ends_with_its_client(server):
     assert turns(server.post(RACE, json={**BODY, "max_tokens": 16, "stream": True}))
 
 
+def test_a_long_prompt_is_read_in_short_turns(server):
+    """A whole prompt in one turn would keep the other requests waiting."""
+    long = [{"role": "user", "content": "and so on " * 100}]
+    found = turns(server.post(RACE, json={**BODY, "messages": long, "max_tokens": 16, "stream": True}))
+    assert sum(not any(racer["tokens"] for racer in turn["racers"]) for turn in found) > 6
+
+
 @pytest.mark.parametrize("model", ["plain", "off"])
 def test_without_a_drafter_one_line_says_so(server, model):
     for stream in (False, True):

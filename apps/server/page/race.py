@@ -44,7 +44,8 @@ class RaceJob(Job):
         if not pair.drafts:
             way = "start the server without --drafter none and --num-draft-tokens 0"
             raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
-        races = race(pair, prompt, most, prepared.sampling, prepared.ends)
+        # A chunk of 64 tokens takes as long as a few rounds, which others can wait for.
+        races = race(pair, prompt, most, prepared.sampling, prepared.ends, step=64)
         texts = [AnswerStream(pair.tokenizer, prompt, ends=prepared.ends) for _ in NAMES]
         self._turns: Iterator[answers.RaceTurn] | None = self._read(races, texts)
         self._has_begun = False
