@@ -102,9 +102,9 @@ def prefill(
 ) -> Iterator[bool]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields True after each chunk. Where rows of a span see each other, no chunk ends in it, so one may be
-    longer: it comes in steps, a layer each. Rows of a span come in steps, too. Yields False after each step.
-    May be closed early and called again.
+    Yields True after a chunk of one pass. No chunk ends in a span whose rows see each other, so one may be
+    longer: it comes in steps, a layer each. Rows of a span come in steps, too. Yields False after each step,
+    the last one included. May be closed early and called again.
     """
     end = len(prompt) - 1
     while (low := target.size) < end:

@@ -76,9 +76,7 @@ class Batch:
         self._groups: list[Group] = []  # of those that decode
         self._results: list[tuple[int, Result]] = []  # of this step
         self._oldest_reads = False  # else the shortest prompt
-        self._is_deferred = (
-            False  # the first round of sequences that could decode, for prompts still to be read
-        )
+        self._is_deferred = False  # the first round of sequences, until other prompts are read
 
     def __len__(self) -> int:
         """Return the number of entries, those that have not begun included."""
