@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,9 @@ MAX_RINGS = 4  # API keys whose answers are kept, for each target
 EMPTY = -1  # between two texts
 MASK = (1 << 64) - 1
 STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
+FACTORS = tuple(pow(STEP, k, 1 << 64) * MIX & MASK for k in range(1, LENGTHS[-1] + 1))  # of the k-th last
+# What the ones that are added to tokens make of a hash: of the first tokens, then of those up to each length.
+OFFSETS = tuple(sum(FACTORS[start:end]) for start, end in zip((0, *LENGTHS), LENGTHS, strict=False))
 
 _log = logging.getLogger("mlx_spec")
 
@@ -49,16 +55,17 @@ class TextRing:
 
     def __init__(self, tokens: int) -> None:
         """Make a ring of a power of two of tokens."""
-        self._text = np.full(tokens, EMPTY, np.int32)
-        self._tables = {n: np.zeros(tokens, np.int32) for n in LENGTHS}  # 0: no place
-        self._view = self._text.data
+        self._text = _memory(tokens)
+        self._text[:] = EMPTY
+        self._places = _memory(tokens * len(LENGTHS))  # the tables one after the other; 0: no place
+        self._view, self._row = self._text.data, self._places.data
         self._shift = 65 - tokens.bit_length()
         self._end = 1
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes."""
-        return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
+        return self._text.nbytes + self._places.nbytes
 
     def add(self, given: Sequence[int] | NDArray[np.int32]) -> None:
         """Enter a text."""
@@ -71,26 +78,27 @@ class TextRing:
         start, self._end = self._end, self._end + size + 1
         self._text[start : self._end - 1] = text
         self._text[self._end - 1] = EMPTY
-        sums, places = np.zeros(size + 1, np.uint64), np.arange(start, start + size, dtype=np.int32)
-        np.cumsum(
-            (text.astype(np.uint64) + np.uint64(1)) * _powers(pow(STEP, -1, 1 << 64))[:size], out=sums[1:]
-        )
-        factors, shift = _powers(STEP)[:size] * np.uint64(STEP * MIX & MASK), np.uint64(self._shift)
-        for n, table in self._tables.items():
+        down, up = _powers()
+        sums = np.zeros(size + 1, np.uint64)
+        np.cumsum((text.astype(np.uint64) + np.uint64(1)) * down[:size], out=sums[1:])
+        shift, places = np.uint64(self._shift), np.arange(start, start + size, dtype=np.int32)
+        for i, n in enumerate(LENGTHS):
             if size > n:  # the n tokens up to each one but the last, which none follows
-                hashes = (sums[n:-1] - sums[: -n - 1]) * factors[n - 1 : -1]
-                table[hashes >> shift] = places[n:]
+                rows = ((sums[n:-1] - sums[: -n - 1]) * up[n - 1 : size - 1]) >> shift
+                self._places[i * len(self._text) :][rows] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
-        hashed, power, rows = 0, 1, dict[int, int]()
-        for n, token in enumerate(reversed(last[-LENGTHS[-1] :]), 1):
-            power = power * STEP & MASK
-            hashed += (token + 1) * power
-            if n in self._tables:
-                rows[n] = ((hashed & MASK) * MIX & MASK) >> self._shift
-        for n in reversed(rows):
-            place = int(self._tables[n][rows[n]])
+        latest = last[: -LENGTHS[-1] - 1 : -1]
+        hashed, start, known = 0, 0, list[tuple[int, int]]()
+        for table, n in enumerate(LENGTHS):
+            if n > len(latest):
+                break
+            hashed += sum(map(mul, latest[start:n], FACTORS[start:n])) + OFFSETS[table]
+            row = (hashed & MASK) >> self._shift
+            known.append((n, self._row[table * len(self._text) + row]))
+            start = n
+        for n, place in reversed(known):
             if place >= n and self._view[place - n : place].tolist() == last[-n:]:
                 return place, self._match(place, last)
         return 0, 0
@@ -214,9 +222,22 @@ def ring_tokens(memory: int) -> int:
 
 
 @cache
-def _powers(step: int) -> NDArray[np.uint64]:
-    """Return the first powers of a number modulo 2^64, for each token of an answer."""
-    return np.cumprod(np.full(MAX_ANSWER, step, np.uint64), dtype=np.uint64)
+def _powers() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return STEP^-k and MIX * STEP^(k + 1) modulo 2^64, for each token of an answer."""
+    down = np.cumprod(np.full(MAX_ANSWER, pow(STEP, -1, 1 << 64), np.uint64), dtype=np.uint64)
+    up = np.cumprod(np.full(MAX_ANSWER, STEP, np.uint64), dtype=np.uint64)
+    return down, up * np.uint64(STEP * MIX & MASK)
+
+
+def _memory(count: int) -> NDArray[np.int32]:
+    """Return zeros that take memory page by page, where they are written.
+
+    Linux zeroes 2 MB at once for NumPy's large arrays: the first answer would wait 40 ms for a ring.
+    """
+    block = mmap.mmap(-1, 4 * count)
+    if sys.platform == "linux":
+        block.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(block, np.int32)
 
 
 def _digest(name: str) -> str:

@@ -53,8 +53,8 @@ class Lookup(SequenceDrafter):
         self._earlier, self._found = earlier, None
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Index many new tokens at once; the next draft indexes a few."""
-        if not 0 <= len(history) - len(self._before) <= MAX_TAIL:
+        """Index a prompt while it is read. The next draft indexes the few tokens of a round."""
+        if not 0 <= len(history) - len(self._before) <= 16:
             self._index(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -134,7 +134,7 @@ class Lookup(SequenceDrafter):
             return (place, 1) if is_match else (0, 0)
         last = list(history[-self._max_match :])[::-1]
         best, length = 0, self._min_match - 1
-        for _ in range(256):  # The latest places are compared. A draft must not wait for all of a long text.
+        for _ in range(128):  # The latest places are compared. A draft must not wait for all of a long text.
             if not place or length == len(last):
                 break
             if length < place and history[place - 1 - length] == last[length]:
