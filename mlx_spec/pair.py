@@ -231,7 +231,7 @@ class Pair:
         stop: Collection[int] = (),
         top_logprobs: int | None = None,
         prediction: Sequence[int] = (),
-        read_prompt: Callable[[], Iterator[object]] | None = None,
+        read_prompt: Callable[[], Iterator[bool]] | None = None,
         key: str | None = None,
     ) -> engine.RunningSequence:
         """Return a sequence that `engine.decode` decodes by itself and a batch with others.

@@ -269,12 +269,14 @@ class Trace:
             "turn": self._turn,
             "round": self._round,
             "time": time.time(),
-            **{
-                name: vars(round)[name]
-                for name in (
-                    "kind tokens drafted accepted reason seconds plain_seconds finish_reason".split()
-                )
-            },
+            "kind": round.kind,
+            "tokens": round.tokens,
+            "drafted": round.drafted,
+            "accepted": round.accepted,
+            "reason": round.reason,
+            "seconds": round.seconds,
+            "plain_seconds": round.plain_seconds,
+            "finish_reason": round.finish_reason,
             "drafter": round.source,
             "spans": self._spans,
         }

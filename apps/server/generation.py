@@ -359,15 +359,18 @@ class Job:
         row.generation = Generation(sequence, row.prompt, row.answer)
         return running
 
-    def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[None]:
-        """Process a prompt and keep the logprobs of its tokens; the first token has none."""
+    def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[bool]:
+        """Process a prompt and keep the logprobs of its tokens; the first token has none.
+
+        Yields True after each chunk.
+        """
         pair, top, prompt, parts = self.model.pair, self.request.top_logprobs or 0, row.prompt, sequence.parts
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
         self._scores[row.place[0]] = scores
         for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.tokenizer, top):
             scores.extend(more)
-            yield
+            yield True
 
     def _echo(self, row: BatchRow) -> TextDelta:
         """Return the prompt as the beginning of its choice."""

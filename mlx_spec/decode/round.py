@@ -145,7 +145,7 @@ class RunningSequence:
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
-        read_prompt: Callable[[], Iterator[object]] | None = None,
+        read_prompt: Callable[[], Iterator[bool]] | None = None,
         keep: Callable[[list[int]], None] | None = None,
     ) -> None:
         if not prompt:
@@ -173,8 +173,8 @@ class RunningSequence:
         reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
         return self._read_prompt is None and not self.target.is_recurrent and not reads_spans
 
-    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[object]:
-        """Read the prompt in chunks of at most `step()` tokens; yield after each."""
+    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[bool]:
+        """Read the prompt in chunks of at most `step()` tokens. Yields as the function `prefill` does."""
         if self._read_prompt is not None:
             return self._read_prompt()
         return prefill(self.target, self._drafters, self.prompt, step)

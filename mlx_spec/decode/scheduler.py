@@ -71,7 +71,7 @@ class Batch:
         self._ids = itertools.count()
         self._entries: dict[int, Entry] = {}  # all, by id
         self._waiting: list[Entry] = []  # those that have not begun
-        self._reading: dict[Entry, Iterator[object]] = {}  # those that have begun, with what reads the prompt
+        self._reading: dict[Entry, Iterator[bool]] = {}  # those that have begun, with what reads the prompt
         self._decoding: dict[RunningSequence, Entry] = {}
         self._groups: list[Group] = []  # of those that decode
         self._results: list[tuple[int, Result]] = []  # of this step
@@ -205,14 +205,14 @@ class Batch:
         """Read a chunk, or as many steps of one as fit if each takes as long as the last."""
         target, start = entry.sequence.target, self._clock()
         size, most_s = target.size, self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
-        is_whole: object = False
-        while is_whole is False and target.size == size:
+        is_whole = False
+        while not is_whole and target.size == size:
             began = self._clock()
-            is_whole = next(self._reading[entry], None)
+            is_whole = next(self._reading[entry], True)
             if self._clock() - start + self._clock() - began > most_s:
                 break
         # The time of the last step of a chunk says nothing of the next chunk.
-        self._pace.read(0 if is_whole is False else target.size - size, self._clock() - start)
+        self._pace.read(target.size - size if is_whole else 0, self._clock() - start)
 
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
         """Read the prompts of the first and the shortest others in one pass, all but their last tokens.

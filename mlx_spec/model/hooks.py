@@ -43,6 +43,14 @@ class Capture(ModuleWrapper):
         return out
 
 
+def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
+    """Return the last outputs of captures, which let go of them. One may be named several times."""
+    outputs = [each.outputs[0] for each in captures]
+    for each in captures:
+        each.outputs.clear()
+    return outputs
+
+
 class EagerSwitch:
     """Turns the early start of layers on and off. All targets of a model share it."""
 

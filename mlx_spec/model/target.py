@@ -12,7 +12,14 @@ import mlx.nn as nn
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches, Checkpoint
-from mlx_spec.model.hooks import Capture, capture, decoder_of, parts_of, start_layers_early
+from mlx_spec.model.hooks import (
+    Capture,
+    capture,
+    decoder_of,
+    parts_of,
+    start_layers_early,
+    take_outputs,
+)
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import (
@@ -370,7 +377,7 @@ class LMTarget:
         else:
             logits = self._model(rows[None], cache=cache)[0]
         before = rows.size - tokens.size
-        self._captured.append([each.outputs.pop()[0, before:] for each in self._captures])
+        self._captured.append([each[0, before:] for each in take_outputs(self._captures)])
         return logits[before:] if before else logits
 
     def _features(self, keep: int) -> Features:

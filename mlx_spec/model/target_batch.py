@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.hooks import decoder_of, start_layers_early
+from mlx_spec.model.hooks import decoder_of, start_layers_early, take_outputs
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.probe import rounding_of
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, POSITION_ERRORS, LMTarget, captures_of, features_of
@@ -140,7 +140,7 @@ class TargetBatch:
             tokens = tokens[mx.array(index)]
         with self._eager.on():
             logits: mx.array = self._model(tokens.reshape(-1, T), cache=self._caches.for_model())
-        self._captured = [each.outputs.pop() for each in self._captures]
+        self._captured = take_outputs(self._captures)
         logits = logits.reshape(-1, logits.shape[-1])
         if any(starts) or min(sizes) < T:
             ranges = enumerate(zip(starts, sizes, strict=True))

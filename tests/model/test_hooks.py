@@ -92,3 +92,15 @@ def test_an_interrupted_pass_turns_the_early_start_off(monkeypatch: pytest.Monke
     started = count_starts(monkeypatch)
     target.prefill([4, 5, 6])
     assert not started
+
+
+def test_a_drafter_may_read_one_layer_twice() -> None:
+    """Published heads name any layers; two reads of one layer ended in an IndexError."""
+    model, prompt = tiny.full(), tiny.prompt(20)
+    target = LMTarget(model, FeatureSpec(hidden_layers=(1, 0, 1)))
+    first = target.prefill(prompt).hidden
+    target.verify(mx.array([5, 6, 7], dtype=mx.int32))
+    second = target.commit(2).hidden
+    for hidden, count in ((first, 20), (second, 2)):
+        assert [each.shape[0] for each in hidden] == [count] * 3
+        assert mx.array_equal(hidden[0], hidden[2]) and not mx.array_equal(hidden[0], hidden[1])
