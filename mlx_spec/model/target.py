@@ -295,7 +295,7 @@ class LMTarget:
 
     @property
     def _last_reusable(self) -> int:
-        """Return the largest size to rewind to: generated tokens are no prompt if prompts see further."""
+        """Return the largest size to rewind to: no generated token where prompts see further."""
         return self._read if self._caches.prompts_see_further else self._size
 
     def state(self) -> CacheState:

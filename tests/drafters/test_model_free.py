@@ -82,7 +82,7 @@ def test_histories_that_part_and_meet_again(seed: int) -> None:
 
 
 def test_looks_at_the_latest_places_only():
-    early, often = [9, 8, 1, 2, 5], [1, 2, 6] * 256
+    early, often = [9, 8, 1, 2, 5], [1, 2, 6] * 128
     assert drafts(Lookup(), [*early, *often[:-3], 9, 8, 1, 2], 1) == [5]
     assert drafts(Lookup(), [*early, *often, 9, 8, 1, 2], 1) == [6]
 
