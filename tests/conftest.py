@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     use_blas(optimized=False)
     if device := os.environ.get("TEST_DEVICE"):  # cpu or gpu; without it MLX chooses
         mx.set_default_device(mx.Device({"cpu": mx.cpu, "gpu": mx.gpu}[device]))
+
+
+def pytest_collection_finish() -> None:
+    # A full collection, of which self-tests ask for three, walks what tests make, not all modules and tests.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
