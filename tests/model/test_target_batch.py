@@ -41,7 +41,8 @@ class Sequence:
 def assert_close(got: mx.array, expected: mx.array) -> None:
     assert got.shape == expected.shape
     if expected.size:
-        assert mx.abs(got - expected).max().item() <= MAX_ERROR * mx.abs(expected).max().item()
+        close = mx.abs(got - expected).max() <= MAX_ERROR * mx.abs(expected).max()
+        assert close.item()
 
 
 def verified(target: TargetBatch, blocks: list[mx.array]) -> list[mx.array]:
@@ -68,13 +69,15 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
     draw = random.Random(kind)
     spec = FeatureSpec((1,), final_hidden=True, shared_kv=kind == "shared")
     target, inside, outside = TargetBatch(model, spec), list[Sequence](), list[Sequence]()
+    # A window keeps 79 rows; a recurrent state has another checkpoint 32 tokens before the end of a prompt.
+    longest = 40 if kind.startswith("recurrent") else 90
     for step in range(35):
         if (not inside or draw.random() < 0.2) and len(inside) < 8:
             if outside and draw.random() < 0.5:
                 joining = outside.pop(draw.randrange(len(outside)))
             else:
                 joining = Sequence(*(LMTarget(model, spec, kv_bits=bits) for _ in range(2)))
-                joining.extend(tiny.prompt(draw.choice([1, 2, 9, 30, 90]), seed=step))
+                joining.extend(tiny.prompt(draw.choice([1, 2, 9, 30, longest]), seed=step))
             target.join(joining.shared)
             inside.append(joining)
         elif inside and draw.random() < 0.15:
@@ -205,8 +208,9 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
                 left = pairs.pop(0)
                 pairs.reverse()
                 assert_close(left.shared.verify(block), left.alone.verify(block))
-            for each, got in zip(pairs, target.commit([1] * len(pairs)), strict=True):
-                assert_same_features(got, each.alone.commit(1))
+            counts = [1] * (len(pairs) - 1) + [0]
+            for each, got, count in zip(pairs, target.commit(counts), counts, strict=True):
+                assert_same_features(got, each.alone.commit(count))
         again = mx.array([7])
         for got, each in zip(verified(target, [again] * 2), pairs, strict=True):
             assert_close(got, each.alone.verify(again))
@@ -214,12 +218,12 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
 
 def test_buffers_follow_the_lengths() -> None:
     caches, model = Caches(), tiny.sliding()
-    for length in (1500, 20, 30, 40, 50):
+    for length in (900, 20, 30, 40, 50):  # more than a quarter of its buffers stay in use below 770
         target = LMTarget(model)
         target.prefill(tiny.prompt(length))
         caches.join(target.detach(dict))
     window, full = caches.attention[:2]
-    assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] >= 1501
+    assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] > 900
     caches.leave(0, None)
     assert full.buffers[0].shape[2] < 500
     for _ in range(350):  # the window moves
