@@ -39,8 +39,7 @@ EMPTY = -1  # between two texts
 MASK = (1 << 64) - 1
 STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
 FACTORS = tuple(pow(STEP, k, 1 << 64) * MIX & MASK for k in range(1, LENGTHS[-1] + 1))  # of the k-th last
-# What the ones that are added to tokens make of a hash: of the first tokens, then of those up to each length.
-OFFSETS = tuple(sum(FACTORS[start:end]) for start, end in zip((0, *LENGTHS), LENGTHS, strict=False))
+ONES = {n: sum(FACTORS[:n]) for n in LENGTHS}  # by n tokens: what the 1 added to each adds to their hash
 
 _log = logging.getLogger("mlx_spec")
 
@@ -48,24 +47,25 @@ _log = logging.getLogger("mlx_spec")
 class TextRing:
     """Texts one after the other, the oldest overwritten by the newest, and where contexts stood last.
 
-    The hash of n tokens is the sum of (the k-th from the end, plus 1) * STEP^k. A place is the index of the
-    token after a context. It counts only if the tokens before it are those of the context, so entries that
-    collide or are out of date cost a match and nothing else.
+    The hash of n tokens is MIX times the sum of (the k-th from the end, plus 1) * STEP^k. A place is the
+    index of the token after a context. It counts only if the tokens before it are those of the context, so
+    entries that collide or are out of date cost a match and nothing else.
     """
 
     def __init__(self, tokens: int) -> None:
         """Make a ring of a power of two of tokens."""
         self._text = _memory(tokens)
         self._text[:] = EMPTY
-        self._places = _memory(tokens * len(LENGTHS))  # the tables one after the other; 0: no place
-        self._view, self._row = self._text.data, self._places.data
+        self._tables = {n: _memory(tokens) for n in LENGTHS}  # 0: no place
+        # What is read one by one: Python reads an item of a memoryview in half the time.
+        self._view, self._places = self._text.data, {n: table.data for n, table in self._tables.items()}
         self._shift = 65 - tokens.bit_length()
         self._end = 1
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes."""
-        return self._text.nbytes + self._places.nbytes
+        return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
 
     def add(self, given: Sequence[int] | NDArray[np.int32]) -> None:
         """Enter a text."""
@@ -82,21 +82,20 @@ class TextRing:
         sums = np.zeros(size + 1, np.uint64)
         np.cumsum((text.astype(np.uint64) + np.uint64(1)) * down[:size], out=sums[1:])
         shift, places = np.uint64(self._shift), np.arange(start, start + size, dtype=np.int32)
-        for i, n in enumerate(LENGTHS):
+        for n, table in self._tables.items():
             if size > n:  # the n tokens up to each one but the last, which none follows
                 rows = ((sums[n:-1] - sums[: -n - 1]) * up[n - 1 : size - 1]) >> shift
-                self._places[i * len(self._text) :][rows] = places[n:]
+                table[rows] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
-        latest = last[: -LENGTHS[-1] - 1 : -1]
-        hashed, start, known = 0, 0, list[tuple[int, int]]()
-        for table, n in enumerate(LENGTHS):
+        latest, hashed, start = last[: -LENGTHS[-1] - 1 : -1], 0, 0
+        known = list[tuple[int, int]]()
+        for n, places in self._places.items():
             if n > len(latest):
                 break
-            hashed += sum(map(mul, latest[start:n], FACTORS[start:n])) + OFFSETS[table]
-            row = (hashed & MASK) >> self._shift
-            known.append((n, self._row[table * len(self._text) + row]))
+            hashed += sum(map(mul, latest[start:n], FACTORS[start:n]))
+            known.append((n, places[(hashed + ONES[n] & MASK) >> self._shift]))
             start = n
         for n, place in reversed(known):
             if place >= n and self._view[place - n : place].tolist() == last[-n:]:

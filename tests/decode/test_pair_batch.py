@@ -26,6 +26,7 @@ from mlx_spec.types import DraftRequest, Reason, Round
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXTS = ["The capital of", "def fib(n):", "one two three four five six seven eight nine ten", "Once upon a"]
+COUNT = 26  # tokens of an answer: more than those of the grammar
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def requests_of(pair: Pair) -> list[dict[str, Any]]:
 def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Exception]]:
     batch, found, sizes = pair.batch(), list[list[Round | Exception]](), set[int]()
     for prompt, request in zip(prompts_of(pair) * 2, requests * 2, strict=True):
-        batch.add(pair.prepare(pair.open(), prompt, max_tokens=40, **request))
+        batch.add(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request))
         found.append([])
     while len(batch):
         for id, round in batch.step():
@@ -82,7 +83,7 @@ def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Excep
 def test_every_request_is_as_alone(pair: Pair) -> None:
     together, accepted = by_id(pair, requests_of(pair)), 0
     for prompt, request, rounds in zip(prompts_of(pair) * 2, requests_of(pair) * 2, together, strict=True):
-        alone = list(decode(pair.prepare(pair.open(), prompt, max_tokens=40, **request)))
+        alone = list(decode(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request)))
         assert all(isinstance(round, Round) for round in rounds)
         assert emitted(rounds) == emitted(alone)
         assert rounds[-1].finish_reason == alone[-1].finish_reason

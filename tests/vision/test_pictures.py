@@ -244,12 +244,6 @@ def test_without_pillow_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
         read_picture(b"")
 
 
-def test_text_needs_no_pillow() -> None:
-    """transformers imports it where it is, and our programs do without it."""
-    program = "import sys; sys.modules['PIL'] = None; import mlx_spec.pair, mlx_spec.apps.server.app"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
 MEASURE = """
 import re, resource, sys
 from pathlib import Path
