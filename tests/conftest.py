@@ -14,6 +14,9 @@ from mlx_spec.device.blas import use_blas
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests start dozens of Python processes. Without bytecode each would compile all modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # On a CPU, MLX wakes a thread for every operation. One of this class does not interrupt the thread that
     # wakes it, so that a tiny model takes two thirds of the time. Threads and processes inherit the class.
     if sys.platform == "linux":
