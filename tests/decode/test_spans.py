@@ -64,7 +64,7 @@ def test_greedy_text_is_that_of_transformers(variant: str) -> None:
             parts = pair.open()
             expected = wrong if pair is pairs[1] else ()
             sequence = pair.prepare(parts, wanted.prompt, max_tokens=COUNT, prediction=expected)
-            list(sequence.prefill(lambda: step))
+            list(sequence.prefill(lambda step=step: step))
             assert error_of_last(parts.target, wanted) < TOLERANCE
             rounds = list(decode(sequence))
             assert [token for each in rounds for token in each.tokens] == said
