@@ -121,7 +121,7 @@ TRAINED: dict[str, tuple[Path, Path | str]] = {
     "qwen_mtp": (GOLDEN / "trained" / "qwen", "auto"),
 }
 QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):")
-OTHER = ("What is the capital of Spain?", "Once upon a time", "The quick brown")
+OTHER = ("What is the capital of Spain?", "Once upon a time")  # what follows the first questions
 
 
 def converted(
@@ -135,9 +135,9 @@ def converted(
 def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "GENERATED", 12)
+        patch.setattr(selftest, "GENERATED", 8)
         patch.setattr(selftest, "TEXT_LENGTH", 16)
-        patch.setattr(selftest, "PROMPTS", selftest.PROMPTS[:3])
+        patch.setattr(selftest, "PROMPTS", selftest.PROMPTS[1:4:2])
         patch.setattr(selftest, "QUESTIONS", ())
         return converted(target, drafter, out, skip_test=False)
 
@@ -156,10 +156,12 @@ def plain_text(target: Path, prompt: tuple[int, ...], sampling: Sampling) -> lis
     return emitted(list(original(target).generate(prompt, sampling=sampling, max_tokens=24)))
 
 
-def generate_with(pair: Pair, target: Path, sampling: Sampling = GREEDY) -> list[Round]:
+def generate_with(
+    pair: Pair, target: Path, conversations: Sequence[int], sampling: Sampling = GREEDY
+) -> list[Round]:
     """Return rounds of a pair, with prefixes kept and cut; check them against its target's plain decoding."""
     done: list[Round] = []
-    for first, second in zip(QUESTIONS, OTHER, strict=True):
+    for first, second in ((QUESTIONS[i], OTHER[i]) for i in conversations):
         cached, prompt = CachedSequence(pair.open()), [2, *pair.tokenizer.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(text_prompt(prompt))
