@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,20 @@ from support.spans import ROOT, file
 
 import mlx_spec
 from mlx_spec.apps.chat.pictures import dropped
+from mlx_spec.pair import Pair
 
 EYES = [f"--target={ROOT / 'e2b'}", "--drafter=none", "--max-tokens=12"]
 QUESTION = "What is it?"
 
 
+@cache
+def seeing() -> Pair:
+    return mlx_spec.load(ROOT / "e2b", "none")
+
+
 def expected(*turns: list[str]) -> list[str]:
     """Return the answers to turns of pictures and a text."""
-    session, answers = mlx_spec.load(ROOT / "e2b", "none").session(), []
+    session, answers = seeing().session(), []
     for *names, text in turns:
         parts = [{"type": "image", "image": file(name)} for name in names]
         pieces = session.stream([*parts, {"type": "text", "text": text}], max_tokens=12)

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from support import rank_program, tiny
-from support.rank_processes import launched
+from support.forked import start_python
+from support.rank_processes import launched as launched_by
 from support.waiting import wait_until
 
 import mlx_spec
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.skipif(
 START_S = 60  # for imports on a busy machine
 END_S = 10  # from the loss of a rank to the end of the others
 SIZES = tiny.SIZES | tiny.EPS | {"vocab_size": 2816, "tie_word_embeddings": True, "rope_theta": 1e4}
+
+launched = partial(launched_by, start=start_python())
 
 
 def checkpoint(folder: Path, kind: str, seed: int = 0, **changes: Any) -> str:

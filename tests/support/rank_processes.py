@@ -14,7 +14,10 @@ from pathlib import Path
 
 @contextmanager
 def launched(
-    folder: Path, *commands: Sequence[str], environment: Mapping[str, str] = {}
+    folder: Path,
+    *commands: Sequence[str],
+    environment: Mapping[str, str] = {},
+    start: type[subprocess.Popen[str]] = subprocess.Popen,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Run a Python command as each rank."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
@@ -24,7 +27,7 @@ def launched(
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps(hosts))
     ranks = [
-        subprocess.Popen(
+        start(
             [sys.executable, *command],
             env={**os.environ, **environment, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
             stdin=subprocess.DEVNULL,

@@ -9,12 +9,12 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 
+from support.forked import start_python
 from support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ class Screen:
         clean = {name: value for name, value in os.environ.items() if name not in UNWANTED}
         places = at_home(home)
         del places["XDG_CACHE_HOME"]  # that of all tests holds what passes cost here
-        self.process = subprocess.Popen(
+        self.process = start_python()(
             [*COMMAND, *arguments],
             stdin=terminal if stdin is None else stdin,
             stdout=terminal,
