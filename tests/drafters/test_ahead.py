@@ -197,6 +197,12 @@ def hits(done: Sequence[Round]) -> float:
 # --- the text
 
 
+@cache
+def plain_text(kind: str, sampling: str) -> list[int]:
+    """Return the text of plain decoding, once for all ways to draft ahead."""
+    return plain(tiny.model_of(kind), SAMPLINGS[sampling], PROMPT * 2, 24)
+
+
 @pytest.mark.parametrize(
     ("where", "name", "sampling"),
     [
@@ -210,11 +216,10 @@ def hits(done: Sequence[Round]) -> float:
 )
 def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
     """Whether the drafts are ready or not: with the thread of programs, that is a matter of chance."""
-    model = tiny.sliding() if name == "sliding" else tiny.full()
-    prompt = tiny.prompt(25) * 2
+    kind = "sliding" if name == "sliding" else "full"
     with helped(where, SOURCES[name]()) as source:
-        done = drafted(model, source, SAMPLINGS[sampling], prompt)
-    assert emitted(done) == plain(model, SAMPLINGS[sampling], prompt)
+        done = drafted(tiny.model_of(kind), source, SAMPLINGS[sampling], PROMPT * 2, 24)
+    assert emitted(done) == plain_text(kind, sampling)
     assert name == "lookup" or where == "real thread" or hits(done) > 0.05
 
 
@@ -229,7 +234,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 
 
 def test_texts_in_a_batch() -> None:
-    model = tiny.full()
+    model = tiny.model_of("full")
     source = ahead_in(Waiting(), SOURCES["draft model"]())
     batch = Batch(lambda: TargetBatch(model, source.needs), 4)
     prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 35, 30)]
@@ -239,13 +244,13 @@ def test_texts_in_a_batch() -> None:
         target, sampler = LMTarget(model), sampling.sampler(len(prompt), tiny.VOCAB)
         drafter = source.make(target.parts)
         texts[
-            batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, text_prompt(prompt), 30))
+            batch.add(RunningSequence(target, [drafter], AHEAD.policy(), sampler, text_prompt(prompt), 20))
         ] = []
     for id, round in batch.run():
         assert isinstance(round, Round)
         texts[id] += round.tokens
         rounds.append(round)
-    expected = [plain(model, s, p, 30) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
+    expected = [plain(model, s, p, 20) for p, s in zip(prompts, SAMPLINGS.values(), strict=True)]
     assert list(texts.values()) == expected
     assert max(round.batch_size for round in rounds) == 4
     assert sum(round.ahead is True for round in rounds) > 5
@@ -323,7 +328,7 @@ def test_a_drafter_like_the_target_needs_one_guess(where: str, sampling: str) ->
 
 def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[int]]:
     """Return a drafter that has prepared outcomes of a draft after PROMPT."""
-    drafter = ahead_in(Inline(), SOURCES[name](), mean=mean).make(LMTarget(tiny.full()).parts)
+    drafter = ahead_in(Inline(), SOURCES[name](), mean=mean).make(LMTarget(tiny.model_of("full")).parts)
     assert isinstance(drafter, Ahead)
     drafter.observe(PROMPT, NOTHING)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -344,7 +349,7 @@ def test_stored_drafts_are_those_of_a_new_drafter(name: str) -> None:
     assert not any(list(outcome) == tokens[: len(outcome)] for outcome in found)
     for outcome, draft in found.items():
         assert list(outcome[:-1]) == tokens[: len(outcome) - 1]
-        fresh = SOURCES[name]().make(LMTarget(tiny.full()).parts)
+        fresh = SOURCES[name]().make(LMTarget(tiny.model_of("full")).parts)
         assert read(draft.tokens) == read(fresh.draft([*PROMPT, *outcome], K, GREEDY).tokens)
 
 
@@ -382,13 +387,13 @@ def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> No
     draft = drafter.draft(history, K, GREEDY)
     assert not draft.ahead
     if not observed:  # the drafter takes an observed text of that length for an outcome of its own draft
-        fresh = SOURCES["draft model"]().make(LMTarget(tiny.full()).parts)
+        fresh = SOURCES["draft model"]().make(LMTarget(tiny.model_of("full")).parts)
         assert read(draft.tokens) == read(fresh.draft(history, K, GREEDY).tokens)
 
 
 def test_a_conversation_that_is_rewound_and_edited() -> None:
     """The same drafter and target through several answers, each with the text of plain decoding."""
-    model, source = tiny.full(), ahead_in(Inline(), SOURCES["draft model"]())
+    model, source = tiny.model_of("full"), ahead_in(Inline(), SOURCES["draft model"]())
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
@@ -396,10 +401,10 @@ def test_a_conversation_that_is_rewound_and_edited() -> None:
         sampling = list(SAMPLINGS.values())[turn % 4]
         stop = [chance.randrange(256) for _ in range(20)]
         sampler = sampling.sampler(len(history), tiny.VOCAB)
-        done = list(generate(target, [drafter], AHEAD, sampler, history, max_tokens=20, stop=stop))
+        done = list(generate(target, [drafter], AHEAD, sampler, history, max_tokens=12, stop=stop))
         text = emitted(done)
-        expected = plain(model, sampling, history, 20)
-        assert text == expected[: len(text)] and (len(text) == 20 or text[-1] in stop)
+        expected = plain(model, sampling, history, 12)
+        assert text == expected[: len(text)] and (len(text) == 12 or text[-1] in stop)
         whole = [*history, *text]
         keep = target.rewind(chance.randrange(2, len(whole) - 1))
         history = [*whole[:keep], *(chance.randrange(256) for _ in range(chance.randrange(1, 5)))]
@@ -412,7 +417,7 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
 
     thread = Never()
     source = ahead_in(thread, SOURCES["draft model"]())
-    drafter = source.make(LMTarget(tiny.full()).parts)
+    drafter = source.make(LMTarget(tiny.model_of("full")).parts)
     assert isinstance(drafter, Ahead)
     draft = drafter.draft(PROMPT, K, GREEDY)
     drafter.prepare(PROMPT, draft, GREEDY)
@@ -439,7 +444,7 @@ def test_an_error_in_the_thread_is_raised() -> None:
 
     source = draft_model_source("other", noisy(), SAME, Broken)
     with pytest.raises(RuntimeError, match="broken"):
-        drafted(tiny.full(), ahead_in(Waiting(), source), Sampling())
+        drafted(tiny.model_of("full"), ahead_in(Waiting(), source), Sampling())
 
 
 # --- who may
@@ -463,7 +468,7 @@ def test_drafters_that_read_the_target_or_are_recurrent_are_refused(
 
 
 def test_weights_are_shared_and_quantized_ones_are_not() -> None:
-    parts = LMTarget(tiny.full()).parts
+    parts = LMTarget(tiny.model_of("full")).parts
     for bits in (None, 8):
         network = copy.deepcopy(noisy())
         if bits:
@@ -505,7 +510,7 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
     source, history = draft_model_source("other", noisy(), SAME, Slow), list(PROMPT)
     with rank_of(source) as line:
         made = ahead.ahead_source(SOURCES["draft model"](), partial(RemoteDrafter, line))
-        drafter = made.make(LMTarget(tiny.full()).parts)
+        drafter = made.make(LMTarget(tiny.model_of("full")).parts)
         for _ in range(3):
             draft = drafter.draft(history, K, GREEDY)
             assert not draft.ahead
