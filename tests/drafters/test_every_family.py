@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -138,28 +139,38 @@ SAMPLINGS = (
 )
 
 
+PROMPTS = [tiny.prompt(length, seed=length) for length in (5, 20, 13)]
+
+
+def tiny_pair(family: str, sources: list[Any], length: int) -> Pair:
+    info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
+    return Pair(info, byte_text(), tiny.model_of("full"), sources, FixedPolicy(length), kv_bits=8)
+
+
+@cache
+def plain_texts(index: int) -> list[list[int]]:
+    """Return the answers of plain decoding with a sampling, once for all drafters."""
+    pair, sampling = tiny_pair("none", [], 0), SAMPLINGS[index]
+    return [emitted(list(pair.generate(prompt, sampling=sampling, max_tokens=10))) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("family", CONDITIONAL)
 def test_seeds_grammars_batches_and_quantized_kv_change_no_text(family, tmp_path, monkeypatch):
     """Alone there is one copy to the host a round."""
-    info, source = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0), opened(MADE[family](), tmp_path)
-    plain, pair = (
-        Pair(info, byte_text(), tiny.full(), sources, FixedPolicy(length), kv_bits=8)
-        for sources, length in (([], 0), ([source], 3))
-    )
-    prompts, read = [tiny.prompt(length, seed=length) for length in (5, 20, 13)], engine._read
-    copies: list[int] = []
+    pair = tiny_pair(family, [opened(MADE[family](), tmp_path)], 3)
+    read, copies = engine._read, list[int]()
     monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
-    for sampling in SAMPLINGS:
-        asked: dict[str, Any] = {"sampling": sampling, "max_tokens": 16}
-        expected = [emitted(list(plain.generate(prompt, **asked))) for prompt in prompts]
+    for index, sampling in enumerate(SAMPLINGS):
+        asked: dict[str, Any] = {"sampling": sampling, "max_tokens": 10}
+        expected = plain_texts(index)
         copies.clear()
-        rounds = [list(pair.generate(prompt, **asked)) for prompt in prompts]
+        rounds = [list(pair.generate(prompt, **asked)) for prompt in PROMPTS]
         assert [emitted(done) for done in rounds] == expected
         assert len(copies) == sum(map(len, rounds))
         assert sum(round.drafted for done in rounds for round in done) > 20
-        together: list[list[int]] = [[] for _ in prompts]
-        for index, round in pair.generate_batch(prompts, **asked):
-            together[index] += round.tokens
+        together: list[list[int]] = [[] for _ in PROMPTS]
+        for i, round in pair.generate_batch(PROMPTS, **asked):
+            together[i] += round.tokens
         assert together == expected
 
 
