@@ -56,6 +56,7 @@ class ChatState:
     is_interactive: bool = False  # render Markdown at the end, and keep keys for the next prompt
     last: Outcome | None = None
     pictures: list[Part] = field(default_factory=list)  # of the next message
+    shows_race: bool = True  # name the command once, where an answer cannot say what drafts gained
 
     def attach(self, file: Path) -> None:
         """Let the next message have a picture. Raises SpecError."""
@@ -131,6 +132,9 @@ class ChatState:
         if outcome.statistics.prompt_tokens:
             self.last = outcome
             self.report(outcome, full=self.full_reports)
+            if self.is_interactive and self.shows_race and wants_race(outcome.statistics):
+                self.shows_race = False
+                self.terminal.note("/race answers again with drafts and without, to show what they gain here")
         else:
             self.terminal.note("interrupted")
         if self.is_interactive:
@@ -175,6 +179,11 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
     if (words := statistics.gain_words) is None:
         return [(" · ".join(parts), DIM)]
     return [(words, GAINED if gain is not None and gain > 1 else DIM), (" · " + " · ".join(parts), DIM)]
+
+
+def wants_race(statistics: Statistics) -> bool:
+    """Return True if an answer was long and drafted much, and what that gained is not known."""
+    return statistics.gain is None and statistics.accepted >= 32
 
 
 def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:

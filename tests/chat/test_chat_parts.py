@@ -27,7 +27,7 @@ from support.screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation
 from mlx_spec.apps.chat import saved as files
-from mlx_spec.apps.chat.answer import details, status_line
+from mlx_spec.apps.chat.answer import details, status_line, wants_race
 from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
@@ -85,6 +85,8 @@ def test_status_line():
     assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted", DIM)]
     unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.64, 0.5))})
     assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted"
+    assert wants_race(replace(unknown, accepted=32))
+    assert not wants_race(unknown) and not wants_race(replace(SPECULATED, accepted=32))
     assert status_line(PLAIN, 8)[0] == ("as fast as plain", DIM)
     cut = replace(SPECULATED, finish_reason="length")
     assert line_of(cut, 37).endswith(" · 19 of 37 tokens drafted · cut at --max-tokens")
