@@ -128,7 +128,7 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, pair, capsys
     assert f"token {parted[0].position} is" in text and "roundings of bfloat16" in text
 
 
-def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
+def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, tiny):
     commit = Caches.commit
 
     def keep_a_row(self: Caches, keep: list[int]) -> None:
@@ -139,7 +139,7 @@ def test_a_window_that_keeps_a_rejected_row_is_found(monkeypatch, pair):
                 columns.first = [columns.first[0] - 1]
 
     monkeypatch.setattr(Caches, "commit", keep_a_row)
-    broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+    broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
     assert not broken.passed and SPOILED in {each.decoder for each in broken.wrong}
 
 

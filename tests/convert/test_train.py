@@ -228,9 +228,9 @@ def test_train_interrupted_and_gone_on(
 ) -> None:
     """The command goes on from the answers it has, refuses other options, and the drafter keeps the text."""
     out, prompts, work = tmp_path / "drafter", tmp_path / "prompts.txt", tmp_path / f"drafter{WORK}"
-    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:12]]
+    names = [fact["name"] for fact in json.loads(FACTS.read_text())["facts"][:8]]
     prompts.write_text("\n".join(f"What does {name} do?" for name in names))
-    options = TrainingOptions("demo", out, None, [prompts], 12, 20, 2.0, 512, 48)  # fewer than typer lets in
+    options = TrainingOptions("demo", out, None, [prompts], 8, 16, 2.0, 512, 48)  # fewer than typer lets in
 
     def interrupt(file: Path, answer: Any) -> None:
         write_answer(file, answer)
@@ -247,7 +247,7 @@ def test_train_interrupted_and_gone_on(
     capsys.readouterr()
     assert run_training(options) == 0
     shown = capsys.readouterr()
-    assert "answers: 4 of 12" in shown.err and f"chat --target demo --drafter {out}" in shown.out
+    assert "answers: 4 of 8" in shown.err and f"chat --target demo --drafter {out}" in shown.out
     report = json.loads((out / "training.json").read_text())
     assert report["tokens_a_round"]["0"]["all"] > 1  # some drafts are accepted after so few steps
     assert not work.exists()

@@ -26,7 +26,12 @@ from mlx_spec.vision.pictures import read_picture
 
 BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
-MODELS = {"demo": "demo", "tiny": str(Path(__file__).parents[1] / "golden" / "e2b" / "target")}
+TINY = str(Path(__file__).parents[1] / "golden" / "e2b" / "target")
+MODELS = {
+    "demo": PairSpec("demo", num_draft_tokens=4),
+    "tiny": PairSpec(TINY, num_draft_tokens=4),
+    "alone": PairSpec(TINY, "none"),
+}
 QUESTION = "What does os.path.join do?"
 READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
 DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
@@ -52,8 +57,7 @@ ENDLESS = f"""window.fetched ??= window.fetch; window.fetch = (path, options) =>
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx2.Client]:
     """A client of a server that drafts in every round, whatever it costs."""
-    models = [ServedModel(name, PairSpec(path, num_draft_tokens=4)) for name, path in MODELS.items()]
-    with serving(Settings(tuple(models))) as client:
+    with serving(Settings(tuple(ServedModel(name, spec) for name, spec in MODELS.items()))) as client:
         yield client
 
 
@@ -297,32 +301,38 @@ def test_a_race_runs_below_its_answer(server, tab):
     assert tab.complaints == []
 
 
-def test_a_race_that_cannot_be_says_why(tab):
-    with serving(Settings((ServedModel("demo", PairSpec("demo", drafter="none")),))) as client:
-        visit(tab, client.base_url)
-        ask(tab)
-        tab.until("!document.querySelector('#send').hidden")
-        tab.value(RACE)
-        tab.until("document.querySelector('.race .result')")
-        assert "nothing drafts with this model" in text(tab, ".race")
-        assert not tab.value("document.querySelector('.racer')")
+def choose(tab: Tab, model: str) -> None:
+    tab.value(
+        f"(() => {{ const box = document.querySelector('#model'); box.value = '{model}';"
+        "box.dispatchEvent(new Event('change')) })()"
+    )
 
 
 def test_figures_are_those_of_the_chosen_model(server, tab):
     visit(tab, server.base_url)
     ask(tab)
-    choose = "(() => {{ const box = document.querySelector('#model'); box.value = '{}';"
-    choose += "box.dispatchEvent(new Event('change')) }})()"
-    tab.value(choose.format("tiny"))
+    choose(tab, "tiny")
     tab.until("document.querySelector('#reason').textContent === 'tiny has not answered yet.'")
     assert text(tab, "#speed") == "–" and not tab.value("document.querySelector('#acceptance svg')")
-    tab.value("document.querySelector('#max-completion-tokens').value = 24")
+    tab.value("document.querySelector('#max-completion-tokens').value = 12")
     ask(tab)
-    assert text(tab, ".turn:last-child .facts").startswith("tiny · as fast as plain · 24 tokens")
+    assert text(tab, ".turn:last-child .facts").startswith("tiny · as fast as plain · 12 tokens")
     assert "drafter" not in text(tab, "#acceptance")
-    tab.value(choose.format("demo"))
+    choose(tab, "demo")
     tab.until("document.querySelector('#acceptance').textContent.includes('drafter')")
     assert f" · {text(tab, '#speed')} tokens/s · " in text(tab, ".facts")
+
+
+def test_a_race_that_cannot_be_says_why(server, tab):
+    visit(tab, server.base_url)
+    choose(tab, "alone")
+    tab.value("document.querySelector('#max-completion-tokens').value = 4")
+    ask(tab)
+    tab.until("!document.querySelector('#send').hidden")
+    tab.value(RACE)
+    tab.until("document.querySelector('.race .result')")
+    assert "nothing drafts with this model" in text(tab, ".race")
+    assert not tab.value("document.querySelector('.racer')")
 
 
 def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
