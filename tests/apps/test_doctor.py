@@ -105,7 +105,7 @@ def test_its_certificate_can_be_shown_to_others(report):
         assert secret not in json.dumps(report)
 
 
-def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, pair, capsys):
+def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, tiny, capsys):
     commit = Caches.commit
 
     def keep_more(self: Caches, keep: list[int]) -> None:
@@ -113,10 +113,10 @@ def test_a_cache_that_keeps_a_rejected_row_is_reported(monkeypatch, pair, capsys
 
     with monkeypatch.context() as patch:
         patch.setattr(Caches, "commit", keep_more)
-        broken = self_test(pair, None, PATIENT, StageProgress(io.StringIO()))
+        broken = self_test(tiny, None, PATIENT, StageProgress(io.StringIO()))
     parted = [each.divergence for each in broken.wrong if each.divergence is not None]
     assert parted[0].found != parted[0].expected and parted[0].gap.roundings > broken.allowed
-    monkeypatch.setattr("mlx_spec.apps.doctor.load", lambda **_: pair)
+    monkeypatch.setattr("mlx_spec.apps.doctor.load", lambda **_: tiny)
     monkeypatch.setattr("mlx_spec.apps.selftest.self_test", lambda *_: broken)
     assert main([]) == 1
     out, err = capsys.readouterr()
