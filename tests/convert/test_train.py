@@ -244,6 +244,13 @@ def test_train_interrupted_and_gone_on(
     with pytest.raises(InvalidValue, match=r"epochs 2\.0, this one has 3\.0"):
         run_training(replace(options, epochs=3.0))
     monkeypatch.setattr("mlx_spec.convert.train.train.TEST_TOKENS", 16)
+    there = set(work.glob("answers/*"))
+
+    def write_new(file: Path, answer: Any) -> None:
+        assert file not in there
+        write_answer(file, answer)
+
+    monkeypatch.setattr("mlx_spec.convert.train.answers.write_answer", write_new)
     capsys.readouterr()
     assert run_training(options) == 0
     shown = capsys.readouterr()
