@@ -152,7 +152,7 @@ def test_an_error_begins_a_line_of_its_own() -> None:
     """The ring of MLX prints its errors in pieces, and ours may come between two of them."""
     use = "from mlx_spec.distributed import ranks"
     script = f"import os; {use}; os.write(2, b'ring'); ranks._end('rank 1 was lost')"
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    process = start_python()([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     assert error_of(process, START_S) == "mlx-spec: rank 1 was lost"
 
 
