@@ -182,7 +182,8 @@ def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
     eight, out = {"quantization": "8", "group_size": 32, "drafter_bits": "8", "dtype": None}, tmp_path / "out"
     part = drafting.converted(*drafting.TRAINED[family], out, **eight)["parts"]["drafter"]
     assert part["family"] == family and "quantization" in part
-    pair, plain = mlx_spec.load(out, num_draft_tokens=4), mlx_spec.load(out, "none")
+    pair = mlx_spec.load(out, num_draft_tokens=4)
+    plain = pair.with_drafters([], FixedPolicy(0))
     assert pair.drafter_names == (family,)
     prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
     text, expected = (emitted(list(each.generate(prompt, max_tokens=24))) for each in (pair, plain))
