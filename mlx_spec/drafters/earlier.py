@@ -80,12 +80,14 @@ class TextRing:
         self._text[self._end - 1] = EMPTY
         down, up = _powers()
         sums = np.zeros(size + 1, np.uint64)
-        np.cumsum((text.astype(np.uint64) + np.uint64(1)) * down[:size], out=sums[1:])
-        shift, places = np.uint64(self._shift), np.arange(start, start + size, dtype=np.int32)
+        np.add.accumulate((text.astype(np.uint64) + 1) * down[:size], out=sums[1:])
+        places = np.arange(start, start + size, dtype=np.int32)
         for n, table in self._tables.items():
             if size > n:  # the n tokens up to each one but the last, which none follows
-                rows = ((sums[n:-1] - sums[: -n - 1]) * up[n - 1 : size - 1]) >> shift
-                table[rows] = places[n:]
+                rows = sums[n:-1] - sums[: -n - 1]
+                rows *= up[n - 1 : size - 1]
+                rows >>= self._shift
+                table[rows.view(np.int64)] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
