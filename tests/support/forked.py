@@ -29,12 +29,13 @@ class Forked(subprocess.Popen[str]):
     """
 
     def _execute_child(self, command: Sequence[str], *rest: Any) -> None:
+        # The arguments of this private method, by place, are those of Python 3.11 to 3.13.
         environment, *pipes = rest[5], *rest[9:15]
         streams = (pipes[0], pipes[3], pipes[5])
         asked = {
             "command": command[1:],
             "environment": dict(os.environ if environment is None else environment),
-            "folder": os.getcwd(),
+            "folder": os.fspath(rest[4] or os.getcwd()),
             "new_session": rest[20],
         }
         adopts = ctypes.CDLL(None).prctl
