@@ -237,7 +237,8 @@ def _memory(count: int) -> NDArray[np.int32]:
     """
     block = mmap.mmap(-1, 4 * count)
     if sys.platform == "linux":
-        block.madvise(mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(block, np.int32)
 
 
