@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.tokenizer import common_prefix
-from mlx_spec.types import Draft, EarlierTexts, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, EarlierTexts, Features, FeatureSpec, Sampler, no_draft
 
 MAX_MATCH = 32  # tokens of a match that are compared
 # The proposals of lookup, with the lengths of the matches that they draft from.
@@ -54,7 +54,7 @@ class Lookup(SequenceDrafter):
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Index a prompt while it is read. The next draft indexes the few tokens of a round."""
-        if not 0 <= len(history) - len(self._before) <= 16:
+        if not 0 <= len(history) - len(self._before) <= MAX_DRAFT_TOKENS + 1:
             self._index(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
