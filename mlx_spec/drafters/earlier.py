@@ -39,7 +39,7 @@ EMPTY = -1  # between two texts
 MASK = (1 << 64) - 1
 STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
 FACTORS = tuple(pow(STEP, k, 1 << 64) * MIX & MASK for k in range(1, LENGTHS[-1] + 1))  # of the k-th last
-ONES = {n: sum(FACTORS[:n]) for n in LENGTHS}  # by n tokens: what the 1 added to each adds to their hash
+ONES = {n: sum(FACTORS[:n]) for n in LENGTHS}  # by n: the part of their hash that the added ones make
 
 _log = logging.getLogger("mlx_spec")
 
@@ -57,7 +57,7 @@ class TextRing:
         self._text = _memory(tokens)
         self._text[:] = EMPTY
         self._tables = {n: _memory(tokens) for n in LENGTHS}  # 0: no place
-        # What is read one by one: Python reads an item of a memoryview in half the time.
+        # A search reads single items: of a memoryview that takes half the time.
         self._view, self._places = self._text.data, {n: table.data for n, table in self._tables.items()}
         self._shift = 65 - tokens.bit_length()
         self._end = 1

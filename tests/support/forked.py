@@ -1,6 +1,6 @@
-"""Python programs that begin as copies of a process that has imported ours, which takes each one a second.
+"""Start Python programs as forks of a process that has imported mlx_spec: an import takes a second of CPU.
 
-Run as a program, this file is that process. A copy has its own command line, environment and files, and runs
+This file, run as a program, is that process. A fork has its own command line, environment and files. It runs
 and ends as any Python program does.
 """
 
@@ -23,7 +23,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
 class Forked(subprocess.Popen[str]):
-    """`Popen` of a program of Python: the command begins with `sys.executable`.
+    """A `Popen` of a Python program. The command begins with `sys.executable`.
 
     Instead of a `preexec_fn`, the leader of a new session takes the terminal of its stdout.
     """
@@ -52,7 +52,7 @@ class Forked(subprocess.Popen[str]):
 
 
 def start_python() -> type[subprocess.Popen[str]]:
-    """Return what starts a program of Python: where a copy may use its device, the faster one."""
+    """Return the class that starts a Python program. A fork cannot use a GPU that its parent has opened."""
     import mlx.core as mx
 
     return Forked if sys.platform == "linux" and not mx.cuda.is_available() else subprocess.Popen
