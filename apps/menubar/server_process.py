@@ -93,11 +93,13 @@ def is_free(address: Address) -> bool:
 
 
 def candidates(address: Address) -> list[Address]:
-    """Return where to try to listen, in order. For port 0, one that is free."""
-    if address.port == 0:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            return [Address(address.host, probe.getsockname()[1])]
-    end = min(address.port + 10, 2**16)  # ports tried from the requested one
+    """Return where to try to listen, in order: ten ports from the requested one. For 0, ten free ones."""
+    count = 10
+    if address.port == 0:  # several, because any connection of this machine may take one meanwhile
+        with contextlib.ExitStack() as probes:
+            found = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+            return [Address(address.host, probe.getsockname()[1]) for probe in found]
+    end = min(address.port + count, 2**16)
     return [Address(address.host, port) for port in range(address.port, end)]
 
 
@@ -135,7 +137,8 @@ class ServerProcess:
             self._watch(wanted, own=False)
             return
         if (address := next(filter(is_free, candidates(wanted)), None)) is None:
-            problem = f"ports {wanted.port} and those after it are taken: choose another --port"
+            tried = f"ports {wanted.port} and those after it" if wanted.port else "the free ports found"
+            problem = f"{tried} are taken: choose another --port"
             self._show(Phase.FAILED, problem=problem)
         else:
             self._process = launch(self._wanted.options, selection, address.port, self._log)

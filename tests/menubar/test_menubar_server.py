@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ports import free_ports
 from support.waiting import LIMIT, wait_until
 
 from mlx_spec.apps.menubar import app as menu_app
@@ -38,8 +38,6 @@ from mlx_spec.apps.server.settings import CANNOT_LISTEN
 from mlx_spec.hub.catalog import PairSpec
 
 HOST = "127.0.0.1"
-# Below those that Linux (from 32768) and macOS (from 49152) hand out to whoever asks for any.
-PORTS = range(20_000, 32_000)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +95,8 @@ def watched(tmp_path: Path) -> Iterator[Callable[[int], Watched]]:
 def port() -> int:
     """Return a port with a free one behind it."""
     while True:
-        found = random.SystemRandom().choice(PORTS)
-        if is_free(Address(HOST, found)) and is_free(Address(HOST, found + 1)):
+        (found,) = free_ports(1)
+        if is_free(Address(HOST, found + 1)):
             return found
 
 
@@ -238,12 +236,32 @@ def test_an_address_of_another_machine_is_not_called_taken(port):
     assert is_free(Address("192.0.2.1", port))
 
 
-def test_no_free_port_is_shown(watched, port, monkeypatch):
+@pytest.mark.parametrize("number", [8080, 0])
+def test_no_free_port_is_shown(watched, monkeypatch, number):
     monkeypatch.setattr(server_process, "is_free", lambda address: False)
-    one = watched(port)
+    monkeypatch.setattr(server_process, "health", lambda address: None)
+    one = watched(number)
     one.server.start(None)
-    assert one.state.phase is Phase.FAILED
-    assert str(port) in one.state.problem and "--port" in one.state.problem
+    assert one.state.phase is Phase.FAILED and "--port" in one.state.problem
+    assert "ports 0" not in one.state.problem and (not number or "8080" in one.state.problem)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_free_port_that_is_lost_at_once_is_not_the_only_one(watched, monkeypatch):
+    lost = []
+
+    def connect_first(address: Address) -> bool:
+        """Take the first port, as a connection of another program may, before it is looked at."""
+        if not lost:
+            lost.append(socket.create_server((HOST, address.port)))
+        return is_free(address)
+
+    monkeypatch.setattr(server_process, "is_free", connect_first)
+    one = watched(0)
+    one.server.start(None)
+    with lost[0]:
+        one.reach(Phase.RUNNING)
+        assert not one.retries
 
 
 def test_a_process_that_ignores_the_request_is_killed(monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from support.ports import free_ports
 
 
 @contextmanager
@@ -20,10 +21,7 @@ def launched(
     start: type[subprocess.Popen[str]] = subprocess.Popen,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Run a Python command as each rank."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
-    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-    for each in sockets:
-        each.close()
+    hosts = [[f"127.0.0.1:{port}"] for port in free_ports(len(commands))]
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps(hosts))
     ranks = [
