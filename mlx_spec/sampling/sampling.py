@@ -205,8 +205,8 @@ class Greedy:
     ) -> mx.array:
         if draft.parents is None:
             verdict = match(self.draw(logits, history, draft.tokens, exact=exact)[0], draft.tokens)
-            unused = mx.arange(logits.shape[0]) > verdict[0]  # rows behind a rejected token
-            self.fits = [(fits | unused).all(keepdims=True) for fits in self.fits]
+            # Of all rows: whether the draws are made again must not depend on what was drawn.
+            self.fits = _all(self.fits)
             return verdict
         tree, chosen, fits = tree_of(draft.parents), list[mx.array](), list[mx.array]()
         for rows, path in _runs(tree, logits, draft.tokens):
@@ -241,9 +241,12 @@ class Seeded(Greedy):
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
     ) -> Drawn:
-        candidates, scores = self._noisy(logits, history, drafted, exact)
-        self.fits = candidates.fits
-        return candidates.tokens(scores.argmax(axis=-1)), None
+        candidates, scores = self._noisy(logits, history, drafted)
+        tokens, self.fits = candidates.tokens(scores.argmax(axis=-1)), candidates.fits
+        if exact and self.fits:  # A row whose shortlist fits keeps its noise, whatever rows are beside it.
+            whole, scores = self._noisy(logits, history, drafted, exact)
+            tokens, self.fits = mx.where(self.fits[0], tokens, whole.tokens(scores.argmax(axis=-1))), []
+        return tokens, None
 
     def _noisy(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, exact: bool = False

@@ -249,3 +249,38 @@ def test_unseeded_verdicts_reach_beyond_the_shortlist() -> None:
     texts = [rounds(LMTarget(WIDE), Scripted([]), 0, PROMPT, 2, 5000, sampling) for _ in range(12)]
     share = float(np.mean([emitted(done)[0] in best for done in texts]))
     assert 0.2 < share < 0.95
+
+
+def judged(sampler: Seeded | Unseeded, block: mx.array, tokens: list[int]) -> list[int]:
+    """Return the verdict of a round: judged again over the vocabulary where a shortlist does not fit."""
+    draft = Draft(mx.array(tokens, dtype=mx.int32))
+    verdict = sampler.verify(block, [0], draft)
+    if any(not fits.item() for fits in sampler.fits):
+        verdict = sampler.verify(block, [0], draft, exact=True)
+    return verdict.tolist()
+
+
+def test_a_row_beyond_its_shortlist_leaves_the_tokens_of_the_others() -> None:
+    """With a seed a row draws the same token alone and beside rows whose nuclei are larger."""
+    for seed in range(12):
+        wide = np.random.default_rng(seed).random(4) < 0.5
+        block = mx.concatenate([rows(1, 5000, seed, 0.1 if each else 4.0) for each in wide])
+        sampling, truth = Sampling(1.0, top_p=0.95, seed=seed), list[int]()
+        for j in range(4):
+            alone = sampling.sampler(1, 5000)
+            token, _ = alone.draw(block[j : j + 1], [0, *truth], NONE)
+            if not alone.fits[0].item():
+                token, _ = alone.draw(block[j : j + 1], [0, *truth], NONE, exact=True)
+            truth.append(token.item())
+        sampler = sampling.sampler(1, 5000)
+        assert isinstance(sampler, Seeded)
+        assert judged(sampler, block, truth[:3]) == [3, truth[3]]
+
+
+def test_whether_a_round_is_judged_again_does_not_depend_on_its_draws() -> None:
+    """Else a draft token before a wide row would have to be drawn twice: it would be too rare."""
+    first = mx.where(mx.arange(5000) < 2, 0.0, -20.0)  # tokens 0 and 1, and 0 is drafted
+    block = mx.stack([first, rows(1, 5000, 9, 0.1)[0]])
+    sampler = Unseeded(LogitsProcessor(Sampling(1.0, top_p=0.95), 1, 5000), key=4)
+    accepted = [judged(sampler, block, [0])[0] for _ in range(200)]
+    assert chi_square.excess(np.bincount(accepted, minlength=2), np.array([0.5, 0.5])) < 1
