@@ -129,7 +129,7 @@ def in_turns(
     pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
     """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
-    from mlx_spec.decode.round import decode
+    from mlx_spec.decode.loop import decode
 
     runs = []
     for parts in arms:

@@ -19,7 +19,7 @@ from mlx_spec.errors import InvalidValue
 from .bench import BURST, QUESTIONS, Run, arm
 
 if TYPE_CHECKING:
-    from mlx_spec.decode.round import RunningSequence
+    from mlx_spec.decode.running import RunningSequence
     from mlx_spec.pair import Pair
     from mlx_spec.sampling.sampling import Sampling
     from mlx_spec.tokenizer import Tokenizer
@@ -92,7 +92,8 @@ def race(
     A chunk has `step` tokens, as many as fit a pass if that is None. Tokens in `stop` end an answer, too.
     Raises InvalidValue without drafts or without a seed.
     """
-    from mlx_spec.decode.round import PREFILL_STEP, decode
+    from mlx_spec.decode.loop import decode
+    from mlx_spec.decode.running import PREFILL_STEP
     from mlx_spec.sampling.sampling import Sampling
 
     if not pair.drafts:

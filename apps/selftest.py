@@ -22,7 +22,8 @@ from mlx_spec.cli.lossless import (
 )
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import TEXTS
-from mlx_spec.decode.round import RunningSequence, decode
+from mlx_spec.decode.loop import decode
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import InvalidValue, NoVision

@@ -23,7 +23,8 @@ import mlx_lm
 from mlx_lm.utils import dequantize_model, save
 
 from mlx_spec import demo, hub, load
-from mlx_spec.decode.round import generate, prefill
+from mlx_spec.decode.loop import generate
+from mlx_spec.decode.running import prefill
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.pair import Pair

@@ -37,7 +37,8 @@ from timing import finish, interval, parser, table
 
 from mlx_spec import load
 from mlx_spec.decode import Batch
-from mlx_spec.decode import round as engine
+from mlx_spec.decode.loop import decode, generate
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.batch import BatchPolicies
@@ -153,7 +154,7 @@ def scripts(
     found = {}
     for i, prompt in enumerate(prompts if settings.acceptance else ()):
         sampler, count = Sampling().sampler(len(prompt), pair.info.vocab_size), settings.tokens + MORE_TRUTH
-        rounds = engine.generate(pair.open().target, (), FixedPolicy(0), sampler, prompt, max_tokens=count)
+        rounds = generate(pair.open().target, (), FixedPolicy(0), sampler, prompt, max_tokens=count)
         truth = tuple(token for round in rounds for token in round.tokens)
         chance = random.Random(f"{settings.seed} {i} {settings.acceptance}")
         right = tuple(chance.random() < settings.acceptance for _ in truth)
@@ -186,12 +187,12 @@ def arms_of(
                 drafters = (Scripted(scripted[tuple(prompt)], vocab),)
             policy = policies.policy() if length is None else FixedPolicy(length, names=pair.fixed_names)
             parts_of = (parts.target, drafters, policy, sampler, text_prompt(prompt), tokens)
-            made.append(engine.RunningSequence(*parts_of))
+            made.append(RunningSequence(*parts_of))
             list(made[-1].prefill())
         return made
 
     def turns(prompts: Sequence[list[int]], tokens: int) -> Iterator[list[Emitted]]:
-        rounds = [engine.decode(each) for each in sequences(prompts, tokens, 0)]
+        rounds = [decode(each) for each in sequences(prompts, tokens, 0)]
         while True:
             yield [(i, next(each).tokens) for i, each in enumerate(rounds)]
 

@@ -162,7 +162,7 @@ def in_turns(
 
 
 def rounds_of(sequence: Any) -> Iterator[list[int]]:
-    from mlx_spec.decode.round import decode as decoded
+    from mlx_spec.decode.loop import decode as decoded
 
     for round in decoded(sequence):
         yield round.tokens

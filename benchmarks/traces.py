@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.virtual_clock import CURVES, PLAIN_SECONDS, Device, VirtualDrafter, decode
 
 from mlx_spec import load
-from mlx_spec.decode.round import prefill
+from mlx_spec.decode.running import prefill
 from mlx_spec.drafters.lookup import RANGES
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import PairSpec

@@ -11,8 +11,9 @@ from functools import cached_property, partial
 import mlx.nn as nn
 import numpy as np
 
-from mlx_spec.decode import round as engine
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import measure_costs, scratch_text
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.device import memory_for_models
@@ -102,7 +103,7 @@ class Pair:
         sequence = self.prepare(
             self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop, key=key
         )
-        return engine.decode(sequence)
+        return decode(sequence)
 
     def with_drafters(
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
@@ -233,8 +234,8 @@ class Pair:
         prediction: Sequence[int] = (),
         read_prompt: Callable[[], Iterator[bool]] | None = None,
         key: str | None = None,
-    ) -> engine.RunningSequence:
-        """Return a sequence that `engine.decode` decodes by itself and a batch with others.
+    ) -> RunningSequence:
+        """Return a sequence that `decode` decodes by itself and a batch with others.
 
         Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
@@ -254,7 +255,7 @@ class Pair:
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
-        return engine.RunningSequence(
+        return RunningSequence(
             parts.target,
             drafters,
             parts.policy,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from mlx_spec.decode import round as engine
+from mlx_spec.decode.loop import decode
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import Prompt
@@ -233,7 +234,7 @@ def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 class Generation:
     """The answer to one prompt, round by round.
 
-    It continues `sequence`, rewound to what that shares with the prompt. Rounds come from `engine.decode` or
+    It continues `sequence`, rewound to what that shares with the prompt. Rounds come from `decode` or
     a batch, with the same parts and prompt, and have not begun. `answer` reads their tokens. Any round may be
     the last: once the rounds are closed, and then the generation, the sequence can be used again.
     """
@@ -305,7 +306,7 @@ class Session:
         self,
         tokenizer: Tokenizer,
         sequence: CachedSequence,
-        prepare: Callable[..., engine.RunningSequence],
+        prepare: Callable[..., RunningSequence],
         system: str | None = None,
         vision: Vision | NoVision = NO_VISION,
     ) -> None:
@@ -380,9 +381,7 @@ class Session:
         question = {"role": "user", "content": content}
         messages = [*self.messages, question]
         prompt = conversation_prompt(messages, self._tokenizer, self._vision, thinking=thinking)
-        rounds = engine.decode(
-            self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens)
-        )
+        rounds = decode(self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens))
         self._generation = Generation(self._sequence, prompt, AnswerStream(self._tokenizer, prompt))
         self._running = self._stream(question, self._generation, rounds)
         return self._running

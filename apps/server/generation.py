@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mlx_spec.apps.server.tool_formats import ToolCallReader
-from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters.model_free import prediction_counts

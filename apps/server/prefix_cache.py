@@ -29,8 +29,8 @@ from mlx_spec import __version__
 from mlx_spec.checkpoint.config import WEIGHTS, fingerprint
 from mlx_spec.checkpoint.files import check_space, human_bytes, one_line
 from mlx_spec.checkpoint.writer import safetensors_header
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import scratch_text
-from mlx_spec.decode.round import decode
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError

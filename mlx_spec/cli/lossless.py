@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_spec.decode.round import prefill
+from mlx_spec.decode.running import prefill
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import GREEDY, Sampling

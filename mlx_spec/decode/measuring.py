@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator
 
-from mlx_spec.decode.round import generate, prefill
+from mlx_spec.decode.loop import generate
+from mlx_spec.decode.running import prefill
 from mlx_spec.decode.sequence import SequenceParts
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.calibrate import Slice, Stopwatch, measure

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import nlargest
 
-from mlx_spec.decode.round import PREFILL_STEP
+from mlx_spec.decode.running import PREFILL_STEP
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on

@@ -1,4 +1,4 @@
-"""The decode loop: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
+"""One decode round: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
 
 `Group.step` is one round; most groups have one sequence. Invariants after every round: the target's cache
 holds all of a history but its last, pending token; no cache holds a token that was not emitted; every
@@ -9,246 +9,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import mlx.core as mx
 
 from mlx_spec.decode.blocks import Accepted, chain_of, limited, matched, round_of, rows_of
-from mlx_spec.errors import InvalidValue
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.model.layer_caches import lanes_without
-from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
-from mlx_spec.prompt import Prompt, text_prompt
-from mlx_spec.types import (
-    Choice,
-    Decision,
-    Draft,
-    Drafter,
-    DraftLengthPolicy,
-    DraftRequest,
-    Features,
-    GroupPolicy,
-    Reason,
-    RequestDrafter,
-    Round,
-    Sampler,
-    no_draft,
-)
+from mlx_spec.types import Choice, Decision, Draft, Features, GroupPolicy, Reason, Round, no_draft
 
-# Prompt tokens in one forward pass: bounds the memory of its activations. One value serves all pairs: a pass
-# reads the weights once, which takes as long as the arithmetic of 7 (M1 Ultra) to 32 (M5 Max) rows of a model
-# in 4 bits by published peaks. So a longer step would save at most 3 % of a prompt's time. A measured step
-# would change with the load, and with it the rounding of a prompt's numbers.
-PREFILL_STEP = 1024
 MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
-
-Result = TypeVar("Result")
-
-
-def generate(
-    target: LMTarget,
-    drafters: Sequence[Drafter],
-    policy: DraftLengthPolicy,
-    sampler: Sampler,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int,
-    stop: Collection[int] = (),
-    request_drafters: Sequence[RequestDrafter] = (),
-) -> Generator[Round, None, None]:
-    """Yield rounds of tokens after a text, with the distribution of plain decoding.
-
-    Where that leaves no choice (greedy, or a seed), the tokens are those of plain decoding. The policy
-    chooses among the drafters by index, those of the request last. The target may already hold a prefix of
-    the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
-    yield. Raises InvalidValue for an empty prompt.
-    """
-    text = text_prompt(prompt)
-    return decode(
-        RunningSequence(
-            target, drafters, policy, sampler, text, max_tokens, frozenset(stop), request_drafters
-        )
-    )
-
-
-def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
-    """Yield the rounds of one sequence, as `generate` does."""
-    group = Group([sequence], SingleTarget(sequence.target))
-    try:
-        for _ in sequence.prefill():
-            pass
-        sequence.begin()
-        while sequence.remaining > 0:
-            (result,) = group.step()
-            if isinstance(result, Exception):
-                raise result
-            if sequence.remaining == 0:
-                group.close()
-            yield result
-    finally:
-        group.close()
-        sequence.end()
-
-
-def prefill(
-    target: LMTarget,
-    drafters: Sequence[Drafter],
-    prompt: Prompt,
-    step: Callable[[], int] = lambda: PREFILL_STEP,
-) -> Iterator[bool]:
-    """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
-
-    Yields True after a chunk of one pass. No chunk ends in a span whose rows see each other, so one may be
-    longer: it comes in steps, a layer each. Rows of a span come in steps, too. Yields False after each step,
-    the last one included. May be closed early and called again.
-    """
-    end = len(prompt) - 1
-    while (low := target.size) < end:
-        high = min(low + step(), end)
-        if target.reads_spans_whole:
-            high = prompt.whole_chunk(low, high)
-        spans = [span for span in prompt.spans if span.end > low and span.start < high]
-        if unknown := [span for span in spans if not span.rows.are_computed]:
-            for part in unknown[0].rows.steps():
-                mx.eval(part)
-                yield False
-            continue
-        comes_in_steps, chunk = spans and target.reads_spans_whole, (prompt[low:high], prompt.spans)
-        for features in target.prefill_by_layers(*chunk) if comes_in_steps else [target.prefill(*chunk)]:
-            if features is None:
-                yield False
-                continue
-            for drafter in drafters:
-                drafter.observe(list(itertools.islice(prompt, high + 1)), features)
-        yield not comes_in_steps
-    mx.clear_cache()
-
-
-class RunningSequence:
-    """One sequence: its history and everything that decides how it goes on.
-
-    `read_prompt` replaces `prefill` where reading the prompt does more, such as scoring its tokens. `keep`
-    gets the answer when it ends, however it does.
-    """
-
-    def __init__(
-        self,
-        target: LMTarget,
-        drafters: Sequence[Drafter],
-        policy: DraftLengthPolicy,
-        sampler: Sampler,
-        prompt: Prompt,
-        max_tokens: int,
-        stop: frozenset[int] = frozenset(),
-        request_drafters: Sequence[RequestDrafter] = (),
-        read_prompt: Callable[[], Iterator[bool]] | None = None,
-        keep: Callable[[list[int]], None] | None = None,
-    ) -> None:
-        if not prompt:
-            raise InvalidValue("the prompt is empty: give at least one token")
-        self.target, self.policy, self.sampler = target, policy, sampler
-        self.prompt = prompt
-        self.history = list(prompt)
-        self.remaining = max_tokens  # tokens that may still be emitted; 0 after a stop token
-        self.error: Exception | None = None  # ends this sequence and no other
-        self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
-        self._request_drafters = request_drafters
-        self._stop = stop
-        self._read_prompt = read_prompt
-        self._keep = keep
-        self._emitted = 0
-
-    @property
-    def unread(self) -> int:
-        """Return the tokens of the prompt that the target lacks."""
-        return len(self.history) - 1 - self.target.size
-
-    @property
-    def can_share_prefill(self) -> bool:
-        """Return True if one pass may read its prompt and others."""
-        reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
-        return self._read_prompt is None and not self.target.is_recurrent and not reads_spans
-
-    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[bool]:
-        """Read the prompt in chunks of at most `step()` tokens. Yields as the function `prefill` does."""
-        if self._read_prompt is not None:
-            return self._read_prompt()
-        return prefill(self.target, self._drafters, self.prompt, step)
-
-    def begin(self) -> None:
-        """Begin the answer: the prompt has been read."""
-        self.policy.begin(self._request_drafters)
-
-    def end(self) -> None:
-        """End the answer, whether or not it is complete."""
-        if self._keep is not None and self._emitted:
-            self._keep(self.history[-self._emitted :])
-        self._emitted = 0
-
-    def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of an action; `otherwise` if it fails or an earlier one did."""
-        if self.error is None:
-            try:
-                return action()
-            except Exception as error:  # whatever it is, the other sequences go on
-                self.error = error
-        return otherwise
-
-    @property
-    def pending(self) -> mx.array:
-        """Return the last token of the history, [1] int32."""
-        return mx.array(self.history[-1:], dtype=mx.int32)
-
-    def request(self, choice: Choice) -> DraftRequest:
-        """Return the request for the draft of a choice."""
-        drafter = self._drafters[choice.drafter_index]
-        return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
-
-    def draft(self, choices: Sequence[Choice]) -> Draft:
-        """Return the draft of the first drafter that has one."""
-        for choice in choices:
-            request = self.request(choice)
-            draft = request.drafter.draft(request.history, request.limit, request.sampler)
-            if draft.tokens.size:
-                return draft.of(choice)
-        return no_draft()
-
-    def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
-        """Let the drafter work ahead while its draft is verified, if its choice says so."""
-        for choice in choices:
-            if choice.ahead and choice.drafter_index == draft.drafter_index:
-                self._drafters[choice.drafter_index].prepare(self.history, draft, self.sampler.drafting)
-
-    def draw(self, logits: mx.array, drafted: mx.array, *, exact: bool = False) -> mx.array:
-        """Draw the token after the history and `drafted`, [1] int32."""
-        return self.sampler.draw(logits, self.history, drafted, exact=exact)[0]
-
-    def until_stop(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to the first stop token."""
-        return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
-
-    def emit(self, round: Round, features: Features) -> Round:
-        """Append the tokens of a round. Return it with what only the sequence knows."""
-        position = len(self.history)
-        self.history += round.tokens
-        self._emitted += len(round.tokens)
-        self.observe(features)
-        stopped = round.tokens[-1] in self._stop
-        self.remaining = 0 if stopped else self.remaining - len(round.tokens)
-        return replace(
-            round,
-            finish_reason="stop" if stopped else None if self.remaining else "length",
-            logprobs=self.sampler.logprobs(position, round.tokens),
-        )
-
-    def observe(self, features: Features) -> None:
-        """Show the drafters the features of new tokens."""
-        for drafter in self._drafters:
-            drafter.observe(self.history, features)
 
 
 class Group:

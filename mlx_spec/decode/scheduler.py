@@ -14,9 +14,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_spec.decode import round as engine
+from mlx_spec.decode import running
 from mlx_spec.decode.pace import MAX_PAUSE_S, Clock, PromptPace
-from mlx_spec.decode.round import Group, RunningSequence
+from mlx_spec.decode.round import Group
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
@@ -262,7 +263,7 @@ class Batch:
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt to read next, so that the pause between two rounds is short."""
-        return self._pace.tokens() if self.is_decoding else engine.PREFILL_STEP
+        return self._pace.tokens() if self.is_decoding else running.PREFILL_STEP
 
     # --- who decodes
 

@@ -94,7 +94,7 @@ def score_prompt(
     """Yield the log-probabilities of a prompt in chunks, from the second token that `target` lacks on.
 
     For an empty target these are all tokens but the first, which has none. Afterwards target and drafters
-    hold the prompt as after `engine.prefill`, so that it can be continued. Every cache is exact up to
+    hold the prompt as after `prefill`, so that it can be continued. Every cache is exact up to
     MAX_UNCOMMITTED rows; chunks of that size are slower than a prefill.
     `processor` must be its own. Tokens that its prompt does not hold count as generated under penalties.
     """

@@ -13,7 +13,7 @@ import pytest
 from support import random_sources, tiny
 from support.lossless import Scripted, plain
 
-from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.lookup import lookup_source

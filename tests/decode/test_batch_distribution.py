@@ -27,7 +27,7 @@ from support.exact_distribution import (
 )
 
 from mlx_spec.decode import Batch
-from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.model.target import LMTarget

@@ -14,7 +14,7 @@ from support.grammars import byte_text
 from support.lossless import Scripted, emitted, first_difference, lengths, plain, rounds
 from support.virtual_clock import CURVES, PLAIN_SECONDS
 
-from mlx_spec.decode.round import PREFILL_STEP
+from mlx_spec.decode.running import PREFILL_STEP
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.drafters.model_free import Prediction
@@ -104,7 +104,7 @@ def test_the_text_is_that_of_plain_decoding(
             drafter = Retokenized(tiny.full(seed=1), 256, byte_text({}), byte_text({}, first=1))
         guided, policy = Guided(drafter), policy_of(length)
         for step, (prompt, answer) in zip((PREFILL_STEP, 7), turns, strict=True):
-            monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", step)
+            monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", step)
             guided.truth = [*prompt, *answer]
             done = rounds(target, guided, policy, prompt, len(answer))
             assert emitted(done) == answer, f"{length}: {first_difference(emitted(done), answer)}"

@@ -14,7 +14,7 @@ from support.lossless import emitted
 
 import mlx_spec
 from mlx_spec.decode import Batch
-from mlx_spec.decode.round import decode
+from mlx_spec.decode.loop import decode
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.layer_caches import RecurrentCache

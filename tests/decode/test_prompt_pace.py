@@ -15,7 +15,7 @@ from support import tiny
 from support.lossless import Scripted
 
 from mlx_spec.decode.pace import MAX_DEFERRAL_S, MAX_PAUSE_S, MIN_CHUNK, PromptPace
-from mlx_spec.decode.round import PREFILL_STEP, RunningSequence
+from mlx_spec.decode.running import PREFILL_STEP, RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch

@@ -21,7 +21,8 @@ from support.lossless import (
     rounds,
 )
 
-from mlx_spec.decode import round as engine
+from mlx_spec.decode import round as one_round
+from mlx_spec.decode.loop import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
@@ -111,8 +112,8 @@ def test_max_tokens_is_exact(K: int, count: int) -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5)])
 def test_one_device_to_host_copy_a_round(K: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
+    read = one_round._read
+    monkeypatch.setattr(one_round, "_read", lambda array: copies.append(array.size) or read(array))
     prompt = tiny.prompt(17)
     done = rounds(LMTarget(MODELS["full"]), Scripted([5] * 90), K, prompt, 40, sampling=sampling)
     assert len(copies) == len(done)
@@ -145,7 +146,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
     policy = Listed(Decision((Choice(0, 4, "drafter"),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
     queued, done = [], []
-    for round in engine.generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
+    for round in generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
         done.append(round)
         queued.append(bool(target.uncommitted))
     assert emitted(done) == truth

@@ -9,7 +9,7 @@ import pytest
 from support import tiny
 from support.lossless import plain
 
-from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch, Entry
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
@@ -106,7 +106,7 @@ def test_an_entry_that_fails_ends_alone(hook: str) -> None:
 
 
 def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     entries = Entries(4)
 
     def progress(name: str, seconds: float) -> None:

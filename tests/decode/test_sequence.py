@@ -8,7 +8,7 @@ import pytest
 from support import tiny
 from support.pairs import KINDS, alone, generate, make_pair
 
-from mlx_spec.decode.round import decode
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling

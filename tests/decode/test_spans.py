@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 from support.spans import CASES, VARIANTS, Golden, file, golden, pair_of, vision_of, with_sight
 
-from mlx_spec.decode.round import PREFILL_STEP, RunningSequence, decode, prefill
+from mlx_spec.decode.loop import decode
+from mlx_spec.decode.running import PREFILL_STEP, RunningSequence, prefill
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.model.target import LMTarget

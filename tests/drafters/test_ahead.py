@@ -34,7 +34,8 @@ from mlx_spec.ahead.drafter import Ahead, CPUThread
 from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
 from mlx_spec.ahead.request import DrafterCopy, LocalCopy
 from mlx_spec.decode import Batch
-from mlx_spec.decode.round import RunningSequence, generate
+from mlx_spec.decode.loop import generate
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import (
     BranchRequest,

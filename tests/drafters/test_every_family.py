@@ -17,8 +17,8 @@ from support.grammars import byte_text, compiled
 from support.pairs import TEMPLATE, TOKENIZER
 
 import mlx_spec
-from mlx_spec.decode import round as engine
-from mlx_spec.decode.round import decode
+from mlx_spec.decode import round as one_round
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -158,8 +158,8 @@ def plain_texts(index: int) -> list[list[int]]:
 def test_seeds_grammars_batches_and_quantized_kv_change_no_text(family, tmp_path, monkeypatch):
     """Alone there is one copy to the host a round."""
     pair = tiny_pair(family, [opened(MADE[family](), tmp_path)], 3)
-    read, copies = engine._read, list[int]()
-    monkeypatch.setattr(engine, "_read", lambda array: copies.append(array.size) or read(array))
+    read, copies = one_round._read, list[int]()
+    monkeypatch.setattr(one_round, "_read", lambda array: copies.append(array.size) or read(array))
     for index, sampling in enumerate(SAMPLINGS):
         asked: dict[str, Any] = {"sampling": sampling, "max_tokens": 10}
         expected = plain_texts(index)

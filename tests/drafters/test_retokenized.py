@@ -29,7 +29,7 @@ from support.recited import (
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import mlx_spec.drafters.retokenized as module
-from mlx_spec.decode import round as engine
+from mlx_spec.decode.loop import generate
 from mlx_spec.drafters.retokenized import (
     Translation,
     continuation,
@@ -52,7 +52,7 @@ def rounds(kind: str, K: int, sampling: Sampling = GREEDY, count: int = 60) -> l
     drafters = [drafter_for(kind)] if K else []
     sampler = sampling.sampler(len(tokens), size_of(kind))
     policy, target = FixedPolicy(K), LMTarget(target_of(kind))
-    return list(engine.generate(target, drafters, policy, sampler, tokens, max_tokens=count))
+    return list(generate(target, drafters, policy, sampler, tokens, max_tokens=count))
 
 
 @cache

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
 
-from mlx_spec.decode.round import generate
+from mlx_spec.decode.loop import generate
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, FeatureSpec, no_draft

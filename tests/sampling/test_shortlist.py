@@ -11,7 +11,7 @@ from support import chi_square, tiny
 from support.lossless import Scripted, emitted, rounds
 
 from mlx_spec.decode import Batch
-from mlx_spec.decode.round import RunningSequence
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy

@@ -264,7 +264,7 @@ def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25))
     short.until(RoundDone)
     long = begin(engine, chat("And now " + 4 * LONG, max_tokens=4))
@@ -304,7 +304,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
     monkeypatch: pytest.MonkeyPatch, answer_all: Callable[[Pair, list[tuple[int, ...]], Log], None]
 ) -> None:
     """The oldest prompt and the shortest are read in turns. What is read is counted, not seconds."""
-    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 0.0)
     log, prefill = Log(), LMTarget.prefill
 
@@ -320,7 +320,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
 
 
 def test_how_much_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    monkeypatch.setattr("mlx_spec.decode.round.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     quiet = answer(engine, chat("Once more " + LONG, max_tokens=1))
     assert not any(isinstance(event, PromptProgress) for event in quiet)
     events = answer(engine, chat("Now again " + LONG, max_tokens=1, progress=True))

@@ -10,7 +10,7 @@ from support import tiny
 from support.pairs import alone, generate, make_pair
 
 from mlx_spec.apps.server.prefix_cache import PrefixCache
-from mlx_spec.decode.round import decode
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.pair import Pair
 from mlx_spec.prompt import text_prompt

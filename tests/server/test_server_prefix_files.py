@@ -20,8 +20,8 @@ from support.served import raw as raw_request
 
 from mlx_spec.apps.server import prefix_cache
 from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key
-from mlx_spec.decode import round as engine
-from mlx_spec.decode.round import decode
+from mlx_spec.decode import running
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
@@ -43,7 +43,7 @@ VOCABULARY = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models, small steps."""
     monkeypatch.setattr(prefix_cache, "MIN_TOKENS", 64)
-    monkeypatch.setattr(engine, "PREFILL_STEP", 128)
+    monkeypatch.setattr(running, "PREFILL_STEP", 128)
 
 
 def pair_with(kind: str, drafter: str) -> Pair:

@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from mlx_spec.decode.round import RunningSequence, generate
+from mlx_spec.decode.loop import generate
+from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import SpecError

@@ -19,7 +19,7 @@ from mlx_spec.convert import selftest
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.options import ConversionOptions
-from mlx_spec.decode.round import decode
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget

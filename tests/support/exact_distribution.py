@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from mlx_spec.decode.round import generate
+from mlx_spec.decode.loop import generate
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.model.target import LMTarget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
-from mlx_spec.decode.round import generate
+from mlx_spec.decode.loop import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.logprobs import LogprobRecorder

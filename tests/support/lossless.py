@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_spec.decode.round import generate
+from mlx_spec.decode.loop import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from mlx_spec.decode.round import decode
+from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
