@@ -346,7 +346,7 @@ def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prom
 
 def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
     """Continue `prompts` greedily with K draft tokens a round."""
-    fixed = pair.with_policies(FixedPolicy(K))  # that of a loaded pair times plain tokens, too
+    fixed = pair.with_policies(FixedPolicy(K))  # a loaded pair's own policy times plain tokens, too
     answers = [list(fixed.generate(prompt, max_tokens=GENERATED)) for prompt in prompts]
     rounds = [round for answer in answers for round in answer if round.drafted]
     whole = [round.accepted for round in rounds if round.drafted == K]

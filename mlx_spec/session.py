@@ -299,7 +299,7 @@ class Session:
     """A conversation. What the target has already read is read again only where it changed.
 
     Made by `Pair.session`. `prepare` is its `Pair.prepare`; `sequence` is for this conversation alone.
-    `vision` is that of the pair.
+    `vision` is the pair's.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class Features:
     """Target activations of T positions that were just committed.
 
     Row j belongs to the position just before `history[-T:][j]`, so that it pairs with the token that
-    follows it. Of a prompt there are no hidden states where `FeatureSpec.prompt` is False. `shared_kv` is a
+    follows it. A prompt has no hidden states where `FeatureSpec.prompt` is False. `shared_kv` is a
     function: a drafter calls it while drafting and drops what it returned, because a view that outlives the
     draft would force the next write to copy the whole buffer.
     """

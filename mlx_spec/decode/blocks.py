@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Decision, Draft, Round
 
-# The accepted rows of a block, that of the pending token first, and the new tokens.
+# The accepted rows of a block, from the row of the pending token on, and the new tokens.
 Accepted = tuple[Sequence[int], list[int]]
 
 
@@ -42,7 +42,7 @@ def matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
 
 
 def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
-    """Return the round of a draft: its accepted rows, that of the pending token first, and its tokens."""
+    """Return the round of a draft: its accepted rows, from the pending token's on, and its tokens."""
     if draft.source is None:
         return Round(tokens, 0, 0, "drained")
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]

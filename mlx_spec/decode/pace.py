@@ -50,7 +50,7 @@ class PromptPace:
         budget_s, fastest_round_s = self.seconds(), min(self._rests, default=0.0)
         if min(self._smallest, default=0.0) > MAX_PAUSE_S * self._planned - fastest_round_s:
             # Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed
-            # cost, nearly that of a round, so a chunk as long as a round would hold few tokens.
+            # cost, nearly as large as a round's, so a chunk as long as a round would hold few tokens.
             budget_s = 2.0 * fastest_round_s
         # A pass has a cost of its own, so a much larger one says too little of a small one.
         if not self._chunks or any(seconds > 2 * budget_s for _, seconds in self._chunks):

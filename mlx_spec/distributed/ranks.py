@@ -133,7 +133,7 @@ class Ranks:
         _end(text, 0.5)
 
     def run(self, work: Callable[[], int]) -> int:
-        """Return the exit status of this rank's work. When that of rank 0 ends, the others end with it."""
+        """Return the exit status of this rank's work. When rank 0's work ends, the others end with it."""
         try:
             status = work()
             if self.rank:

@@ -245,8 +245,9 @@ def open_retokenized(
     for tokenizer, whose in ((drafter, f"the drafter {path}"), (target, "the target")):
         if encode_after(tokenizer, b"", probe.encode()) is None:
             raise Mismatch(
-                f"the drafter {path} and the target have different tokenizers, and that of {whose} does not "
-                'write back the text it encodes: use a drafter with the target\'s vocabulary, or "lookup"'
+                f"the drafter {path} and the target have different tokenizers, and the tokenizer of {whose} "
+                "does not write back the text it encodes: "
+                'use a drafter with the target\'s vocabulary, or "lookup"'
             )
     source = open_draft_model(path, config, config)
     name = f"{source.name}, re-tokenized"

@@ -64,7 +64,7 @@ class Grammar:
     vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
-    whole: bool = False  # the form is that of all that the model writes, thinking included
+    whole: bool = False  # the form covers all that the model writes, thinking included
     # Tokens that open and close a call, if one closes it; the text around calls is free.
     calls: tuple[int, int | None] | None = None
 
@@ -280,9 +280,9 @@ def compile_grammar(
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
     For "json_object" the source does not matter. A JSON schema is rewritten first (`json_schema.py`). JSON is
-    written on one line, with ", " and ": " between its parts. `vocab_size` is that of the logits. The grammar
-    is compiled in the sandbox first, then here. Raises InvalidValue with the reason if the source is not
-    supported or takes more than `seconds`, and SpecError if llguidance is not installed.
+    written on one line, with ", " and ": " between its parts. `vocab_size` is the width of the logits. The
+    grammar is compiled in the sandbox first, then here. Raises InvalidValue with the reason if the source is
+    not supported or takes more than `seconds`, and SpecError if llguidance is not installed.
     """
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")

@@ -129,7 +129,7 @@ class Decoder:
         """Return the embedding. Raises Mismatch if it is not where most models have it."""
         if "embed_tokens" not in self.owner:
             kind = type(self.outer).__module__.rpartition(".")[2]
-            raise Mismatch(f"this drafter reads the embedding of its target, and that of {kind} is not known")
+            raise Mismatch(f"this drafter reads the embedding of its target, which is not known for {kind}")
         return self.owner["embed_tokens"]
 
 
