@@ -57,7 +57,7 @@ class Limits:
     stop_strings: int = 64  # editors send all ends of code that they know
     schema_bytes: int = 256 * 2**10  # of the output format, and of each tool
     tools: int = 128
-    grammar_seconds: float = 10.0  # for compiling a grammar
+    grammar_seconds: float = 10.0  # of a CPU, for compiling a grammar
 
 
 @dataclass(frozen=True)

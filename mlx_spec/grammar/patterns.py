@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,19 +80,16 @@ class Probe:
     def _compiled(self, source: str) -> LLMatcher | str:
         from llguidance import LLTokenizer
 
-        started = time.monotonic()
         try:
             # The tokenizer of llguidance with a token for each byte has 262 tokens.
             request = {"kind": "json_schema", "source": source, "tokenizer": ("byte", 262)}
-            SANDBOX.compile("pattern", request, max(self._left, 0.01))
+            self._left -= SANDBOX.compile("pattern", request, max(self._left, 0.01))
             parser = build_parser("json_schema", source, LLTokenizer("byte"))
         except InvalidValue as error:
             reason = f"the patterns of the JSON schema take more than {self._seconds:g} s to compile"
             raise InvalidValue(f"{reason}: make them simpler") from error
         except ValueError as error:
             return one_line(error)
-        finally:
-            self._left -= time.monotonic() - started
         return one_line(ValueError(parser.get_error())) if parser.is_error() else parser
 
 

@@ -11,11 +11,10 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec.errors import InvalidValue, SpecError
@@ -37,21 +36,21 @@ class CompileSandbox:
         self._closing = False
         atexit.register(self.close)
 
-    def compile(self, name: str, request: dict[str, Any], timeout_s: float) -> None:
-        """Return once the child has compiled or refused the grammar of `request`.
+    def compile(self, name: str, request: dict[str, Any], limit_s: float) -> float:
+        """Return the seconds of a CPU in which the child has compiled or refused the grammar of `request`.
 
-        Raises InvalidValue if that takes longer than `timeout_s` or ends the child. The message says `name`.
+        Raises InvalidValue if it takes more than `limit_s` or ends the child. The message says `name`. They
+        are not seconds of a clock: a busy machine refuses the same grammars as an idle one.
         """
         with self._lock:
             if self._closing:
                 raise SpecError(f"the {name} was not compiled: this process ends")
             process = self._running_process()
-            started = time.monotonic()
-            if _answers(process, request, timeout_s):
-                return
-            late = time.monotonic() - started >= timeout_s
+            if taken := _answer(process, request | {"limit_s": limit_s}):
+                return float(taken)
+            late = process.wait() == -signal.SIGPROF
             self._end()
-        reason = f"takes more than {timeout_s:g} s to compile" if late else "is nested too deeply"
+        reason = f"takes more than {limit_s:g} s to compile" if late else "is nested too deeply"
         raise InvalidValue(f"the {name} {reason}: make it simpler")
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class CompileSandbox:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": path},
         )
-        if not _answers(self._process, {}, 30.0):  # for the child to import llguidance
+        if not _answer(self._process, {"limit_s": 0.0}):  # it could not import llguidance
             self._end()
             raise SpecError(f"{sys.executable} does not run {__name__}, which structured output needs")
         return self._process
@@ -101,16 +100,13 @@ class CompileSandbox:
 SANDBOX = CompileSandbox()  # the one of this process
 
 
-def _answers(process: subprocess.Popen[str], request: dict[str, Any], timeout_s: float) -> bool:
-    """Send a request. Return True if the process answers in time, False if it does not or has ended."""
+def _answer(process: subprocess.Popen[str], request: dict[str, Any]) -> str:
+    """Send a request. Return the answer, which is empty if the process ends or has ended."""
     assert process.stdin is not None and process.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-    except BrokenPipeError:
-        return False
-    # Not select(), which refuses descriptors above 1023, as those of many connections.
-    return bool(wait([process.stdout.fileno()], timeout_s)) and process.stdout.readline() != ""
+    return process.stdout.readline()
 
 
 def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -133,10 +129,10 @@ def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _serve() -> None:
-    """Compile the grammars on standard input, one JSON object a line. Answer each with a line.
+    """Compile the grammars on standard input, one JSON object a line. Answer each with the seconds it took.
 
-    An empty one asks whether the child runs. The answer is the same for a refused grammar: the parent
-    compiles it again and sees the refusal itself.
+    One without a grammar asks whether the child runs. The answer is the same for a refused grammar: the
+    parent compiles it again and sees the refusal itself.
     """
     from llguidance import LLTokenizer
 
@@ -147,12 +143,16 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         with contextlib.suppress(ValueError):
-            if request:
-                build_parser(request["kind"], request["source"], tokenizer(*request["tokenizer"]))
-        print("done", flush=True)
+            if "kind" in request:
+                text = tokenizer(*request["tokenizer"])
+                signal.setitimer(signal.ITIMER_PROF, request["limit_s"])  # then it ends this process
+                build_parser(request["kind"], request["source"], text)
+        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        print(request["limit_s"] - left, flush=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # although a program that starts this one ignores it
     threading.stack_size(2**22)  # half the stack of a server thread: the child overflows first
     thread = threading.Thread(target=_serve)
     thread.start()

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import resource
+import signal
+import threading
 from dataclasses import replace
 
 import jsonschema
@@ -316,6 +318,18 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
             "json_schema", json.dumps({"type": "string", "allOf": parts}), byte_text(), V, seconds=0.3
         )
     assert row(compiled("regex", "a").matcher([]), []) == {ord("a")}, "the next one starts anew"
+
+
+def test_a_grammar_that_waits_for_a_cpu_is_not_refused() -> None:
+    """The limit is of a CPU: the seconds of a busy machine, or of one that stood still, are not its own."""
+    assert row(compiled("regex", "b").matcher([]), []) == {ord("b")}
+    assert SANDBOX._process is not None
+    SANDBOX._process.send_signal(signal.SIGSTOP)
+    going_on = threading.Timer(0.3, SANDBOX._process.send_signal, [signal.SIGCONT])
+    going_on.start()
+    found = compile_grammar("regex", "c", byte_text(), V, seconds=0.1)
+    assert row(found.matcher([]), []) == {ord("c")}
+    going_on.join()
 
 
 def test_a_grammar_is_compiled_beside_many_connections() -> None:
