@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -40,7 +41,6 @@ from mlx_spec.types import CacheState, FeatureSpec
 
 BEAT_S = 1.0  # seconds between two signs of life
 SILENCE_S = 7.0  # without one a rank is lost; every rank is to end within 10 seconds
-LOSS_S = 0.5  # for a thread that listens to notice a lost rank, if that made an operation fail
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -140,7 +140,7 @@ class Ranks:
                 os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
             mx.eval(self.last_pass)  # the other ranks take part in it
         except Exception as error:
-            time.sleep(LOSS_S)
+            _await_loss()
             self.fail(f"rank {self.rank}: {one_line(error)}")
         self._has_ended = True
         self.send("end", status)
@@ -159,7 +159,7 @@ class Ranks:
         except SpecError:
             raise
         except BaseException as error:
-            time.sleep(LOSS_S)
+            _await_loss()
             self.fail(f"rank {self.rank} failed in a pass ({one_line(error)})")
 
     def number(self, owner: object) -> int:
@@ -235,7 +235,7 @@ class Ranks:
         """Receive from a rank, and notice its end."""
         reason, sibling = "its process ended", None
         try:
-            for line in peer.makefile("rb"):
+            for line in _lines(peer):
                 match json.loads(line):
                     case ["beat", parent, process]:
                         sibling = process if parent == self._parent else None
@@ -317,6 +317,34 @@ class RankTargetBatch(TargetBatch):
     prefill = _announced(TargetBatch.prefill)
     verify = _announced(TargetBatch.verify)
     commit = _announced(TargetBatch.commit)
+
+
+def _lines(peer: socket.socket) -> Iterator[bytes]:
+    """Yield what a rank sends until it ends. Raises TimeoutError if nothing comes for SILENCE_S.
+
+    Each beat without a word counts, not the clock: ranks that were stopped, as by Ctrl-Z, go on together.
+    """
+    events, rest, silence_s = select.poll(), b"", 0.0
+    events.register(peer, select.POLLIN)
+    while silence_s < SILENCE_S:
+        if not events.poll(1000 * BEAT_S):
+            silence_s += BEAT_S
+            continue
+        silence_s = 0.0
+        if not (received := peer.recv(2**16)):
+            return
+        *lines, rest = (rest + received).split(b"\n")
+        yield from lines
+    raise TimeoutError
+
+
+def _await_loss() -> None:
+    """Give the threads that listen a second to notice a lost rank: that may have made an operation fail.
+
+    It passes in pieces, because all threads of a process that was stopped go on at once.
+    """
+    for _ in range(20):
+        time.sleep(0.05)
 
 
 def _described(argument: mx.array | RankTarget) -> dict[str, int]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +26,7 @@ from mlx.utils import tree_flatten
 from support import rank_program, tiny
 from support.forked import start_python
 from support.rank_processes import launched as launched_by
-from support.waiting import wait_until
+from support.waiting import LIMIT, wait_until
 
 import mlx_spec
 from mlx_spec import demo
@@ -35,8 +39,6 @@ pytestmark = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no mx.distributed"
 )
 
-START_S = 60  # for imports on a busy machine
-END_S = 10  # from the loss of a rank to the end of the others
 SIZES = tiny.SIZES | tiny.EPS | {"vocab_size": 2816, "tie_word_embeddings": True, "rope_theta": 1e4}
 
 launched = partial(launched_by, start=start_python())
@@ -75,7 +77,7 @@ def program(target: str, drafter: str, *ahead: str) -> list[str]:
 
 def is_ready(address: str) -> bool:
     try:
-        return bool(urllib.request.urlopen(f"{address}/health").status == 200)
+        return bool(urllib.request.urlopen(f"{address}/health", timeout=LIMIT).status == 200)
     except urllib.error.HTTPError:  # 503 while it loads
         return False
 
@@ -85,9 +87,9 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def error_of(process: subprocess.Popen[str], within_s: float = END_S) -> str:
+def error_of(process: subprocess.Popen[str]) -> str:
     """Return what a process that ends with status 1 said: one line."""
-    _, text = process.communicate(timeout=within_s)
+    _, text = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
     lines = [line for line in text.splitlines() if line.startswith("mlx-spec: ")]
     assert len(lines) == 1, text
@@ -114,7 +116,7 @@ def test_another_drafter_on_rank_1_is_refused_on_both(tmp_path: Path, models: di
     commands = [program(models["llama"], models[drafter], "ahead") for drafter in ("draft", "tuned")]
     with launched(tmp_path, *commands) as ranks:
         for process in ranks:
-            assert "rank 1 has another config.json " in error_of(process, START_S)
+            assert "rank 1 has another config.json " in error_of(process)
 
 
 def test_text_is_that_of_one_process_until_a_rank_is_stopped(tmp_path: Path, models: dict[str, str]) -> None:
@@ -123,8 +125,25 @@ def test_text_is_that_of_one_process_until_a_rank_is_stopped(tmp_path: Path, mod
         said = json.loads(line_of(ranks[0]))
         ranks[1].send_signal(signal.SIGSTOP)
         assert "rank 1 was lost: nothing was heard of it for 3 s" in error_of(ranks[0])
-        assert ranks[1].wait(1) == -signal.SIGKILL  # mlx.launch would wait for it
+        assert ranks[1].wait(LIMIT) == -signal.SIGKILL  # mlx.launch would wait for it
+    assert module.SILENCE_S + module.BEAT_S < 10, "seconds in which every rank is to end"
     assert said == rank_program.generate(mlx_spec.load(models["qwen3"], "none"))
+
+
+@pytest.mark.parametrize(("beats", "is_lost"), [(6, False), (7, True)])
+def test_silence_is_counted_by_the_beats_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, beats: int, is_lost: bool
+) -> None:
+    """Ranks that were stopped together, as by Ctrl-Z, took each other for lost as they went on."""
+    silent = [[]] * beats
+    poll = SimpleNamespace(register=lambda *_: None, poll=lambda _: silent.pop() if silent else ["readable"])
+    monkeypatch.setattr(module, "select", SimpleNamespace(poll=lambda: poll, POLLIN=select.POLLIN))
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"[1]\n[2]\nan unfinished one")
+        there.shutdown(socket.SHUT_WR)
+        with pytest.raises(TimeoutError) if is_lost else nullcontext():
+            assert list(module._lines(here)) == [b"[1]", b"[2]"]
 
 
 BUSY = """
@@ -144,7 +163,7 @@ sys.exit(ranks.run(work))
 
 def test_a_rank_that_is_busy_when_rank_0_ends_ends_without_an_error(tmp_path: Path) -> None:
     with launched(tmp_path, ["-c", BUSY], ["-c", BUSY]) as ranks:
-        ended = [(*process.communicate(timeout=START_S), process.returncode) for process in ranks]
+        ended = [(*process.communicate(timeout=LIMIT), process.returncode) for process in ranks]
     assert ended == [("", "", 0)] * 2
 
 
@@ -153,7 +172,7 @@ def test_an_error_begins_a_line_of_its_own() -> None:
     use = "from mlx_spec.distributed import ranks"
     script = f"import os; {use}; os.write(2, b'ring'); ranks._end('rank 1 was lost')"
     process = start_python()([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    assert error_of(process, START_S) == "mlx-spec: rank 1 was lost"
+    assert error_of(process) == "mlx-spec: rank 1 was lost"
 
 
 @pytest.mark.parametrize("options", [[], ["--draft-rank", "1"]])
@@ -169,11 +188,11 @@ def test_the_server_streams_and_ends_all_ranks(
         request = urllib.request.Request(
             f"{address}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=START_S) as response:
+        with urllib.request.urlopen(request, timeout=LIMIT) as response:
             chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
         for process in ranks:
             process.send_signal(signal.SIGINT)  # Ctrl-C reaches all processes of a terminal
-        assert [process.wait(START_S) for process in ranks] == [0, 0]
+        assert [process.wait(LIMIT) for process in ranks] == [0, 0]
     pair = mlx_spec.load(models["llama"], "none")
     session = pair.session()
     expected = "".join(piece.text for piece in session.stream("Tell me more.", max_tokens=12))
@@ -184,7 +203,7 @@ def test_the_server_streams_and_ends_all_ranks(
 def test_a_fine_tune_on_one_rank_is_refused_on_both(tmp_path: Path, models: dict[str, str]) -> None:
     with launched(tmp_path, program(models["llama"], "none"), program(models["tuned"], "none")) as ranks:
         for process in ranks:
-            assert "rank 1 has another model.safetensors " in error_of(process, START_S)
+            assert "rank 1 has another model.safetensors " in error_of(process)
 
 
 def test_a_conversation_over_ranks_is_refused(

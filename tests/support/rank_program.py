@@ -32,7 +32,8 @@ def generate(pair: Pair) -> list[list[int]]:
 
 
 def main(target: str, drafter: str, *ahead: str) -> None:
-    module.SILENCE_S = float(os.environ.get("SILENCE_S", module.SILENCE_S))
+    patient_s = 120.0  # until the first text is there, however busy the machine is
+    silence_s, module.SILENCE_S = float(os.environ.get("SILENCE_S", patient_s)), patient_s
     ranks = module.join()
     assert ranks is not None
 
@@ -48,6 +49,7 @@ def main(target: str, drafter: str, *ahead: str) -> None:
                 raise AssertionError(f"{pair.vision} over several machines")
         while True:
             print(json.dumps(generate(pair)), flush=True)
+            module.SILENCE_S = silence_s
 
     sys.exit(ranks.run(run))
 
