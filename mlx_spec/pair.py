@@ -243,6 +243,10 @@ class Pair:
         copies from earlier answers with the same `key`, and this one is kept, unless it is None. Raises
         InvalidValue and PromptTooLong.
         """
+        if not isinstance(sampling, Sampling):
+            raise InvalidValue(f"sampling is {sampling!r}, it must be one Sampling")
+        if not isinstance(key, str | None):
+            raise InvalidValue(f"key is {key!r}, it must be a text, or None")
         prompt, ends = self._as_prompt(prompt_tokens), _as_tokens("stop", stop)
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)

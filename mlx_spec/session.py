@@ -312,6 +312,8 @@ class Session:
     ) -> None:
         if not tokenizer.chats:
             raise InvalidValue("this target has no chat template: use generate() with a prompt as tokens")
+        if not isinstance(system, str | None):
+            raise InvalidValue(f"the system prompt is {system!r}, it must be a text, or None")
         self._tokenizer = tokenizer
         self._sequence = sequence
         self._prepare = prepare

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.sampling.sampling import Sampling, check_integer
+from mlx_spec.sampling.sampling import Sampling, checked_integer
 
 from .arguments import Options
 
@@ -22,7 +22,7 @@ class AnswerSettings(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer("max_tokens", self.max_tokens, least=1)
+        checked_integer("max_tokens", self.max_tokens, least=1)
         if type(self.think) is not bool:
             raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 

@@ -61,8 +61,8 @@ class Batch:
         max_padding: int = 2**30,
         clock: Clock = time.perf_counter,
     ) -> None:
-        if max_running < 1:
-            raise InvalidValue(f"max_running is {max_running}, it must be 1 or more")
+        if not isinstance(max_running, int) or max_running < 1:
+            raise InvalidValue(f"max_running is {max_running}, it must be 1 or more, and an integer")
         self.target_batch = target_batch
         self.max_running = max_running  # sequences that have begun; waiting ones have no caches
         self._policies = policies

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import numbers
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,23 +53,33 @@ class Sampling:
     grammar: Grammar | None = None  # the grammar of answers; it stands above a ban by logit_bias
 
     def __post_init__(self) -> None:
+        bounds = {
+            **{name: (each.least, each.most) for name, each in FILTERS.items()},
+            "repetition_penalty": (0.01, 100),
+            "presence_penalty": (-2, 2),
+            "frequency_penalty": (-2, 2),
+        }
         if self.temperature != 0:
-            _check_number("temperature", self.temperature, 1e-4, 1e4, also="0 or ")
-        check_integer("top_k", self.top_k, least=0)
-        for name, each in FILTERS.items():
-            _check_number(name, vars(self)[name], each.least, each.most)
+            bounds["temperature"] = 1e-4, 1e4
+        checked: dict[str, object] = {}  # Python's own numbers and a copy of what is mutable
+        for name, (least, most) in bounds.items():
+            also = "0 or " if name == "temperature" else ""
+            checked[name] = _checked_number(name, vars(self)[name], least, most, also=also)
         if self.top_p == 0:
             raise InvalidValue("top_p=0 keeps no token: give a number above 0, up to 1")
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        checked |= {
+            name: checked_integer(name, vars(self)[name], least=0) for name in ("top_k", "min_tokens")
+        }
         if self.seed is not None:
-            check_integer("seed", self.seed)
-        check_integer("min_tokens", self.min_tokens, least=0)
-        for token in self.late_tokens:
-            check_integer("late_tokens token id", token, least=0)
+            checked["seed"] = checked_integer("seed", self.seed)
+        late = (checked_integer("late_tokens token id", token, least=0) for token in self.late_tokens)
+        checked["late_tokens"] = frozenset(late)
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+            checked["logit_bias"] = _checked_bias(self.logit_bias)
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidValue(f"grammar={self.grammar!r} is not allowed: give what compile_grammar returns")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def sampler(self, prompt_length: int, vocab_size: int) -> Greedy:
         """Return the sampler of one generation, whose history starts with `prompt_length` prompt tokens."""
@@ -326,24 +337,36 @@ def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array 
 
 def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
     """Return a read-only copy. Raises InvalidValue for an id or value out of range."""
+    if not isinstance(bias, Mapping):
+        raise InvalidValue(f"logit_bias={bias!r} is not allowed: give a mapping from token ids to numbers")
+    most = 1e9  # It stays finite in float32 when it is divided by the lowest temperature.
+    checked = dict[int, float]()
     for token, value in bias.items():
-        check_integer("logit_bias token id", token, least=0)
+        key = checked_integer("logit_bias token id", token, least=0)
         if value != -math.inf:
-            most = 1e9  # It stays finite in float32 when it is divided by the lowest temperature.
-            _check_number(f"logit_bias of token {token}", value, -most, most, also="-inf or ")
-    return MappingProxyType(dict(bias))
+            value = _checked_number(f"logit_bias of token {token}", value, -most, most, also="-inf or ")
+        checked[key] = value
+    return MappingProxyType(checked)
 
 
-def _check_number(name: str, value: float, least: float, most: float, *, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+def _checked_number(name: str, value: float, least: float, most: float, *, also: str = "") -> float:
+    """Return a number, such as one of NumPy, as a float. Raises InvalidValue outside the bounds."""
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        number = math.inf
+    if not least <= number <= most:
         raise InvalidValue(f"{name}={value!r} is not allowed: give {also}a number from {least:g} to {most:g}")
+    return number
 
 
-def check_integer(name: str, value: int, least: int | None = None) -> None:
-    """Raise InvalidValue unless the value is an integer, and at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+def checked_integer(name: str, value: int, least: int | None = None) -> int:
+    """Return an integer, such as one of NumPy, as an int. Raises InvalidValue if it is below `least`."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise InvalidValue(f"{name}={value!r} is not allowed: give an integer{bound}")
+    return int(value)
 
 
 GREEDY = Sampling()  # the likeliest token, always

@@ -36,6 +36,8 @@ def prepared(parts: Sequence[Part], vision: Vision | NoVision) -> list[dict[str,
     Whoever keeps a conversation keeps these: a picture is decoded and resized once.
     """
     found = []
+    if not isinstance(parts, Sequence):
+        raise InvalidValue(f"a message is {parts!r}, it must be a text or a list of parts")
     for part in parts:
         match part:
             case {"type": "text", "text": str()} | {"type": "image", "image": Picture()}:

@@ -203,6 +203,19 @@ def test_refusals_come_before_the_first_round(
     assert "\n" not in str(caught.value)
 
 
+def test_texts_of_another_type_are_refused() -> None:
+    pair = make_pair("full")
+    for system in (5, ["Be brief."], b"Be brief."):
+        with pytest.raises(InvalidValue, match=r"the system prompt is .*, it must be a text"):
+            pair.session(system)
+    session = pair.session()
+    for message in (None, 5, {"type": "text", "text": "Hi"}):
+        with pytest.raises(InvalidValue, match=r"a message is .*, it must be a text or a list of parts"):
+            session.stream(message, max_tokens=5)
+    with pytest.raises(InvalidValue, match="key is 5, it must be a text"):
+        pair.generate([1], max_tokens=5, key=5)
+
+
 def test_stop_strings_are_no_stop_tokens() -> None:
     """They were ignored."""
     for stop in (["\n"], "end"):

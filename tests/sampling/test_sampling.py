@@ -275,7 +275,7 @@ def test_noise_is_finite_and_fine_where_it_matters(monkeypatch: pytest.MonkeyPat
 
 
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [-0.1, 1e-5, math.nan, math.inf, "hot"],
+    "temperature": [-0.1, 1e-5, math.nan, math.inf, 10**400, "hot"],
     "top_k": [-1, 2.5, True],
     "top_p": [0, 1.01, math.nan],
     "min_p": [-0.1, 1.5],
@@ -283,7 +283,8 @@ REFUSED: dict[str, list[Any]] = {
     "frequency_penalty": [-math.inf],
     "seed": [1.5, "one"],
     "late_tokens": [[-1]],
-    "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: 1e10}],
+    "logit_bias": [{-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: 1e10}, [1]],
+    "grammar": ["json"],
 }
 
 
@@ -301,6 +302,15 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
         else [value]
     )
     assert any(repr(part) in message for part in shown)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    theirs = {"temperature": np.float32(0.5), "top_k": np.int64(3), "seed": np.uint8(7)}
+    bias = {np.int32(1): np.float16(0.5)}
+    found = Sampling(**theirs, logit_bias=bias, late_tokens=frozenset({np.int64(2)}))
+    assert found == Sampling(0.5, 3, seed=7, logit_bias={1: 0.5}, late_tokens=frozenset({2}))
+    values = [found.temperature, found.top_k, found.seed, *found.late_tokens, *(found.logit_bias or {})]
+    assert {type(value) for value in values} == {float, int}
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
