@@ -29,10 +29,11 @@ from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.hub.catalog import PairSpec
 
 from .menubar import server_process
-from .menubar.server_process import Address, candidates, get_json, health, last_words
+from .menubar.server_process import Address, get_json, health, last_words
 from .server.settings import Settings
 
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
+ANSWER_S = 30.0  # for a server to say how it is: it may be busy
 PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
 
 Name = Literal["codex", "claude", "opencode", "qwen"]
@@ -225,9 +226,9 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
 def _server(options: Options) -> Iterator[tuple[Address, bool]]:
     """Yield where a server is ready, and True if it was started for this run."""
     address, target = options.address, options.target
-    runs = health(address) is not None
+    runs = health(address, ANSWER_S) is not None
     if runs and (target is None or _served_name(target) in _models(address, options.api_key)):
-        _wait_ready(address, None)
+        _wait_ready(address)
         yield address, False
         return
     if target is not None and options.print:
@@ -240,14 +241,14 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
             f"no mlx-spec server at {address.url}: start one with `mlx-spec serve --target REPO`, "
             "or let --target REPO start one for this run"
         )
-    address = candidates(Address(Settings.host, 0))[0]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = server_process.launch((), PairSpec(target, options.drafter), address.port, log)
+        process = server_process.launch((), PairSpec(target, options.drafter), 0, log)
         try:
             tell(f"loading {target} ...")
+            address = _announced(process, log)
             _wait_ready(address, process, log)
             yield address, True
         finally:
@@ -256,7 +257,9 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
 
 def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
     """Return what a server says of its models, by their names."""
-    return {row["id"]: row for row in get_json(address, "/v1/models", key).get("data") or []}
+    return {
+        row["id"]: row for row in get_json(address, "/v1/models", key, patience_s=ANSWER_S).get("data") or []
+    }
 
 
 def _served_name(target: str) -> str:
@@ -264,9 +267,22 @@ def _served_name(target: str) -> str:
     return typed_path(target).name or target
 
 
-def _wait_ready(address: Address, process: subprocess.Popen[bytes] | None, log: Path | None = None) -> None:
+def _announced(process: subprocess.Popen[bytes], log: Path) -> Address:
+    """Return where a server listens once it says so. Raises NotFound if it ends before."""
+    while True:
+        has_ended = process.poll() is not None  # before the log is read, which is then complete
+        if found := re.search(r"  page  http://(.+):(\d+)\n", log.read_text(errors="replace")):
+            return Address(found[1], int(found[2]))
+        if has_ended:
+            raise NotFound(last_words(log) or "the server could not start: its log says nothing")
+        time.sleep(0.05)
+
+
+def _wait_ready(
+    address: Address, process: subprocess.Popen[bytes] | None = None, log: Path | None = None
+) -> None:
     """Wait until a server has loaded its model. Raises NotFound if it ends, or cannot load it."""
-    while (status := health(address)) != "ok":
+    while (status := health(address, ANSWER_S)) != "ok":
         ended = process.poll() is not None if process is not None else status in (None, "failed", "draining")
         if ended:
             words = last_words(log) if log is not None else None

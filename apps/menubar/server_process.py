@@ -43,9 +43,9 @@ class Address:
         return f"http://{host}:{self.port}"
 
 
-def health(address: Address) -> str | None:
-    """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers."""
-    found = get_json(address, "/health")
+def health(address: Address, patience_s: float) -> str | None:
+    """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers in time."""
+    found = get_json(address, "/health", patience_s=patience_s)
     status = found.get("status")
     service = "mlx_spec"  # the name by which /health tells our servers from others
     return status if found.get("service") == service and isinstance(status, str) else None
@@ -68,13 +68,14 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
     return changes
 
 
-def get_json(address: Address, path: str, key: str | None = None) -> dict[str, Any]:
-    """Return the JSON object at a path; an empty one if the server does not answer as ours do."""
+def get_json(
+    address: Address, path: str, key: str | None = None, *, patience_s: float = 2.0
+) -> dict[str, Any]:
+    """Return the JSON object at a path; an empty one if the server does not answer in time, as ours do."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     place = address.connect_host, address.port
     try:  # http.client uses no proxy
-        # A server that takes longer counts as silent.
-        with contextlib.closing(http.client.HTTPConnection(*place, timeout=2.0)) as connection:
+        with contextlib.closing(http.client.HTTPConnection(*place, timeout=patience_s)) as connection:
             connection.request("GET", path, headers=headers)
             found = json.loads(connection.getresponse().read(4 * 2**20))
     except (OSError, http.client.HTTPException, ValueError, OverflowError):  # the last: no such port
@@ -117,6 +118,8 @@ class ServerProcess:
 
     FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
     STABLE_S = 60.0  # of answering, after which a crash counts as the first
+    SILENCE_S = 2.0  # after which a server that should answer is shown as silent
+    PATIENCE_S = 10.0  # for a server at the wanted port to answer; then it is another program's
 
     def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
@@ -133,7 +136,7 @@ class ServerProcess:
             return
         self._selection, self._retry_at, self._ready_at = selection, None, None
         wanted = self._wanted.address
-        if wanted.port != 0 and health(wanted) is not None:
+        if wanted.port != 0 and health(wanted, self.PATIENCE_S) is not None:
             self._watch(wanted, own=False)
             return
         if (address := next(filter(is_free, candidates(wanted)), None)) is None:
@@ -202,8 +205,8 @@ class ServerProcess:
         self._update(phase=phase, **forgotten | changes)
 
     def _poll(self, address: Address) -> None:
-        status = health(address)
-        if status is None and self._process is None:
+        status = health(address, self.SILENCE_S)
+        if status is None and self._process is None and is_free(address):
             self._address = None
             self._show(Phase.STOPPED)
         elif status is None:

@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from support.endpoint import DEMO, Stub, listening
 
 from mlx_spec import demo
 from mlx_spec.apps import launch
+from mlx_spec.apps.menubar import server_process
 from mlx_spec.apps.server.models import ModelCard
 from mlx_spec.apps.server.settings import Settings
 
@@ -165,6 +167,15 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: An
 def test_a_server_lives_as_long_as_the_agent(
     agents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its port is its own choice: one that was found free is taken before the server listens."""
+    really, taken = server_process.launch, list[socket.socket]()
+
+    def start(options: Any, selection: Any, port: int, log: Path) -> subprocess.Popen[bytes]:
+        if port:
+            taken.append(socket.create_server(("127.0.0.1", port)))  # as a connection of another program may
+        return really(options, selection, port, log)
+
+    monkeypatch.setattr(server_process, "launch", start)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     target = Path(shutil.copytree(demo.TARGET, tmp_path / "big"))
     edit_config(target, lambda config: config["text_config"].update(max_position_embeddings=65_536))
@@ -184,7 +195,7 @@ def test_the_last_words_of_a_server_that_does_not_start(
         log.write_text("mlx-spec: loading it\nmlx-spec: it holds no weights\nand more\n")
         return subprocess.Popen([sys.executable, "-S", "-c", ""])
 
-    monkeypatch.setattr(launch.server_process, "launch", start)
+    monkeypatch.setattr(server_process, "launch", start)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert launch.main(["claude", "--url", "http://127.0.0.1:1", "--target", "big"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "mlx-spec: it holds no weights"

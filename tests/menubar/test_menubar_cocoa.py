@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT
 
 from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, menu
 
-LIMIT = 10  # seconds
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
 ALLOWED = {
     "NSApplication": "sharedApplication setActivationPolicy_ run stop_ postEvent_atStart_",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ HOST = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "SHUTDOWN_S", 20.0)
-    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0}
+    times = {"FIRST_RETRY_S": 0.1, "LONGEST_RETRY_S": 0.3, "STABLE_S": 600.0, "PATIENCE_S": LIMIT}
     for name, seconds in times.items():
         monkeypatch.setattr(server_process.ServerProcess, name, seconds)
     for name in ("IDLE_POLL_S", "BUSY_POLL_S"):
@@ -100,11 +101,22 @@ def port() -> int:
             return found
 
 
+class Refusal(BaseHTTPRequestHandler):
+    """Answers no method."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @pytest.fixture
 def stranger(port: int) -> Iterator[int]:
     """A port where another program listens."""
-    with socket.create_server((HOST, port)):
+    with HTTPServer((HOST, port), Refusal) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
         yield port
+        server.shutdown()
+        thread.join()
 
 
 STAND_IN = """
@@ -162,7 +174,8 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
     one = watched(port)
     one.server.start(PairSpec("demo", "none"))
     one.reach(Phase.RUNNING)
-    assert one.state.url == f"http://{HOST}:{port}" and one.state.names == ("demo",)
+    assert one.state.url == f"http://{HOST}:{port}"
+    one.until(lambda: one.state.names == ("demo",))  # another request says so, which may be late
     ask(port)
     one.until(lambda: one.state.figures.tokens_per_second is not None)
     assert one.state.figures.memory_bytes > 0
@@ -208,17 +221,22 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
     command = [sys.executable, "-m", "mlx_spec", "serve", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until(lambda: health(Address(HOST, port)))
+            wait_until(lambda: health(Address(HOST, port), LIMIT))
             one = watched(port)
             one.server.start(PairSpec("demo", "none"))
             one.reach(Phase.RUNNING)
             assert not one.state.own
+            one.server.SILENCE_S = 0.2
+            process.send_signal(signal.SIGSTOP)
+            one.reach(Phase.SILENT)
+            process.send_signal(signal.SIGCONT)
+            one.reach(Phase.RUNNING)  # it was busy: nothing was given up
             one.server.stop()
             assert process.poll() is None and one.state.phase is Phase.STOPPED
             one.server.start(None)
             one.reach(Phase.RUNNING)
         finally:
-            process.terminate()
+            process.kill()
     one.reach(Phase.STOPPED)
 
 
@@ -239,7 +257,7 @@ def test_an_address_of_another_machine_is_not_called_taken(port):
 @pytest.mark.parametrize("number", [8080, 0])
 def test_no_free_port_is_shown(watched, monkeypatch, number):
     monkeypatch.setattr(server_process, "is_free", lambda address: False)
-    monkeypatch.setattr(server_process, "health", lambda address: None)
+    monkeypatch.setattr(server_process, "health", lambda address, patience_s: None)
     one = watched(number)
     one.server.start(None)
     assert one.state.phase is Phase.FAILED and "--port" in one.state.problem
