@@ -83,6 +83,12 @@ class Sampling:
 
     def sampler(self, prompt_length: int, vocab_size: int) -> Greedy:
         """Return the sampler of one generation, whose history starts with `prompt_length` prompt tokens."""
+        banned = {token for token, value in (self.logit_bias or {}).items() if value == -math.inf}
+        banned |= self.late_tokens if self.min_tokens else frozenset()
+        if self.grammar is None and len(banned) >= vocab_size and banned.issuperset(range(vocab_size)):
+            raise InvalidValue(
+                f"logit_bias and late_tokens ban all {vocab_size} tokens of the model: leave one that may follow"
+            )
         processor = LogitsProcessor(self, prompt_length, vocab_size)
         if self.temperature == 0:
             return Greedy(processor)

@@ -16,6 +16,7 @@ import pytest
 from mlx_lm.sample_utils import make_repetition_penalty
 from support import chi_square
 from support.exact_distribution import reference
+from support.grammars import compiled
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Greedy, LogitsProcessor, Sampling, Seeded, Unseeded
@@ -318,3 +319,13 @@ def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     assert sampling.sampler(1, V + 1)
     with pytest.raises(InvalidValue, match=f"token id {V}.*{V - 1}"):
         sampling.sampler(1, V)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"logit_bias": dict.fromkeys(range(1, V), -math.inf), "late_tokens": {0}, "min_tokens": 1}]
+)
+def test_a_ban_of_all_tokens_is_refused(fields: dict[str, Any]) -> None:
+    sampling = Sampling(**{"logit_bias": dict.fromkeys(range(V), -math.inf), **fields})
+    with pytest.raises(InvalidValue, match=f"ban all {V} tokens"):
+        sampling.sampler(1, V)
+    assert dataclasses.replace(sampling, grammar=compiled("regex", "a")).sampler(1, V)
