@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import shortened
-from mlx_spec.drafters.checkpoint import KEY, Conventions, required
+from mlx_spec.drafters.checkpoint import KEY, Conventions, number_of, required
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
@@ -265,6 +265,11 @@ def size(config: Config, key: str, title: str) -> int:
     return required(config, key, int, f"config.json of {title}")
 
 
+def number(config: Config, key: str, title: str, *, absent: int | None = None) -> int:
+    """Return how many layers or tokens `config[key]` says, or `absent`. Raises BadCheckpoint for too many."""
+    return number_of(config, key, f"config.json of {title}", absent=absent)
+
+
 def target_size(target: Config, key: str) -> int:
     """Return a size of the target. Raises BadCheckpoint if its config.json lacks it."""
     return required(text_config(target), key, int, "the target's config.json")
@@ -365,7 +370,7 @@ def finish_layers(
     """
     layer = config["layer_config"]
     parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()
-    layers = range(int(layer.get("num_hidden_layers") or 1))
+    layers = range(number(layer, "num_hidden_layers", source.title, absent=1))
     names = {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
     shape = LayerConfig.from_dict(config, names, target)
     return finish(source, network(shape), config, all_but("fc.weight", *kept), notes)

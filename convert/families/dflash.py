@@ -161,22 +161,22 @@ def _convert(
         Conventions(hidden="layers", capture=capture, shift=shift, rope="own"),
         target,
         layer_config=layer,
-        causal=_causal(layer, special),
+        causal=_causal(title, layer, special),
         draft_vocab_size=sizes["draft_vocab_size"],
-        block_size=common.size(special, "block_size", title),
+        block_size=common.number(special, "block_size", title),
         mask_token_id=mask,
         **fields,
     )
     return common.finish_layers(source, network, written, target, (note, *notes), exact)
 
 
-def _causal(layer: Config, special: Config) -> list[bool]:
+def _causal(title: str, layer: Config, special: Config) -> list[bool]:
     """Return of each layer if a row of the block sees nothing of the block behind it.
 
     `is_causal` (z-lab) and `causal` hold for all layers. Else sliding layers are causal in z-lab's form, and
     in speculators' if `sliding_window_non_causal` says so: without that key they are older, and are not.
     """
-    kinds = layer.get("layer_types") or [FULL] * int(layer.get("num_hidden_layers") or 0)
+    kinds = layer.get("layer_types") or [FULL] * common.number(layer, "num_hidden_layers", title)
     told = next((special[key] for key in ("is_causal", "causal") if special.get(key) is not None), None)
     non_causal = special.get("sliding_window_non_causal", "speculators_model_type" in special)
     return [bool(told) if told is not None else kind == SLIDING and not non_causal for kind in kinds]

@@ -86,6 +86,8 @@ def _stack_experts(source: PublishedTensors, count: int) -> None:
         source.refuse_missing(set(fused) - tensors.keys(), len(source.names))
         stacked = [*mx.split(tensors.pop(fused[0]), 2, axis=-2), tensors.pop(fused[1])]
     elif any(name.startswith(f"{mlp}experts.") for name in tensors):
+        if count > len(tensors):
+            raise ValueError(f"{count} experts")
         names = [[f"{mlp}experts.{i}.{part}.weight" for i in range(count)] for part in parts]
         missing = {name for group in names for name in group} - tensors.keys()
         source.refuse_missing(missing, len(source.names))

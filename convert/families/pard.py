@@ -41,6 +41,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
     written = common.config_of("pard", conventions, target, layer_config=layer, mask_token_id=mask)
+    common.number(layer, "num_hidden_layers", title)
     try:
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:

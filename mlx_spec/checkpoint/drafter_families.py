@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_spec.checkpoint.config import integer
 from mlx_spec.checkpoint.families import Config, TargetShape
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.weights import target_shape
 from mlx_spec.errors import BadCheckpoint
@@ -38,8 +39,14 @@ class DrafterFamily:
         return _function("drafters", self.opener)(*arguments)
 
     def convert(self, *arguments: Any) -> Any:
-        """Call the converter."""
-        return _function("convert.families", self.converter)(*arguments)
+        """Call the converter. Raises BadCheckpoint also for what it cannot compute with."""
+        try:
+            return _function("convert.families", self.converter)(*arguments)
+        except LOADING_ERRORS as error:  # a value or a tensor of another form than its family has
+            raise BadCheckpoint(
+                f"this is not a drafter of the kind {self.kind} ({one_line(error)}): its config.json or its "
+                "weights have another form; take a complete checkpoint"
+            ) from error
 
     def is_inside(self, config: Config, tensors: Collection[str]) -> bool:
         """Return True if a target's checkpoint holds such a drafter."""
@@ -149,6 +156,12 @@ def _first(sizes: object) -> int | None:
     """Return the first of sizes such as "4096.4096"."""
     found = re.match(r"\d+", str(sizes))
     return int(found[0]) if found else None
+
+
+def _projector(config: Config) -> str:
+    """Return the projector that the config of a DFlash names, in lower case; "" for none."""
+    nested = config.get("dflash_config")
+    return str(nested.get("projector_type")).lower() if isinstance(nested, Mapping) else ""
 
 
 # --- the table, in this order: a P-EAGLE is an EAGLE-3 with more in it
@@ -297,8 +310,7 @@ UNSUPPORTED: tuple[tuple[str, Recognizer, str], ...] = (
     (
         "Domino",
         lambda words, config, tensors: (
-            "domino" in words + str((config.get("dflash_config") or {}).get("projector_type")).lower()
-            or any("prefix_gru." in name for name in tensors)
+            "domino" in words + _projector(config) or any("prefix_gru." in name for name in tensors)
         ),
         FEW,
     ),

@@ -71,6 +71,19 @@ def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str)
     return value
 
 
+def number_of(
+    config: Mapping[str, Any], key: str, where: str, *, absent: int | None = None, most: int = 1024
+) -> int:
+    """Return `config[key]`, how many layers, heads or tokens there are; `absent` if it does not say.
+
+    Raises BadCheckpoint for more than `most`: no drafter has them, and to build them would take all memory.
+    """
+    found = required({key: config.get(key) or absent}, key, int, where)
+    if not 1 <= found <= most:
+        raise BadCheckpoint(f"{where} has {key!r} = {found}, which must be from 1 to {most}: {AGAIN}")
+    return found
+
+
 def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
     """Raise Mismatch unless the drafter was made for a target of these sizes."""
     made_for = required(config, "target", dict, CONFIG)

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import text_config
-from mlx_spec.drafters.checkpoint import CONFIG, mask_token, required
+from mlx_spec.drafters.checkpoint import CONFIG, mask_token, number_of, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
 from mlx_spec.drafters.layers import (
@@ -62,17 +62,17 @@ class View:
 def views(config: LayerConfig) -> list[View]:
     """Return the view of each layer. Raises BadCheckpoint."""
     layer: dict[str, Any] = config.written["layer_config"]
-    count = required(layer, "num_hidden_layers", int, LAYER_CONFIG)
+    depth = number_of(layer, "num_hidden_layers", LAYER_CONFIG)
     kinds, causal = (
-        layer.get("layer_types") or [FULL] * count,
+        layer.get("layer_types") or [FULL] * depth,
         required(config.written, "causal", list, CONFIG),
     )
-    if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
+    if len(kinds) != depth or set(kinds) - {SLIDING, FULL}:
         raise BadCheckpoint(
-            f"{LAYER_CONFIG} has layer_types {kinds} for {count} layers, known are {SLIDING!r} and {FULL!r}"
+            f"{LAYER_CONFIG} has layer_types {kinds} for {depth} layers, known are {SLIDING!r} and {FULL!r}"
         )
-    if len(causal) != count:
-        raise BadCheckpoint(f"{CONFIG} has causal {causal} for {count} layers: convert it again")
+    if len(causal) != depth:
+        raise BadCheckpoint(f"{CONFIG} has causal {causal} for {depth} layers: convert it again")
     bounded = layer.get("use_sliding_window") is not False
     return [
         View(required(layer, "sliding_window", int, LAYER_CONFIG) if kind == SLIDING and bounded else None, c)
@@ -187,7 +187,7 @@ def block_source(
         raise BadCheckpoint(
             f"{CONFIG} has {key} {config[key]!r}, the target {cap!r}: only the target's is supported"
         )
-    masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", int, CONFIG) - 1)
+    masks = [mask_token(config, sizes.vocab_size)] * (number_of(config, "block_size", CONFIG) - 1)
     needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
     return network_source(config["model_type"], network, needs, sizes.vocab_size, DFlash, masks, shift)
 

@@ -16,10 +16,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, required
+from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, number_of, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
-from mlx_spec.drafters.layers import DrafterAttention, DrafterLayer, LayerConfig, add_tables, load_layers
+from mlx_spec.drafters.layers import (
+    LAYER_CONFIG,
+    DrafterAttention,
+    DrafterLayer,
+    LayerConfig,
+    add_tables,
+    load_layers,
+)
 from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 
@@ -29,20 +36,20 @@ class Eagle3Network(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width, eps, written = config.hidden_size, config.rms_norm_eps, config.written
-        count, theirs = len(config.conventions.capture), required(written, "target_hidden_size", int, CONFIG)
-        depth = written["layer_config"].get("num_hidden_layers") or 1
+        inputs, theirs = len(config.conventions.capture), required(written, "target_hidden_size", int, CONFIG)
+        depth = number_of(written["layer_config"], "num_hidden_layers", LAYER_CONFIG, absent=1)
         self._post_norm = config.conventions.chain == POST_NORM
-        self.fc = nn.Linear(count * theirs, width, bias=False)
+        self.fc = nn.Linear(inputs * theirs, width, bias=False)
         if required(written, "norm_before_fc", bool, CONFIG):
-            self.input_norm = nn.RMSNorm(count * theirs, eps=eps)
+            self.input_norm = nn.RMSNorm(inputs * theirs, eps=eps)
         if required(written, "fc_norm", bool, CONFIG):
-            self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(count)]
+            self.fc_norm = [nn.RMSNorm(theirs, eps=eps) for _ in range(inputs)]
         first = _FirstLayer(config, _Attention(config, 2 * width, "layers.0.self_attn"))
         others = (_Attention(config, width, "layers.1.self_attn") for _ in range(1, depth))
         self.layers = [first, *(DrafterLayer(config, attention) for attention in others)]
         self.norm = nn.RMSNorm(width, eps=eps)
         if "mask_token_id" in written:  # P-EAGLE: the feature of rows whose token is not known
-            self.mask_hidden = mx.zeros(count * theirs)
+            self.mask_hidden = mx.zeros(inputs * theirs)
         add_tables(self, config.tensors, width, config.vocab_size, config.draft_vocab_size)
 
     def fuse(self, features: mx.array) -> mx.array:

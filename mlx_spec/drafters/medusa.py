@@ -23,8 +23,8 @@ from mlx_spec.drafters.checkpoint import (
     Conventions,
     check_target,
     load_weights,
+    number_of,
     read_tensors,
-    required,
 )
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
@@ -173,7 +173,7 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
             f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(known)}"
         )
     check_target(config, target_config)
-    heads, blocks = (required(config, key, int, CONFIG) for key in ("num_heads", "num_layers"))
+    heads, blocks = (number_of(config, key, CONFIG) for key in ("num_heads", "num_layers"))
     target, biased = config["target"], "heads.0.layers.0.bias" in read_tensors(path)
     network = MedusaNetwork(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
     load_weights(network, path)

@@ -24,6 +24,7 @@ from mlx_spec.drafters.checkpoint import (
     Conventions,
     check_target,
     load_weights,
+    number_of,
     required,
 )
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
@@ -50,11 +51,11 @@ class SpeculatorSizes:
         """Read config.json of a converted drafter. Raises BadCheckpoint."""
         target = required(config, "target", dict, CONFIG)
         sizes = {key: required(target, key, int, CONFIG) for key in ("hidden_size", "vocab_size")}
-        sizes |= {key: required(config, key, int, CONFIG) for key in ("inner_size", "steps")}
+        sizes |= {"inner_size": required(config, "inner_size", int, CONFIG)}
         if min(sizes.values()) < 1:
             raise BadCheckpoint(f"{CONFIG} has sizes {sizes}, which must be positive")
         tied, scaled = (required(config, key, bool, CONFIG) for key in ("tied", "scaled"))
-        return cls(**sizes, tied=tied, scaled=scaled)
+        return cls(**sizes, steps=number_of(config, "steps", CONFIG), tied=tied, scaled=scaled)
 
 
 class MLPSpeculatorNetwork(nn.Module):

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, read_checkpoint
-from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, shortened
+from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
 from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint
@@ -37,6 +37,15 @@ def read_model(
     checkpoint = read_checkpoint(folder)
     checkpoint.check_quantizer()
     given = checkpoint.changes if config is None else dict(config)
+    keys = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+    layers = integer(text_config({**checkpoint.config, **given}), *keys)
+    if layers and layers > (
+        tensors := len(checkpoint.headers.tensors)
+    ):  # to build them would take all memory
+        raise BadCheckpoint(
+            f"config.json of {folder} has {layers} layers, its weights are {tensors} tensors: they belong to "
+            f"different models; {AGAIN}"
+        )
     try:
         with _searchable(checkpoint) as place:
             model, found = load_model(place, lazy=lazy, model_config=given, get_model_classes=classes)

@@ -87,7 +87,7 @@ class Sampling:
         banned |= self.late_tokens if self.min_tokens else frozenset()
         if self.grammar is None and len(banned) >= vocab_size and banned.issuperset(range(vocab_size)):
             raise InvalidValue(
-                f"logit_bias and late_tokens ban all {vocab_size} tokens of the model: leave one that may follow"
+                f"logit_bias and late_tokens ban all {vocab_size} tokens of the model: leave one of them"
             )
         processor = LogitsProcessor(self, prompt_length, vocab_size)
         if self.temperature == 0:

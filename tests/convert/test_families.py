@@ -494,6 +494,42 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         lambda: with_config(synthetic.mlp_speculator(), tie_weights=True),
         "the MLP speculator has speculator.emb.1.weight, which config.json says is tied, and it differs",
     ),
+    **{
+        f"{key} of another type in {name}": (
+            lambda make=make, changes={key: value}: with_config(make(), **changes),
+            f"this is not a drafter of the kind {kind} (",
+        )
+        for name, kind, make, key, value in (
+            ("eagle3", "EAGLE-3", synthetic.eagle3, LAYER_IDS, 7),
+            ("eagle3", "EAGLE-3", synthetic.eagle3, "draft_vocab_size", "relu"),
+            ("eagle3", "EAGLE-3", synthetic.eagle3, "num_key_value_heads", [1]),
+            ("peagle", "P-EAGLE", synthetic.peagle, "eagle_config", 1),
+            ("dflash", "DFlash", synthetic.dflash, "rope_theta", "relu"),
+            ("dflash", "DFlash", synthetic.dflash, "dflash_config", [[1]]),
+            ("dspark", "DSpark", synthetic.dspark, "dspark_config", 7),
+        )
+    },
+    "a scalar for a matrix of a gate": (
+        lambda: synthetic.lstm_speculator().changed(output_proj__0__weight=mx.array(1.0)),
+        "this is not a drafter of the kind MLP speculator (",
+    ),
+    **{  # to build them would take all memory
+        f"{key} of {name} beyond all bounds": (
+            lambda make=make, changes={key: 10**9}: with_config(make(), **changes),
+            f"has '{key}' = 1000000000, which must be from 1 to 1024",
+        )
+        for name, make, key in (
+            ("eagle3", synthetic.eagle3, "num_hidden_layers"),
+            ("dflash", synthetic.dflash, "num_hidden_layers"),
+            ("dflash", synthetic.dflash, "block_size"),
+            ("pard", synthetic.pard, "num_hidden_layers"),
+            ("mlp_speculator", synthetic.mlp_speculator, "n_predict"),
+        )
+    },
+    "experts beyond all bounds": (
+        lambda: with_config(synthetic.native("qwen3_next"), num_experts=10**9),
+        "has other tensors than its config.json says (1000000000 experts)",
+    ),
     "sliding layers of a Gemma 4 backbone": (
         lambda: with_config(synthetic.gemma4_dspark(), layer_types=["sliding_attention"] * 2),
         "the Gemma 4 DSpark drafter has sliding layers: only full attention is supported",

@@ -200,6 +200,10 @@ def test_missing_path(tmp_path: Path) -> None:
         ('{"model_type": "olmo"}', "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
         ('{"model_type": "llama", "text_config": []}', "has a text_config that is not an object"),
         ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
+            "has 1000000000 layers, its weights are",
+        ),
     ],
 )
 def test_config(target: Path, content: str, message: str) -> None:

@@ -254,7 +254,11 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         for family, wrong in (("pard", -1), ("peagle", 10**9), ("dflash", 256))
     ),
     ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
-    ("mlp_speculator", {"steps": 0}, BadCheckpoint, "must be positive"),
+    *(
+        (family, {key: wrong}, BadCheckpoint, f"has '{key}' = {wrong}, which must be from 1 to 1024")
+        for family, key in (("mlp_speculator", "steps"), ("dflash", "block_size"), ("medusa", "num_layers"))
+        for wrong in (-1, 10**9)  # to build so many would take all memory
+    ),
     ("mlp_speculator", {"scaled": None}, BadCheckpoint, "has no 'scaled'"),
     ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
     ("dflash", {"causal": [True]}, BadCheckpoint, "for 2 layers: convert it again"),
