@@ -21,12 +21,12 @@ import mlx.core as mx
 from mlx_spec import __version__
 from mlx_spec.checkpoint.config import read_config, text_config
 from mlx_spec.checkpoint.files import (
+    check_new,
     check_space,
     human_bytes,
     locked,
     new_folder,
     read_object,
-    refuse_existing,
     sha256,
     typed_path,
     write_atomically,
@@ -68,7 +68,7 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
     Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
     """
     out = typed_path(options.out).absolute()
-    refuse_existing(out)
+    check_new(out)
     work = out.with_name(out.name + WORK)
     written = own_prompts(options.prompts or ())
     pair = load(options.target, NONE)
@@ -76,7 +76,7 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
         work / "answers", options.answers, options.answer_tokens, options.seed, _fitting(written, pair)
     )
     network, config = _network(pair, options)
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(exist_ok=True)
     with locked(work):
         _check_settings(work / "run.json", _settings(options))
         check_space(out.name, _announce(pair, plan, options), work, "give another OUT")

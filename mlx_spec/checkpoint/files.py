@@ -176,9 +176,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     does not exist.
     """
     out = typed_path(out).absolute()
-    refuse_existing(out)
-    if not out.parent.is_dir():
-        raise NotFound(f"there is no folder {out.parent}: create it, or give another place")
+    check_new(out)
     with locked(out):
         for stale in out.parent.glob(f".{escape(out.name)}.partial-*"):
             shutil.rmtree(stale)
@@ -188,17 +186,19 @@ def new_folder(out: Path) -> Iterator[Path]:
             yield partial
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                 _sync(folder)
-            refuse_existing(out)
+            check_new(out)
             partial.rename(out)
             _sync(out.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise InvalidValue unless `out` does not exist or is an empty folder."""
+def check_new(out: Path) -> None:
+    """Raise InvalidValue unless `out` is new or an empty folder, NotFound if its parent does not exist."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise InvalidValue(f"{out} exists already: give another place, or remove it")
+    if not out.parent.is_dir():
+        raise NotFound(f"there is no folder {out.parent}: create it, or give another place")
 
 
 @contextlib.contextmanager

@@ -207,7 +207,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> obj
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None
     except typer.TyperException as error:
-        refuse(name, error.format_message())
+        refuse(name, error.format_message().replace("Value error, ", ""))
 
 
 def tidied(command: Any) -> Any:

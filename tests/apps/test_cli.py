@@ -116,6 +116,7 @@ def refused(arguments: list[str], capsys) -> str:
         (["inspect"], ["PATH_OR_REPO"], "mlx-spec inspect"),
         (["serve", "--memory", "0"], ["'--memory'", "above 0"], "mlx-spec serve"),
         (["serve", "--api-key", "a", "--api-key-file", "b"], ["give one of them"], "mlx-spec serve"),
+        (["launch", "cursor"], ["'AGENT': 'cursor' is not one of 'codex'"], "mlx-spec launch"),
         (["roofline", "--chip=M9"], ["'M9'", "M4 Pro"], "mlx-spec roofline"),
         (["chat", "-p", "x", "--temperature", "nan"], ["temperature=nan"], "mlx-spec chat"),
         (["chat", "demo", "hello\nthere"], ["hello"], "mlx-spec chat"),

@@ -345,10 +345,13 @@ def test_a_full_disk_ends_in_one_line(demo: Pair, tmp_path: Path) -> None:
     assert list(record(demo, [question], 20, 1)) == [20]
 
 
-def test_a_place_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("parent", ["file", "nowhere"])
+def test_a_place_in_no_folder(parent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped place was made, and hours of answers began in it."""
     (tmp_path / "file").write_text("")
-    assert run("train", "demo", "-o", str(tmp_path / "file" / "out")) == 1
-    assert "give another place with -o" in capsys.readouterr().err.splitlines()[-1]
+    assert run("train", "demo", "-o", str(tmp_path / parent / "out")) == 1
+    assert f"there is no folder {tmp_path / parent}" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_all_kinds_are_tested() -> None:
