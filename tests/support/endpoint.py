@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -139,7 +139,7 @@ class StubJob:
 class Stub:
     """An engine that plays `events` on a thread; a number among them is a pause in seconds."""
 
-    def __init__(self, events: Sequence[Event | float] = ANSWER, *, pause: float = 0.0) -> None:
+    def __init__(self, events: Iterable[Event | float] = ANSWER, *, pause: float = 0.0) -> None:
         self.events, self.pause = events, pause
         self.refusal: Failure | None = None
         self.state = Status("ready")
@@ -160,7 +160,7 @@ class Stub:
         threading.Thread(target=self._play, args=(send, self.jobs[-1], self.events), daemon=True).start()
         return self.jobs[-1]
 
-    def _play(self, send: Callable[[Event], None], job: StubJob, events: Sequence[Event | float]) -> None:
+    def _play(self, send: Callable[[Event], None], job: StubJob, events: Iterable[Event | float]) -> None:
         for event in events:
             if job.cancelled.wait(event if isinstance(event, float) else self.pause):
                 return
@@ -233,7 +233,7 @@ def shared() -> tuple[Stub, Endpoint]:
     return stub, stubbed(stub)
 
 
-def fresh(events: Sequence[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
+def fresh(events: Iterable[Event | float] = ANSWER) -> tuple[Stub, Endpoint]:
     """The shared stub and application, as good as new."""
     stub, endpoint = shared()
     stub.events, stub.refusal = events, None
