@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,20 @@ def send(client: httpx2.Client, path: str, body: Any) -> Reply:
     return Reply(found.status_code, found.content)
 
 
-def rounded(value: Any) -> Any:
-    """Round log-probabilities: a pass of several sequences may differ in the last bits."""
+def without_floats(value: Any, floats: list[float]) -> Any:
+    """Move log-probabilities to a list: a pass of several sequences may differ in the last bits."""
     if isinstance(value, dict):
-        return {key: rounded(v) for key, v in value.items()}
+        return {key: without_floats(v, floats) for key, v in value.items()}
     if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return round(value, 3) if isinstance(value, float) else value
+        return [without_floats(v, floats) for v in value]
+    if isinstance(value, float):
+        return floats.append(value)
+    return value
 
 
-def body_of(reply: Reply) -> Any:
-    return reply.status, rounded(without_cache(comparable(reply)))
+def body_of(reply: Reply) -> tuple[Any, list[float]]:
+    floats: list[float] = []
+    return (reply.status, without_floats(without_cache(comparable(reply)), floats)), floats
 
 
 def timings_of(reply: Reply) -> dict[str, Any]:
@@ -69,11 +73,19 @@ def at_once(tasks: list[Callable[[], Any]]) -> list[Any]:
         return [each.result() for each in [clients.submit(task) for task in tasks]]
 
 
-def hang_up(client: httpx2.Client, question: str) -> None:
-    """Close a stream in its middle."""
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 500, "ignore_eos": True}
+@contextmanager
+def endless(client: httpx2.Client, question: str) -> Iterator[Iterator[str]]:
+    """A stream that ends when its client hangs up."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 3900, "ignore_eos": True}
     with client.stream("POST", CHAT, json=body | {"stream": True}) as response:
-        list(islice(response.iter_lines(), 12))
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def hang_up(client: httpx2.Client, question: str) -> None:
+    with endless(client, question) as lines:
+        list(islice(lines, 12))
 
 
 def test_every_answer_is_that_alone(client: httpx2.Client, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,9 +95,10 @@ def test_every_answer_is_that_alone(client: httpx2.Client, caplog: pytest.LogCap
     tasks: list[Callable[[], Any]] = [lambda body=body: send(client, *body) for body in bodies]
     for i in (2, 5):
         tasks.insert(i, lambda i=i: hang_up(client, questions()[i]))
-    replies = [reply for reply in at_once(tasks) if reply is not None]
-    for body, expected, reply in zip(bodies, alone, replies, strict=True):
-        assert body_of(reply) == expected, body
+    with endless(client, questions()[0]):
+        replies = [reply for reply in at_once(tasks) if reply is not None]
+    for body, (expected, floats), reply in zip(bodies, alone, replies, strict=True):
+        assert body_of(reply) == (expected, pytest.approx(floats, abs=1e-3)), body
     assert max(timings_of(reply).get("batch_n", 0) for reply in replies) > 1.5
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -97,10 +110,9 @@ def test_figures_of_a_batch(client: httpx2.Client) -> None:
     def batches() -> list[Any]:
         return [model["batch"] for model in client.get("/metrics.json").json()["models"].values()]
 
-    def watch() -> None:
+    with endless(client, questions()[1]), endless(client, questions()[2]):
         wait_until(lambda: max((size for batch in batches() for size in batch["sizes"]), default=0) > 1)
-
-    _, *replies = at_once([watch, *[lambda: send(client, CHAT, ask)] * 4])
+        replies = at_once([lambda: send(client, CHAT, ask)] * 4)
     assert len({reply.json["choices"][0]["message"]["content"] for reply in replies}) == 1
     found = [timings_of(reply) for reply in replies]
     assert all(one["batch_n"] > 1 and one["longest_pause_ms"] > 0 for one in found)

@@ -53,13 +53,14 @@ def test_both_answers_are_that_of_a_chat(server, sampling):
 
 def test_a_race_gives_way_and_ends_with_its_client(server):
     """Others are answered while it runs; it stops when the client hangs up."""
-    body = {**BODY, "logit_bias": BIAS, "max_tokens": 1500, "stream": True}
+    body = {**BODY, "logit_bias": BIAS, "max_tokens": 4000, "stream": True}
     with server.stream("POST", RACE, json=body) as race:
         lines = race.iter_lines()
         assert json.loads(next(lines).removeprefix("data: "))["turns"] == 0
         assert server.post(CHAT, json={"messages": HELLO, "max_tokens": 4}).status_code == 200
         assert server.get("/health").json()["running"] == 1, "the race goes on"
-    wait_until(lambda: server.get("/health").json()["running"] == 0, 10)
+    wait_until(lambda: 'mlx_spec_cancelled_total{model="demo"} 1.0' in server.get("/metrics").text)
+    wait_until(lambda: server.get("/health").json()["running"] == 0)
     assert turns(server.post(RACE, json={**BODY, "max_tokens": 16, "stream": True}))
 
 
