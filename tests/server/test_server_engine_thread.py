@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -352,41 +354,31 @@ def test_cancelled_within_a_round(engine: EngineThread, plain: EngineThread, rou
 # --- preparing
 
 
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[EngineThread]:
-    """An engine that gives a second to a grammar."""
-    with working(replace(DEMO, limits=Limits(running=2, grammar_seconds=1.0))) as engine:
-        yield engine
-
-
 PARTS = [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
 SLOW = OutputFormat("json_schema", json.dumps({"type": "string", "allOf": PARTS}))  # takes forever
 
 
-def test_a_grammar_that_takes_long_holds_up_nobody_else(hasty: EngineThread) -> None:
-    closed(answer(hasty, chat(QUESTION, format=OutputFormat("regex", "a"))))  # starts the sandbox
-    running = begin(hasty, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
-    running.until(RoundDone)
-    slow = begin(hasty, chat(QUESTION, format=SLOW))
-    while not running.events.empty():
-        running.next()
-    rounds = 0
-    while slow.events.empty():
+def test_a_grammar_that_takes_long_is_refused() -> None:
+    with working(replace(DEMO, limits=Limits(grammar_seconds=0.3))) as engine:
+        found = failure(answer(engine, chat(QUESTION, format=SLOW)))
+    assert found.status == 400 and "takes more than 0.3 s to compile" in found.message
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody_else_and_frees_its_slot() -> None:
+    with working(replace(DEMO, limits=Limits(running=2, grammar_seconds=600.0))) as engine:
+        running = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
         running.until(RoundDone)
-        rounds += 1
-    running.job.cancel()
-    assert rounds > 3, "one may end before the engine is asked to compile, and one behind it"
-    assert "takes more than 1 s to compile" in failure(slow.all()).message
-    wait_until_idle(hasty)
-
-
-def test_a_request_cancelled_while_it_is_prepared_frees_its_slot(hasty: EngineThread) -> None:
-    slow = begin(hasty, chat(QUESTION, format=SLOW))
-    wait_until(lambda: hasty.status().running)
-    slow.job.cancel()
-    wait_until_idle(hasty)
-    closed(answer(hasty, chat(QUESTION, max_tokens=2)))
-    assert slow.events.empty()
+        slow = begin(engine, chat(QUESTION, format=SLOW))
+        wait_until(lambda: engine.status().running == 2)
+        while not running.events.empty():
+            running.next()
+        for _ in range(4):  # one may end before the engine is asked to compile, and one behind it
+            running.until(RoundDone)
+        for each in (running, slow):
+            each.job.cancel()
+        wait_until_idle(engine)
+        closed(answer(engine, chat(QUESTION, max_tokens=2)))
+        assert slow.events.empty()
 
 
 def test_a_grammar_is_compiled_once(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,11 +568,12 @@ def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> N
         return closed(answer(engine, chat(QUESTION, max_tokens=4))).timings.queued_seconds
 
     with working(Settings((ServedModel("demo", PairSpec("demo")),)), of_a_busy_machine) as engine:
-        assert max(queued() for _ in range(12)) < 0.3
+        assert statistics.median(queued() for _ in range(12)) < 0.3
         wait_until(lambda: engine.status().measuring is not None)
-        assert queued() < 0.3
+        waited, began = queued(), time.monotonic()
         wait_until(lambda: costs(pairs[0]).drafting(0, 1) <= 0.4)
         wait_until(lambda: engine.status().measuring is None)
+        assert waited < (time.monotonic() - began) / 3, "less than all that was left to measure"
 
 
 @pytest.mark.parametrize(
