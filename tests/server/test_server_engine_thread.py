@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -220,8 +221,17 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
+    monkeypatch.setattr("mlx_spec.apps.server.engine_thread.wait", lambda futures, _: wait(futures))
+    all_came, prefill = threading.Event(), LMTarget.prefill
+
+    def patiently(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
+        all_came.wait(served.TIMEOUT_S)
+        return prefill(target, tokens, spans)
+
+    monkeypatch.setattr(LMTarget, "prefill", patiently)
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
     streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
+    all_came.set()
     sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
     assert sizes == [4] * 4
 
@@ -245,20 +255,26 @@ def test_short_prompts_are_read_in_one_pass(
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
-        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16))
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16), held=True)
         many.until(RoundDone)
-        closed(begin(engine, chat(QUESTION, max_tokens=5)).all())
-        assert sum(isinstance(e, ChoiceEnded) for e in (*many.seen, *tuple(many.events.queue))) < 4
+        other = begin(engine, chat(QUESTION, max_tokens=5))
+        many.go_on()
+        closed(other.all())
         assert sum(isinstance(e, ChoiceEnded) for e in many.all()) == 6
+        ends = [number for number, event in many.sent if isinstance(event, ChoiceEnded)]
+        assert other.number(Finished) < ends[3]
 
 
 def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "memory_need", partial(memory_need, reserved=300))
     with working(replace(DEMO, memory_bytes=models.need_of(DEMO.models[0]).total)) as engine:
         prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
-        streams = [begin(engine, prompt) for prompt in prompts]
+        streams = [begin(engine, prompt, held=prompt is prompts[0]) for prompt in prompts]
+        streams[0].until(RoundDone)
+        streams[0].go_on(1)  # in whose turn the second begins
         streams[0].until(RoundDone)
         assert engine.status().running == 2 and not streams[1].events.qsize()
+        streams[0].go_on()
         assert [closed(stream.all()).timings.statistics.batch_size for stream in streams] == [1, 1]
 
 
@@ -267,13 +283,13 @@ def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
     monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
-    short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25))
+    short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25), held=True)
     short.until(RoundDone)
     long = begin(engine, chat("And now " + 4 * LONG, max_tokens=4))
-    events = short.all()
-    closed(events)
-    assert not any(isinstance(e, RoundDone) for e in tuple(long.events.queue))
+    short.go_on()
+    closed(short.all())
     assert closed(long.all()).usage.prompt_tokens > 16 * 30
+    assert short.number(Finished) < long.number(RoundDone)
 
 
 Log = list[tuple[str, int]]
@@ -401,7 +417,7 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
 
 def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
     with working(replace(DEMO, limits=Limits(running=1, waiting=2))) as engine:
-        streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300))]
+        streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300), held=True)]
         streams[0].until(RoundDone)
         streams += [begin(engine, chat(QUESTION, max_tokens=3)) for _ in range(2)]
         assert (engine.status().running, engine.status().waiting) == (1, 2)
@@ -411,6 +427,7 @@ def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
         streams[1].job.cancel()
         assert engine.status().waiting == 1
         streams[0].job.cancel()
+        streams[0].go_on()
         closed(streams[2].all())
         assert streams[1].events.empty()
 
@@ -543,7 +560,7 @@ def test_an_error_fails_one_request(
 def test_an_error_of_a_pass_ends_those_in_it(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    streams = [begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=500)) for _ in range(3)]
+    streams = [begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000)) for _ in range(3)]
     for stream in streams:
         stream.until(RoundDone)
     with monkeypatch.context() as broken:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.pairs import make_pair
-from support.served import ENDLESS, QUESTION, answer, begin, chat, closed, failure, working
+from support.served import ENDLESS, QUESTION, TIMEOUT_S, answer, begin, chat, closed, failure, working
 from support.spans import ROOT, vision_of
 from support.waiting import wait_until
 
@@ -80,6 +80,7 @@ def test_names_and_aliases() -> None:
 
 
 def test_the_need_of_a_model_is_what_it_takes() -> None:
+    gc.collect()  # what earlier tests left
     before = mx.get_active_memory()
     pair = load_served(ONE)
     list(pair.generate([5] * 9, max_tokens=4))
@@ -143,10 +144,11 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
 def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 3600)  # nobody is found by chance
     with working(settings(ONE, TWO, room=1.2)) as engine:
-        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=40))
+        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=40), held=True)
         long.until(RoundDone)
         other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
         behind = begin(engine, chat(QUESTION, model="one", max_tokens=3))
+        long.go_on()
         assert closed(long.all()).usage.completion_tokens == 40
         closed(other.all())
         closed(behind.all())  # before the other one, whose model had to be loaded
@@ -196,9 +198,16 @@ def test_each_request_is_passed_by_eight_at_most() -> None:
 def test_two_models_of_which_one_fits_do_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     with working(settings(ONE, TWO, room=1.5)) as engine:
         loads: list[str] = []
-        load = engine._models._load
-        monkeypatch.setattr(engine._models, "_load", lambda served: (loads.append(served.name), load(served)))
+        load, all_came = engine._models._load, threading.Event()
+
+        def counted(served: ServedModel) -> Any:
+            loads.append(served.name)
+            all_came.wait(TIMEOUT_S)
+            return load(served)
+
+        monkeypatch.setattr(engine._models, "_load", counted)
         streams = [begin(engine, chat(QUESTION, model=name, max_tokens=3)) for name in ("two", "one") * 5]
+        all_came.set()
         for stream in streams:
             closed(stream.all())
         assert len(loads) <= 3

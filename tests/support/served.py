@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 from mlx_spec.apps.server import models
-from mlx_spec.apps.server.answers import ChoiceEnded, Event, Failed, Finished, PromptRead, TextDelta, ToolCall
+from mlx_spec.apps.server.answers import (
+    ChoiceEnded,
+    Event,
+    Failed,
+    Finished,
+    PromptRead,
+    RoundDone,
+    TextDelta,
+    ToolCall,
+)
 from mlx_spec.apps.server.engine_thread import EngineThread, Job
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.models import Loader, load_served
@@ -20,7 +32,8 @@ from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.sampling import Sampling
 from support.waiting import wait_until
 
-TIMEOUT_S = 60  # for an event
+TIMEOUT_S = 120  # for an event
+NUMBERS = count()
 DEMO = Settings(models=(ServedModel("demo", PairSpec("demo", num_draft_tokens=4)),))
 QUESTION = "What does os.path.join do?"
 ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens that end an answer of the demo
@@ -28,9 +41,32 @@ ENDLESS = Sampling(logit_bias={1: -100.0, 15: -100.0})  # without the tokens tha
 
 @dataclass
 class Stream:
-    job: Job
-    events: queue.Queue[Event]
+    """The events of a request. The engine waits after each round of a `held` one until it is let go on."""
+
+    held: bool = False
+    events: queue.Queue[Event] = field(default_factory=queue.Queue)
+    sent: list[tuple[int, Event]] = field(
+        default_factory=list
+    )  # with a number that grows from event to event
     seen: list[Event] = field(default_factory=list)
+    job: Job = field(init=False)
+    _rounds: threading.Semaphore = field(default_factory=partial(threading.Semaphore, 0))
+
+    def send(self, event: Event) -> None:
+        """Take an event from the engine."""
+        self.sent.append((next(NUMBERS), event))
+        self.events.put(event)
+        if self.held and isinstance(event, RoundDone):
+            self._rounds.acquire(timeout=TIMEOUT_S)
+
+    def go_on(self, rounds: int | None = None) -> None:
+        """Let the engine go on for so many rounds, or to the end."""
+        self.held = rounds is not None
+        self._rounds.release(rounds or 1)
+
+    def number(self, kind: type[Event]) -> int:
+        """Return the number of the first event of a kind: what was sent before has smaller ones."""
+        return next(number for number, event in self.sent if isinstance(event, kind))
 
     def next(self) -> Event:
         event = self.events.get(timeout=TIMEOUT_S)
@@ -75,9 +111,10 @@ def raw(*prompts: str | tuple[int, ...], echo: bool = False, **given: Any) -> Ge
     return GenerationRequest("demo", RawPrompts(prompts, echo), **options | given)
 
 
-def begin(engine: EngineThread, request: GenerationRequest) -> Stream:
-    events: queue.Queue[Event] = queue.Queue()
-    return Stream(engine.submit(request, events.put), events)
+def begin(engine: EngineThread, request: GenerationRequest, *, held: bool = False) -> Stream:
+    stream = Stream(held)
+    stream.job = engine.submit(request, stream.send)
+    return stream
 
 
 def answer(engine: EngineThread, request: GenerationRequest) -> list[Event]:
