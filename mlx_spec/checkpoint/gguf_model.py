@@ -203,11 +203,19 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
 
 
 def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any] | None:
-    kind = values.get("rope.scaling.type", "none")
+    turned = values.get("rope.dimension_count", config["head_dim"])
+    if turned != config["head_dim"]:
+        raise BadCheckpoint(
+            f"{gguf.file} turns {turned} of the {config['head_dim']} dimensions of a head, which is not read: "
+            "get the model in safetensors"
+        )
+    # As llama.cpp: a factor alone is linear, and 0 is none. Older files have it by another name.
+    kind = values.get("rope.scaling.type", "linear")
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
     if ROPE_FREQS in gguf.tensors:
         return _llama3_scaling(gguf, config)
     if kind == "linear":
-        return {"rope_type": "linear", "type": "linear", "factor": values["rope.scaling.factor"]}
+        return {"rope_type": "linear", "type": "linear", "factor": factor} if factor else None
     if kind != "none":
         raise BadCheckpoint(
             f"{gguf.file} scales rope by {kind}, which is not read: get the model in safetensors"

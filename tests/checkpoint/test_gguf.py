@@ -225,8 +225,9 @@ def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
     assert load(file, "none").tokenizer.eos == frozenset()
 
 
-@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "other"])
+@pytest.mark.parametrize("kind", ["llama3", "linear", "factor", "scale_linear", "yarn", "other"])
 def test_scaled_rope(tmp_path: Path, kind: str) -> None:
+    """Older files name a factor and no type; it was not read."""
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3 |= {"original_max_position_embeddings": 8192}
     scaling = llama3 if kind == "llama3" else {"type": "linear", "factor": 4.0}
@@ -235,6 +236,8 @@ def test_scaled_rope(tmp_path: Path, kind: str) -> None:
     smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
     metadata: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    if kind in ("factor", "scale_linear"):
+        metadata = {f"llama.rope.{'scaling.factor' if kind == 'factor' else kind}": 4.0}
     extra = {}
     if kind in ("llama3", "other"):
         metadata, extra = {}, {"rope_freqs.weight": factors if kind == "llama3" else factors[::-1].copy()}
@@ -345,6 +348,7 @@ def refused(file: Path, error: type[SpecError] = BadCheckpoint) -> str:
         ({"llama.attention.head_count": 3}, "is damaged (cannot reshape array"),
         ({"llama.embedding_length": None}, "is damaged (no 'embedding_length')"),
         ({"llama.embedding_length": 1}, "has 3 layers of width 64, its metadata promise 3 of 1: "),
+        ({"llama.rope.dimension_count": 16}, "turns 16 of the 32 dimensions of a head, which is not read"),
         ({"llama.block_count": 2**32 - 1}, "its metadata promise 4294967295 of 64: "),
     ],
 )
