@@ -206,8 +206,8 @@ def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict
     turned = values.get("rope.dimension_count", config["head_dim"])
     if turned != config["head_dim"]:
         raise BadCheckpoint(
-            f"{gguf.file} turns {turned} of the {config['head_dim']} dimensions of a head, which is not read: "
-            "get the model in safetensors"
+            f"{gguf.file} turns {turned} of the {config['head_dim']} dimensions of a head, which is not "
+            "read: get the model in safetensors"
         )
     # As llama.cpp: a factor alone is linear, and 0 is none. Older files have it by another name.
     kind = values.get("rope.scaling.type", "linear")

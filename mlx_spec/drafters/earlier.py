@@ -63,13 +63,18 @@ class TextRing:
         self._end = 1
 
     @property
+    def longest(self) -> int:
+        """Return the most tokens that are entered at once: of a longer text these last ones."""
+        return min(MAX_ANSWER, len(self._text) // 4)
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes that it takes."""
         return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
 
     def add(self, given: Sequence[int] | NDArray[np.int32]) -> None:
-        """Enter a text."""
-        text = np.asarray(given[-MAX_ANSWER:], np.int32)[-(len(self._text) // 4) :]
+        """Enter a text, or several with EMPTY between them."""
+        text = np.asarray(given[-self.longest :], np.int32)
         if not (size := len(text)):
             return
         if self._end + size >= len(self._text):
@@ -82,12 +87,17 @@ class TextRing:
         sums = np.zeros(size + 1, np.uint64)
         np.add.accumulate((text.astype(np.uint64) + 1) * down[:size], out=sums[1:])
         places = np.arange(start, start + size, dtype=np.int32)
+        ends = np.concatenate([[0], np.cumsum(text == EMPTY)])  # of texts before each token
         for n, table in self._tables.items():
             if size > n:  # the n tokens up to each one but the last, which none follows
                 rows = sums[n:-1] - sums[: -n - 1]
                 rows *= up[n - 1 : size - 1]
                 rows >>= self._shift
-                table[rows.view(np.int64)] = places[n:]
+                if ends[-1]:
+                    within = ends[n + 1 :] == ends[: -n - 1]  # one text
+                    table[rows.view(np.int64)[within]] = places[n:][within]
+                else:
+                    table[rows.view(np.int64)] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
@@ -182,10 +192,10 @@ class EarlierAnswers:
         if self._folder is None or not (file := self._file(digest)).exists():
             return ring
         try:
-            data = file.read_bytes()
-            if len(data) % 4:  # the process ended while it wrote
-                os.truncate(file, len(data) // 4 * 4)
-            tokens = np.frombuffer(data, "<i4", len(data) // 4)[-self._ring_tokens :]
+            size = file.stat().st_size
+            if size % 4:  # the process ended while it wrote
+                os.truncate(file, size // 4 * 4)
+            tokens = np.fromfile(file, "<i4", offset=max(size // 4 - self._ring_tokens, 0) * 4)
             if tokens.size and not EMPTY <= tokens.min() <= tokens.max() < self._vocab_size:
                 raise ValueError("it holds tokens that the target does not have")
         except (OSError, ValueError) as error:
@@ -193,8 +203,14 @@ class EarlierAnswers:
             with suppress(OSError):
                 file.unlink()
             return ring
-        for text in np.split(tokens, np.flatnonzero(tokens == EMPTY)):
-            ring.add(text[text != EMPTY])
+        is_end = tokens == EMPTY
+        tokens = tokens[~is_end | ~np.roll(is_end, 1)]  # one after each text
+        while tokens.size:  # many texts at a time: to enter each alone takes seconds where they are short
+            piece = tokens[: ring.longest]
+            ends = np.flatnonzero(piece == EMPTY)
+            size = int(ends[-1]) if ends.size else len(piece)
+            ring.add(piece[:size])
+            tokens = tokens[size + bool(ends.size) :]
         return ring
 
     def _write(self, file: Path, ring: TextRing, text: Sequence[int]) -> None:
@@ -205,7 +221,8 @@ class EarlierAnswers:
                 stream.write(np.array([*text, EMPTY], "<i4").tobytes())
                 is_long = stream.tell() > 8 * self._ring_tokens
             if is_long:
-                temporary = file.with_suffix(".tmp")  # the server removes those that are left behind
+                # Another server may write the same. This one removes those that are left behind.
+                temporary = file.with_suffix(f".{os.getpid()}.tmp")
                 with os.fdopen(os.open(temporary, flags | os.O_TRUNC, 0o600), "wb") as stream:
                     stream.write(ring.tokens().astype("<i4").tobytes())
                 os.replace(temporary, file)

@@ -221,6 +221,25 @@ def test_answers_outlive_the_process(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not file.exists()
 
 
+def test_many_short_answers_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone takes a start of the server some microseconds: a whole ring of them took 20 seconds."""
+    texts = [[8, *drawn(seed, 1 + seed % 5, 9), 9] for seed in range(500)]
+    earlier, add, sizes = kept(tmp_path), TextRing.add, list[int]()
+    for text in texts:
+        earlier.add("key", text_prompt(text[:1]), text[1:])
+    earlier.add("empty", text_prompt([]), [])
+    monkeypatch.setattr(TextRing, "add", lambda ring, given: sizes.append(len(given)) or add(ring, given))
+    again = kept(tmp_path)
+    assert len(sizes) < 8
+    for text in texts[-100:]:
+        found = [each.ring("key").find(text[:-1]) for each in (earlier, again)]
+        assert found[0][1] == found[1][1] >= 2
+        copies = [
+            each.ring("key").copy(place, 9) for each, (place, _) in zip((earlier, again), found, strict=True)
+        ]
+        assert copies[0] == copies[1]
+
+
 WRITER = """
 import sys, itertools
 from pathlib import Path
@@ -228,7 +247,7 @@ from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.prompt import text_prompt
 earlier = EarlierAnswers(1 << 12)
 earlier.keep_in(Path(sys.argv[1]), "target", 5000, 3600)
-for i in itertools.count():
+for i in range(int(sys.argv[2])) if len(sys.argv) > 2 else itertools.count():
     earlier.add("key", text_prompt([1]), [i % 5000, 7, 8, 9] * 200)
 """
 
@@ -246,3 +265,12 @@ def test_a_kill_while_writing_leaves_what_was_written(tmp_path: Path) -> None:
         assert ring.find([7, 8])[1] == 2 and file.stat().st_size % 4 == 0
         kept(tmp_path).add("key", text_prompt([1]), [40, 41, 42])
         assert kept(tmp_path).ring("key").find([40, 41])[1] == 2
+
+
+def test_two_servers_write_anew_at_a_time(tmp_path: Path) -> None:
+    """They had one temporary file: the second to rename it kept no more answers."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path), "400"]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.communicate()[1] for run in runs] == ["", ""]
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size <= 9 * SIZE and kept(tmp_path).ring("key").find([7, 8])[1] == 2
