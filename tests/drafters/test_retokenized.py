@@ -227,5 +227,5 @@ def test_text_that_does_not_come_back(folders: tuple[Path, Path], tmp_path: Path
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(other / "tokenizer.json"))
     message = refused(Mismatch, folders[0], other)
-    assert f"that of the drafter {other} does not write back the text it encodes" in message
+    assert f"the tokenizer of the drafter {other} does not write back the text it encodes" in message
     assert 'use a drafter with the target\'s vocabulary, or "lookup"' in message

@@ -362,7 +362,25 @@ def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
         assert tab.value("document.querySelectorAll('.turn').length") == 0
 
 
+# The page may write a record once more when a write has ended: the third transaction is after both.
+WRITTEN = """new Promise((done, fail) => {
+  const opening = indexedDB.open("mlx_spec");
+  opening.onerror = fail;
+  opening.onsuccess = () => {
+    const read = (times) => {
+      if (!times) { opening.result.close(); return done(); }
+      const transaction = opening.result.transaction(["conversations", "exchanges"]);
+      transaction.objectStore("exchanges").count();
+      transaction.oncomplete = () => read(times - 1);
+    };
+    read(3);
+  };
+})"""
+
+
 def reload(tab: Tab) -> None:
+    """Load the page again once its conversations are written: a reload cuts a write off."""
+    tab.value(WRITTEN)
     tab.value("window.isOld = true")
     tab.call("Page.reload")
     tab.until(f"!window.isOld && document.querySelector('#state') && {READY}")
