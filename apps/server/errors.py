@@ -25,6 +25,10 @@ class Failure(Exception):
     retry_after: int | None = None  # seconds, sent as a header
 
     def __post_init__(self) -> None:
+        """Leave out the middle of a message that repeats much of a request: its field and the way out stay."""
+        if len(self.message) > 600:
+            self.message = f"{self.message[:400]} ... {self.message[-195:]}"
+        self.param = self.param and self.param[:MAX_NAME_CHARS]
         super().__init__(self.message)
 
     @property

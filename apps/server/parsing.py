@@ -116,8 +116,8 @@ async def read_body(request: Request, model: type[M]) -> M:
 
     Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD.
     """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
         message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
         raise unsupported(message, "content-encoding")
     try:

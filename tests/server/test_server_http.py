@@ -67,10 +67,29 @@ def test_a_body_that_is_no_json_object_is_400(path, body):
 def test_a_compressed_body_is_refused_by_name():
     stub, endpoint = fresh()
     content = json.dumps(BODIES[CHAT]).encode("utf-8-sig")  # a byte order mark is passed over
-    for coding, status in (("gzip", 400), ("zstd", 400), ("identity", 200)):
+    for coding, status in (("gzip", 400), ("zstd", 400), ("identity", 200), ("Identity", 200), ("", 200)):
         response = endpoint.client.post(CHAT, content=content, headers={"content-encoding": coding})
         assert response.status_code == status and ("send a plain body" in response.text) == (status == 400)
-    assert len(stub.requests) == 1
+    assert len(stub.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "words"),
+    [
+        (RESPONSES, {"input": [{"type": "x" * 9999}]}, "is not supported here"),
+        (RESPONSES, {"include": ["x" * 9999]}, "'message.output_text.logprobs'"),
+        (RESPONSES, {"tools": [{"type": "x" * 9999}]}, "only 'function' and 'namespace'"),
+        (MESSAGES, {"tools": [{"type": "x" * 9999}]}, "only custom tools work here"),
+        (CHAT, {"n": 10**4000}, "a request may have 16 in all"),
+        (CHAT, {"min_tokens": 10**4000, "max_tokens": 1}, "are more than the limit of 1"),
+        (TEXT, {"x" * 9999: 1}, "`serve --allow-extra-parameters` accepts such"),
+    ],
+)
+def test_an_error_repeats_little_of_a_request(path, changes, words):
+    _, endpoint = fresh()
+    response = endpoint.post(path, **changes)
+    assert response.status_code == 400 and words in response.json()["error"]["message"]
+    assert len(response.text) < 1000
 
 
 def test_unknown_paths_methods_and_models_do_not_reach_the_engine():
