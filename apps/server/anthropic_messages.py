@@ -18,7 +18,7 @@ from mlx_spec.vision.pictures import from_base64
 
 from . import answers, parameters, parsing
 from .engine_thread import EngineThread
-from .errors import anthropic_body, invalid, unsupported
+from .errors import Failure, anthropic_body, invalid, unsupported
 from .http import Api, Json, named_event
 from .parsing import ContentPart, Fields, FunctionField
 from .request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
@@ -92,6 +92,7 @@ class PromptBody(ThinkingFields):
     parallel_tool_calls: bool | None = None
     thinking: ThinkingField | None = None
     output_config: parameters.AnswerConfig | None = None
+    thread: Any = None  # a conversation that the server holds, refused
 
 
 class MessagesBody(parameters.SharedFields, PromptBody):
@@ -144,6 +145,11 @@ def _notes(body: MessagesBody) -> list[str]:
 
 
 def _parse_chat(body: PromptBody) -> Chat:
+    if body.thread is not None:
+        message = "thread: no conversation is held here: send all of its messages, without thread"
+        # Anthropic's SDK reads this, and sends them.
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise Failure(400, message, param="thread", code="unsupported_value", details=details)
     effort = body.output_config.effort if body.output_config else None
     thinks = body.thinks(None if body.thinking is None else body.thinking.wanted)
     return _parse_messages(body).chat(_parse_tools(body), thinks, body.variables(effort))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -23,9 +24,10 @@ class Failure(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds, sent as a header
+    details: Mapping[str, Any] | None = None  # by which Anthropic's clients find another way
 
     def __post_init__(self) -> None:
-        """Leave out the middle of a message that repeats much of a request: its field and the way out stay."""
+        """Cut the middle of a message that repeats much of a request: field and way out stay."""
         if len(self.message) > 600:
             self.message = f"{self.message[:400]} ... {self.message[-195:]}"
         self.param = self.param and self.param[:MAX_NAME_CHARS]
@@ -51,7 +53,8 @@ def anthropic_body(failure: Failure) -> dict[str, Any]:
         503: "overloaded_error",
     }
     kind = types.get(failure.status, default)
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+    details = {} if failure.details is None else {"details": dict(failure.details)}
+    return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Failure:

@@ -52,7 +52,8 @@ HARMLESS = frozenset(
         # OpenAI's and Anthropic's clients
         """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
         prompt_cache_options client_metadata stream_options parallel_tool_calls cache_control
-        context_management betas anthropic_beta anthropic_version inference_geo diagnostics """
+        context_management betas anthropic_beta anthropic_version inference_geo diagnostics workspace_id
+        user_profile_id billing_policy fallbacks fallback_credit_token access_programs background_options """
         # vLLM, SGLang, llama.cpp, Ollama, LM Studio
         """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
         stream_reasoning guided_decoding_backend cache_prompt id_slot
@@ -94,6 +95,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 REASONS = {  # parameters that are not supported -> why
     "audio": "answers are text",
+    "compaction": "nothing is summarized here: send the conversation itself, shortened",
     "container": "nothing but the model runs here",
     "functions": "give `tools` instead",
     "function_call": "give `tool_choice` instead",

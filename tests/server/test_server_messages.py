@@ -188,6 +188,7 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
         (turn({"type": "text", "text": "Sure, "}, role="assistant"), "prefilled"),
         (thinking(64), "thinking.budget_tokens max_tokens 64"),
         ({"container": "c1"}, "container"),
+        ({"compaction": {"type": "enabled"}}, "compaction summarized"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 bash_20250124"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice 'rain'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
@@ -196,6 +197,19 @@ def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
 def test_refusals_name_the_field(place: Place, changes: dict[str, Any], words: str):
     message = place.error(**changes)["message"]
     assert all(word in message for word in words.split()), message
+
+
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_conversation_held_by_the_server_is_refused_so_that_the_sdk_sends_it(
+    place: Place, path: str, thread: dict[str, str]
+):
+    """`tool_runner` of Anthropic's SDK sends a thread, and by these details goes on without."""
+    response = place.endpoint.client.post(path, json=BODY | {"thread": thread})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"].startswith("thread: ")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert place.stub.requests == []
 
 
 # --- counting

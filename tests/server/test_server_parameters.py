@@ -359,6 +359,8 @@ def test_claude_code_and_codex_send_more():
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     thinking = {"type": "enabled", "budget_tokens": 32}
     parsed(MESSAGES, context_management=edits, betas=["x"], thinking=thinking, metadata={"user_id": "u"})
+    parsed(MESSAGES, fallbacks="default", workspace_id="w", user_profile_id="p", fallback_credit_token="t")
+    parsed(RESPONSES, access_programs={"x": "y"}, background_options={"completion_window": "2h"})
     parsed(RESPONSES, client_metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k")
 
 
