@@ -189,7 +189,7 @@ def _run(options: Options) -> int:
 
 
 def _bypass_proxy(host: str) -> dict[str, str]:
-    """Return the variables by which an agent asks the server itself, also where others need a proxy."""
+    """Return the variables that let an agent ask the server itself, also where others need a proxy."""
     given = {name.lower(): value for name, value in os.environ.items() if value}
     without = given.get("no_proxy", "")
     if without == "*" or not given.keys() & {"http_proxy", "all_proxy"}:

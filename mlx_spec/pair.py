@@ -183,7 +183,7 @@ class Pair:
         rounds are kept, in plain tokens of now, unless they are clearly dearer than the new ones: those were
         measured on a busy machine and could keep drafting off. `again` replaces them. The limit is a second,
         or half of one where costs are known; a big model takes longer. `context` tokens are read first; left
-        out, those of a first question, as far as the time allows.
+        out, as many as a first question has, as far as the time allows.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:

@@ -50,7 +50,7 @@ class LazyRows:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Positions of a prompt whose rows are not embeddings of tokens, such as those of a picture."""
+    """Positions of a prompt whose rows are not embeddings of tokens, such as a picture's."""
 
     start: int
     count: int
@@ -69,7 +69,7 @@ class Sight:
     """How a language model reads spans of its prompts."""
 
     pad_token: int  # what its per-layer embeddings read in place of the placeholder
-    scale: float = 1.0  # by which it multiplies embeddings, and must not multiply rows
+    scale: float = 1.0  # the factor for embeddings, which must not multiply rows
     # The layers in which rows of a span see later ones of it: those with a sliding window, all, or none.
     together: Literal["sliding", "all"] | None = None
 

@@ -68,7 +68,7 @@ class FeatureSpec:
     hidden_layers: tuple[int, ...] = ()  # decoder-layer outputs (residual stream), 0-based; -1 is the last
     final_hidden: bool = False  # output of the final norm: what the LM head reads
     shared_kv: bool = False  # K/V of the last cache-owning layer of each attention type
-    prompt: bool = True  # False: hidden states are wanted of generated tokens, not of those of a prompt
+    prompt: bool = True  # False: hidden states are wanted of generated tokens, not of a prompt's
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Round:
     """
 
     tokens: list[int]
-    drafted: int  # draft tokens that were verified; of a tree, those of its longest path
+    drafted: int  # draft tokens that were verified; of a tree, the tokens of its longest path
     accepted: int  # draft tokens among `tokens`
     kind: Literal["plain", "drained", "draft"]
     source: str | None = None  # a name for users of where the draft of a "draft" round is from

@@ -45,7 +45,7 @@ class Conversation:
         system: str | None,
         key: str | None = "",
     ) -> None:
-        """Take `choice` as that by which `pair` was loaded, and `key` as `Pair.session` does."""
+        """Take the `choice` that loaded `pair`, and `key` as `Pair.session` does."""
         self._key = key
         self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None

@@ -47,7 +47,7 @@ def health(address: Address, patience_s: float) -> str | None:
     """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers in time."""
     found = get_json(address, "/health", patience_s=patience_s)
     status = found.get("status")
-    service = "mlx_spec"  # the name by which /health tells our servers from others
+    service = "mlx_spec"  # /health tells our servers from others by this name
     return status if found.get("service") == service and isinstance(status, str) else None
 
 

@@ -279,7 +279,7 @@ class Fit:
         return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed, key))
 
     def _batches(self) -> Iterator[list[Path]]:
-        """Yield the answers of each step, without end. Those of a step are of similar length."""
+        """Yield the answers of each step, without end. The answers of a step have similar lengths."""
         chance = random.Random(self._seed)
         while True:
             files = sorted(self._train, key=lambda file: self._sizes[file] * chance.uniform(0.9, 1.1))

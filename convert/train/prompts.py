@@ -1,4 +1,4 @@
-"""The prompts that a target answers for `mlx-spec train`: bundled ones, and those of a user.
+"""The prompts that a target answers for `mlx-spec train`: bundled ones, and a user's own.
 
 Bundled prompts come from a grammar in `prompts.json`: `$topic` stands for any entry of the list "topic", and
 `$name1` for the same one in the whole prompt. Held-out prompts come from lists of their own: they share no

@@ -1,6 +1,6 @@
 """Drafting ahead on another machine: rank 1 of `mlx.launch` has a copy of the drafter and nothing else.
 
-Only tokens are sent. With a seed both machines know the noise, so the drafts are those of rank 0. Without one
+Only tokens are sent. With a seed both machines know the noise, so it drafts as rank 0 would. Without one
 rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself: the text stays exact.
 """
 

@@ -1,7 +1,7 @@
 """How byte-level vocabularies cut text before merging, by the name that GGUF files have for it.
 
 Each cut is a sequence of patterns. A pattern cuts every piece that the patterns before it left, into what it
-matches and what stands between. The patterns are those of the published tokenizers; names that are not here
+matches and what stands between. The patterns come from the published tokenizers; names that are not here
 are refused, because another cut gives other tokens.
 """
 

@@ -25,8 +25,8 @@ def generate(
 ) -> Generator[Round, None, None]:
     """Yield rounds of tokens after a text, with the distribution of plain decoding.
 
-    Where that leaves no choice (greedy, or a seed), the tokens are those of plain decoding. The policy
-    chooses among the drafters by index, those of the request last. The target may already hold a prefix of
+    Where that leaves no choice (greedy, or a seed), the tokens equal plain decoding's. The policy
+    chooses among the drafters by index, the request's drafters last. The target may already hold a prefix of
     the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
     yield. Raises InvalidValue for an empty prompt.
     """

@@ -39,7 +39,7 @@ class CachedSequence:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches, those of drafters included."""
+        """Return the bytes of the caches, with the drafters' caches."""
         return self.parts.target.nbytes + sum(drafter.nbytes for drafter in self.parts.drafters)
 
     def shared(self, prompt: Prompt) -> int:

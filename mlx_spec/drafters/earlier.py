@@ -48,7 +48,7 @@ class TextRing:
     """Texts one after the other, the oldest overwritten by the newest, and where contexts stood last.
 
     The hash of n tokens is MIX times the sum of (the k-th from the end, plus 1) * STEP^k. A place is the
-    index of the token after a context. It counts only if the tokens before it are those of the context, so
+    index of the token after a context. It counts only if the tokens before it equal the context, so
     entries that collide or are out of date cost a match and nothing else.
     """
 

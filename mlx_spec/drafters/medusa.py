@@ -69,7 +69,7 @@ class GuessRates:
         # Accepted and judged guesses. At first an acceptance of 0.6 is assumed of the first guess, and of
         # 0.35 of another one if those before it fail. The assumption is worth 6 drafts.
         self._first = [[6 * 0.6, 6.0] for _ in range(heads)]
-        # Beside the first, a place gets 3 guesses. Rarer ones are accepted too seldom to be worth a row.
+        # Beside the first, a place gets 3 guesses. Rarer ones are accepted too rarely to be worth a row.
         self._other = [[6 * 0.35, 6.0] for _ in range(3)]
         self._judged = 0  # drafts
         self._template: TreeTemplate | None = None

@@ -132,8 +132,8 @@ def for_request(
 ) -> tuple[tuple[Drafter, ...], tuple[RequestDrafter, ...]]:
     """Return the drafters of a sequence under the grammar of a request, and those that the request brings.
 
-    Both are proposals of the sequence's own policy. Those of a request draft in no time, so the policy weighs
-    only the rows that their tokens add to a pass of the target.
+    Both are proposals of the sequence's own policy. A request's drafters draft in no time, so the policy
+    weighs only the rows that their tokens add to a pass of the target.
     """
     matcher = None if grammar is None else grammar.matcher(prompt)
     extras: list[RequestDrafter] = []

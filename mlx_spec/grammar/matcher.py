@@ -112,7 +112,7 @@ class Matcher:
         self._parser = self._start.deep_copy()
         self._tokens: list[int] = []
         self._states: list[State] = [self._answer if state == "answer" else state]
-        self._places = [place]  # those of the thinking, parallel to the states
+        self._places = [place]  # of the thinking, parallel to the states
         self._rows: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 

@@ -251,7 +251,7 @@ class _Reader:
         return {"required": list(dict.fromkeys(value))} if value else {}
 
     def _dependencies(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Return dependencies of names as those of schemas, which say the same."""
+        """Return dependencies on names as dependencies on schemas, which say the same."""
         if not isinstance(value, Mapping):
             raise InvalidValue(f"the dependencies at {place} are not an object")
         found = {

@@ -4,7 +4,7 @@ Attention layers have buffers [lanes, H, columns, D]. Every sequence has a lane 
 writes T rows after the end of each; shorter blocks are padded. Padding lies after all rows that its lane's
 queries see, and the next pass overwrites it. So there is no mask for padding, and rollback is a number:
 nothing is copied. Attention reads rows in the order of the text, whatever mix of single steps, blocks and
-rollbacks came before, so the sums are those of plain decoding.
+rollbacks came before, so the sums equal those in plain decoding.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ LayerCache = AttentionCache | RecurrentCache
 
 
 def _by_lane(chosen: mx.array, yes: mx.array, no: mx.array) -> mx.array:
-    """Return the lanes of one array where `chosen` [B] is True, else those of another."""
+    """Return the lanes of one array where `chosen` [B] is True, else another's."""
     return mx.where(chosen.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 

@@ -35,7 +35,7 @@ def run_with_spans(
 ) -> mx.array:
     """Return the logits [T, V] of tokens from position `start` on, with the rows of `spans` in their places.
 
-    The model gets the ids, too: where it has embeddings by layer, it reads those of the pad token there.
+    The model gets the ids, too: where it has embeddings by layer, it reads the pad token's there.
     """
     owner = decoder_of(model).owner
     with _unscaled(owner) as scale:

@@ -45,7 +45,7 @@ SharedKV = Callable[[], Mapping[str, KVRows]]
 class LMTarget:
     """A language model, its caches and the tokens they hold, for one sequence.
 
-    The caches hold `size` committed tokens. Those of a recurrent target may lack the last few (`_replay`):
+    The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`):
     after a rejection its state is restored, and the accepted tokens join the next forward pass instead of
     costing a pass of their own.
     """
@@ -77,7 +77,7 @@ class LMTarget:
     def _reset(self) -> None:
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
-        self._read = 0  # the first tokens that were written as those of a prompt
+        self._read = 0  # the first tokens that were written as a prompt's
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
@@ -116,7 +116,7 @@ class LMTarget:
     def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated.
 
-        `spans` are those of the whole prompt. Rows of a chunk that lie in one are its own.
+        `spans` belong to the whole prompt. Rows of a chunk that lie in one are its own.
         """
         features, points = self._begin_prefill(tokens, spans)
         return self._end_prefill(len(tokens), features, points)
@@ -250,7 +250,7 @@ class LMTarget:
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         """Write the pending token and a tree, [K + 1], uncommitted. Return logits [K + 1, V].
 
-        A second call adds rows to the tree; `parents` are those of all rows. Raises NotRewindable if the
+        A second call adds rows to the tree; `parents` has an entry for all rows. Raises NotRewindable if the
         target cannot verify trees.
         """
         start = self.uncommitted
@@ -337,7 +337,7 @@ class LMTarget:
         return self._recurrent or self._shorten(min(size, checkpoint.size))
 
     def _commit_all(self) -> None:
-        """Keep all rows that the caches hold, those of `_replay` included."""
+        """Keep all rows that the caches hold, and the rows of `_replay`."""
         self._drop_passes([self._caches.uncommitted], self._replay[:0])
 
     def _drop_passes(self, keep: list[int], replay: mx.array) -> None:
@@ -358,7 +358,7 @@ class LMTarget:
         reads_prompt: bool = False,
         spans: Sequence[Span] = (),
     ) -> mx.array:
-        """Write tokens; the first pass after a commit writes those of `_replay` before them."""
+        """Write tokens; the first pass after a commit writes the tokens of `_replay` before them."""
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
         start = self._caches.sizes[0] + self._caches.uncommitted

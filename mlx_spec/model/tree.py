@@ -2,7 +2,7 @@
 
 Row 0 of the target's pass is the pending token and row j + 1 is draft token j. A token comes after its
 parent, and likelier guesses for a place come before others. In depth-first order, the tokens up to the first
-leaf are those of a chain. A model reads a tree with a mask by path and rotary positions by depth.
+leaf are a chain. A model reads a tree with a mask by path and rotary positions by depth.
 """
 
 from __future__ import annotations

@@ -367,9 +367,9 @@ class AdaptivePolicies:
 class FixedPolicy:
     """Draft always the same number of tokens, with the first drafter that has any.
 
-    `names` are of the drafters; those of a request come first, with the same limit. With 0 tokens nothing is
-    drafted at all. With `ahead`, every draft that is verified is also drafted ahead of. With `ratios` a plain
-    token is timed now and then, so that the gain is known.
+    `names` are of the drafters; a request's drafters come first, with the same limit. With 0 tokens nothing
+    is drafted at all. With `ahead`, every draft that is verified is also drafted ahead of. With `ratios` a
+    plain token is timed now and then, so that the gain is known.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Ratios:
         known.append(ratio)
         if len(known) >= 8:  # of fewer a median says nothing
             # Neighbours share a plain token, and a gain is shown at the first time that the error is small
-            # enough: as two deviations count those of an interval that is wider than two.
+            # enough: an interval that is wider than two deviations counts as two.
             low, high = median_interval(known, 0.99)
             middle = median(known)
             error = max(high - middle, middle - low) / 2

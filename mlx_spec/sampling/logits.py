@@ -11,7 +11,7 @@ from mlx_spec.grammar import Grammar, Matcher, limits, read_tokens, row_limits
 
 
 class Penalties:
-    """Lowers the logits of tokens that occurred. It counts those of one generation."""
+    """Lowers the logits of tokens that occurred. It counts the tokens of one generation."""
 
     def __init__(
         self, repetition: float, presence: float, frequency: float, prompt_length: int, vocab_size: int

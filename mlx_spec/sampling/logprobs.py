@@ -115,7 +115,7 @@ def score_prompt(
 def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     """Return the values to read of scores [T, V] for `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
 
-    They are the log-probability of the token, those of the `top` likeliest tokens, and the ids of these.
+    They are the log-probabilities of the token and of the `top` likeliest tokens, and the ids of these.
     Ids are exact up to 2**24.
     """
     own = mx.take_along_axis(scores, tokens[:, None], axis=-1)

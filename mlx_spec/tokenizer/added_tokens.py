@@ -29,7 +29,7 @@ class _Stated:
     roles: dict[str, AddedToken]  # by key, such as `eos_token`
     extra: list[AddedToken]  # special tokens without a role
     tokens: dict[int, AddedToken]
-    is_complete: bool  # True if `tokens` go above those of tokenizer.json
+    is_complete: bool  # True if `tokens` replace the list of tokenizer.json
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -120,7 +120,7 @@ def _read(folder: Path) -> _Stated:
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens with a role: the usual ones, then those of one model, such as `image_token`."""
+    """Return the tokens with a role: the usual ones, then one model's own, such as `image_token`."""
     named = {key: config[key] for key in ROLES if config.get(key)}
     own = {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str | AddedToken)}
     return named | own

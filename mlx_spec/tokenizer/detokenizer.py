@@ -16,7 +16,7 @@ class Detokenizer:
     """The text of a stream of tokens. It never gives half a character.
 
     A window of tokens is decoded twice, with the new token and without: the difference is the new text. So
-    the spaces of a token are those of its place, also of the first one after the tokens `before`.
+    a token has the spaces of its place, and so has the first one after the tokens `before`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_spec.tokenizer.chat_template import REASONING_KEYS
 
 PARAGRAPH = "\n\n"  # joins texts that were written apart
-BREAK = "\U0002a6d6"  # a rare ideograph in a tag, by which no template takes it for one
+BREAK = "\U0002a6d6"  # a rare ideograph in a tag: no template knows such a tag
 TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z_]{3,}\]")
 
 Messages = list[dict[str, Any]]

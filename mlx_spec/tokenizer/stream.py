@@ -94,7 +94,7 @@ class AnswerStream:
             map(tokenizer.token_id, (tags.open, tags.close) if tags else ())
         )
         self._opening, self._closing = self._call_tokens(calls if self._reads_calls else None)
-        # Tokens whose text is not known yet, and those of a header that the answer has begun.
+        # Tokens whose text is not known yet, and tokens of a header that the answer has begun.
         self._without_text: list[_Read] = []
         self._header_read: list[_Read] = []
         self._undecided: list[TextPart] = []  # may be a tag of ordinary text, or space before thinking

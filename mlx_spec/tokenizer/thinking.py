@@ -35,7 +35,7 @@ class Messages:
     end: str  # token after a message that others follow
     role: str  # how the text of a header begins, after the first start token
     kinds: Mapping[str, TextKind | None]  # of the message, by a pattern in its header; the first one counts
-    headers: tuple[str, ...]  # those of thinking and answer, for answers that a grammar constrains
+    headers: tuple[str, ...]  # of thinking and answer, for answers that a grammar constrains
     others: tuple[str, ...] = ()  # further tokens of a header
     stops: tuple[str, ...] = ()  # tokens that end an answer, also where no configuration says so
 

@@ -59,7 +59,7 @@ def conversation_prompt(
 ) -> Prompt:
     """Return the prompt of a conversation whose pictures are `prepared`.
 
-    `options` are those of `Tokenizer.prompt`. Raises what that does, NoVision, and InvalidValue for pictures
+    `options` go to `Tokenizer.prompt`. Raises what that does, NoVision, and InvalidValue for pictures
     that the template does not show.
     """
     pictures = [part["image"] for message in messages for part in _parts(message) if _is_image(part)]

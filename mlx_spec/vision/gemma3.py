@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 3: SigLIP and a projector. Formulas are those of transformers' `gemma3`."""
+"""The vision tower of Gemma 3: SigLIP and a projector. Formulas come from transformers' `gemma3`."""
 
 from __future__ import annotations
 

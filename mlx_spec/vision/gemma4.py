@@ -1,6 +1,6 @@
 """The vision tower of Gemma 4 E2B, E4B, 26B-A4B and 31B, and the embedder of 12B, which has no tower.
 
-Parameter names are those of the checkpoints, formulas those of transformers' `gemma4` and `gemma4_unified`.
+Parameter names come from the checkpoints, formulas from transformers' `gemma4` and `gemma4_unified`.
 Pictures are encoded one at a time and without padding, so no mask is needed.
 """
 

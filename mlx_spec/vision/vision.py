@@ -76,9 +76,9 @@ class Vision:
     def expand(self, rendered: str, pictures: Sequence[Picture]) -> str:
         """Return a rendered prompt with the words of each row where the template has a placeholder.
 
-        Newlines beside it may be one token with those of the text, so this comes before tokenizing. A prompt
-        without pictures stays as it is. Raises InvalidValue for too many pictures, and beside pictures for a
-        text with a placeholder.
+        Newlines beside it may be one token with newlines of the text, so this comes before tokenizing. A
+        prompt without pictures stays as it is. Raises InvalidValue for too many pictures, and beside pictures
+        for a text with a placeholder.
         """
         if not pictures:
             return rendered
