@@ -28,12 +28,21 @@ def arguments(out: Path) -> list[str]:
     return ["convert", *parts, "-o", str(out), "--no-self-test"]
 
 
+NEVER_DONE = """
+import sys, time
+from mlx_spec.apps.cli import main
+from mlx_spec.convert import convert
+convert.write_manifest = lambda *_: time.sleep(1000)  # the last file
+main(sys.argv[1:])
+"""
+
+
 def test_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with subprocess.Popen([sys.executable, "-m", "mlx_spec", *arguments(out)], cwd=ROOT) as process:
-        wait_until(lambda: list(tmp_path.glob(".out.partial-*/target/*")), pause=0.002)
+    with subprocess.Popen([sys.executable, "-c", NEVER_DONE, *arguments(out)], cwd=ROOT) as process:
+        wait_until(lambda: list(tmp_path.glob(".out.partial-*/target/*")))
         process.kill()
-    assert list(tmp_path.glob(".out.partial-*")) and not out.exists(), "it was killed too late"
+    assert list(tmp_path.glob(".out.partial-*")) and not out.exists()
     assert run(*arguments(out)) == 0
     assert (out / "pair.json").is_file() and not list(tmp_path.glob(".*"))
 

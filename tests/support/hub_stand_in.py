@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from support.waiting import LIMIT
+
 ROOT = Path(__file__).parents[2]
 E2B, ASSISTANT = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
 COMMIT = "0" * 39 + "1"
@@ -125,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cuts -= 1
             self.wfile.write(part[: self.hub.cut_after])
             self.wfile.flush()
-            self.hub.breaks.wait(60)
+            self.hub.breaks.wait(10 * LIMIT)
         else:
             self.hub.sent += len(part)
             self.wfile.write(part)
