@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT
 
 import mlx_spec
 
@@ -25,7 +26,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
     """A command that the caller's own PYTHONPATH and the like do not reach."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
-        command, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=120
+        command, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=LIMIT
     )
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT
 
 CODE = """
 import json, sys
@@ -34,7 +35,7 @@ def run(*options: str, path: Path | None = None) -> tuple[str | None, bool | Non
     """Return the library that MLX calls in a new process, whether it is the reference, and the hint."""
     variables = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
     command = [sys.executable, "-c", CODE, *options]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     name, is_reference, hint, error, speed = json.loads(done.stdout)
     assert error < 1e-4 and speed > 0

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pkgutil import resolve_name
 
 import pytest
+from support.waiting import LIMIT
 from typer.main import get_command
 
 from mlx_spec import __version__
@@ -20,7 +21,7 @@ from mlx_spec.apps.tune import Options as settings_of_tune
 from mlx_spec.cli.command import guarded, parse, show, show_folded, table, tell
 from mlx_spec.errors import NotFound
 
-run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT)
 NEVER = {"mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "starlette", "uvicorn", "torch"}
 
 
@@ -197,7 +198,7 @@ def test_stderr_that_takes_nothing(full, monkeypatch, capsys):
 def test_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "mlx_spec", "--version"]
-        found = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=60)
+        found = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=LIMIT)
     problem = "mlx-spec: stdout: No space left on device: make room there, or give another place\n"
     assert (found.returncode, found.stderr) == (1, problem)
 

@@ -26,7 +26,8 @@ def test_both_answers_have_the_same_tokens(pair, sampling):
     assert not any(round.drafted for round in plain.done) and len(last.ratios) >= 1
     *figures, multiple, same = verdict(last, pair.tokenizer)
     speeds = [float(line.split()[-4]) for line in figures]
-    assert abs(float(multiple.split()[1]) - speeds[0] / speeds[1]) < 0.06, "the rows and the multiple agree"
+    ratio, rounded = speeds[0] / speeds[1], 0.05 / speeds[0] + 0.05 / speeds[1]  # the rows; then the multiple
+    assert abs(float(multiple.split()[1]) - ratio) < 0.06 + 1.1 * ratio * rounded, "the rows and it agree"
     assert same == "every token the same ✓" and len(figures) == 2
 
 

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,12 +22,13 @@ from mlx_spec.apps.chat import main
 from mlx_spec.apps.chat.answer import ChatState
 from mlx_spec.apps.chat.arguments import Options
 from mlx_spec.apps.chat.conversation import Conversation
-from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
+from mlx_spec.apps.chat.interrupts import Interrupts
 from mlx_spec.apps.chat.models import choose, open_pair
 from mlx_spec.apps.chat.saved import Journal
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.cli.command import parse
+from mlx_spec.model.target import LMTarget
 
 
 def only_line(text: str) -> str:
@@ -223,24 +222,20 @@ def test_interrupt_before_the_answer(tmp_path):
         assert screen.text.endswith("\nmlx-spec: interrupted\n") and "Traceback" not in screen.text
 
 
-class PressedSoon(Interrupts):
-    """Presses Ctrl-C soon after the next answer was begun."""
-
-    timer: threading.Timer | None = None
-
-    @contextmanager
-    def acting(self, action: CtrlC) -> Iterator[None]:
-        with super().acting(action):
-            if self.timer is not None:
-                self.timer.start()
-            yield
-
-
-def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
+def test_one_interrupt_stops_the_reading_of_a_prompt(endless, monkeypatch, capfd):
     options = parse(Options, "chat", [*endless, "--max-tokens=8"])
     choice, settings = choose(options), from_options(options)
     pair = open_pair(choice)
-    with PressedSoon() as interrupts:
+    chunks, prefill = 0, LMTarget.prefill
+
+    def pressed(*given):
+        nonlocal chunks
+        chunks += 1
+        if chunks == 3:
+            signal.raise_signal(signal.SIGINT)
+        return prefill(*given)
+
+    with Interrupts() as interrupts:
         chat, fresh = (
             ChatState(
                 Conversation(pair, choice, settings, None),
@@ -251,10 +246,10 @@ def test_one_interrupt_stops_the_reading_of_a_prompt(endless, capfd):
             for _ in range(2)
         )
         assert not chat.answer("hello").is_interrupted
-        interrupts.timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        assert chat.answer("word " * 20_000).is_interrupted
-        interrupts.timer.join()
-        interrupts.timer = None
+        with monkeypatch.context() as patch:
+            patch.setattr(LMTarget, "prefill", pressed)
+            assert chat.answer("word " * 20_000).is_interrupted
+        assert chunks == 3
         interrupts.clear()
         assert chat.answer("more").statistics.finish_reason
         after = chat.answer("again").answer

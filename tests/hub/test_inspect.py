@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from support import sparse
 from support.commands import run
 from support.hub_stand_in import ROOT, Hub
+from support.waiting import LIMIT
 
 import mlx_spec
 from mlx_spec.apps import models
@@ -299,7 +300,7 @@ assert sys.modules["mlx"] is None and "mlx.core" not in sys.modules and "numpy" 
 sys.exit(code)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     assert "gemma4_assistant" in done.stdout and "no " not in done.stderr
