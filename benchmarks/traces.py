@@ -121,8 +121,8 @@ def arguments() -> argparse.Namespace:
 class Watching:
     """A greedy sampler that keeps how probable each drawn token was."""
 
-    def __init__(self) -> None:
-        self._sampler: Sampler = Sampling().sampler(0, None)
+    def __init__(self, vocab_size: int) -> None:
+        self._sampler: Sampler = Sampling().sampler(0, vocab_size)
         self.seen: list[mx.array] = []
 
     @property
@@ -157,7 +157,7 @@ def record(settings: argparse.Namespace) -> list[Trace]:
 
 def record_answer(pair: Pair, prompt: Prompt, depth: int) -> Trace:
     """Decode plainly, and draft at every position."""
-    parts, watching, history = pair.open(), Watching(), list(prompt.tokens)
+    parts, watching, history = pair.open(), Watching(pair.info.vocab_size), list(prompt.tokens)
     for _ in prefill(parts.target, parts.drafters, text_prompt(history)):
         pass
     drafted: list[list[list[int]]] = [[] for _ in parts.drafters]

@@ -69,7 +69,7 @@ def chat_request() -> set[str]:
     from starlette.testclient import TestClient
 
     from mlx_spec.apps.server.app import create
-    from mlx_spec.apps.server.engine_thread import EngineThread
+    from mlx_spec.apps.server.engine.engine_thread import EngineThread
     from mlx_spec.apps.server.settings import parse
 
     body = {"messages": [{"role": "user", "content": "What does zip do?"}], "stream": True, "max_tokens": 40}

@@ -29,7 +29,7 @@ def _serve(settings: Settings) -> int:
 
     try:
         from .app import run  # imports MLX and what only servers need
-        from .models import load_served
+        from .engine.models import load_served
     except ModuleNotFoundError as error:
         needed = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
         if (error.name or "").split(".")[0] not in needed:

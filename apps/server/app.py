@@ -36,7 +36,12 @@ from mlx_spec.cli.command import tell
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
 
-from . import (
+from .engine.engine_thread import EngineThread
+from .engine.metrics import RequestCounter
+from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
+from .errors import LOG, Failure
+from .http import answer, answer_error
+from .protocols import (
     anthropic_messages,
     ollama,
     openai_chat,
@@ -44,11 +49,6 @@ from . import (
     openai_responses,
     stored_responses,
 )
-from .engine_thread import EngineThread
-from .errors import LOG, Failure
-from .http import answer, answer_error
-from .metrics import RequestCounter
-from .models import Loader, ModelCard, checkpoint_folders, load_served
 from .security import Bodies, Guards, PlainPaths
 from .settings import CANNOT_LISTEN, Settings
 

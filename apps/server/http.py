@@ -32,13 +32,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
-from .engine_thread import EngineThread
+from .engine.answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
+from .engine.engine_thread import EngineThread
+from .engine.generation import Job
 from .errors import LOG, Failure, anthropic_body, hung_up, internal_error
-from .generation import Job
-from .parameters import OpenFields, check_unknown
-from .parsing import check_limits, read_body
-from .request import GenerationRequest
+from .requests.parameters import OpenFields, check_unknown
+from .requests.parsing import check_limits, read_body
+from .requests.request import GenerationRequest
 from .settings import Settings
 
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's

@@ -22,7 +22,7 @@ from support.endpoint import DEMO, Stub, listening
 from mlx_spec import demo
 from mlx_spec.apps import launch
 from mlx_spec.apps.menubar import server_process
-from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.engine.models import ModelCard
 from mlx_spec.apps.server.settings import Settings
 
 KEY = "secret"

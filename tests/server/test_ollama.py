@@ -26,13 +26,14 @@ from support.endpoint import (
 )
 from support.waiting import wait_until
 
-from mlx_spec.apps.server import engine_thread, http
-from mlx_spec.apps.server.answers import Finished
-from mlx_spec.apps.server.engine_thread import EngineThread
-from mlx_spec.apps.server.models import ModelCard
-from mlx_spec.apps.server.ollama import timestamp
-from mlx_spec.apps.server.parameters import parse_duration
-from mlx_spec.apps.server.request import (
+from mlx_spec.apps.server import http
+from mlx_spec.apps.server.engine import engine_thread
+from mlx_spec.apps.server.engine.answers import Finished
+from mlx_spec.apps.server.engine.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.models import ModelCard
+from mlx_spec.apps.server.protocols.ollama import timestamp
+from mlx_spec.apps.server.requests.parameters import parse_duration
+from mlx_spec.apps.server.requests.request import (
     Chat,
     FillIn,
     GenerationRequest,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, fresh, parsed, refused, stubbed
 
-from mlx_spec.apps.server.request import Chat, GenerationRequest
+from mlx_spec.apps.server.requests.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
 

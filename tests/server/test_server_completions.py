@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.endpoint import CLOSED, TEXT, TOKENS, fresh, parsed, refused
 
-from mlx_spec.apps.server.answers import ChoiceEnded, PromptRead, TextDelta
-from mlx_spec.apps.server.openai_completions import logprobs_json
-from mlx_spec.apps.server.request import RawPrompts
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, PromptRead, TextDelta
+from mlx_spec.apps.server.protocols.openai_completions import logprobs_json
+from mlx_spec.apps.server.requests.request import RawPrompts
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import TokenLogprob
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_spec
-from mlx_spec.apps.server.preparation import _raw_tokens
+from mlx_spec.apps.server.engine.preparation import _raw_tokens
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair

@@ -36,8 +36,8 @@ from support.served import (
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server import models, tool_grammar
-from mlx_spec.apps.server.answers import (
+from mlx_spec.apps.server.engine import models, tool_grammar
+from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
     Failed,
@@ -48,12 +48,12 @@ from mlx_spec.apps.server.answers import (
     TextDelta,
     ToolCall,
 )
-from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.generation import BatchRow
+from mlx_spec.apps.server.engine.metrics import JobCounter, Metrics, Status
+from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.errors import Failure, unavailable
-from mlx_spec.apps.server.generation import BatchRow
-from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
-from mlx_spec.apps.server.models import load_served
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.weights import memory_need
@@ -221,7 +221,7 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 60)  # however busy the machine is
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
-    monkeypatch.setattr("mlx_spec.apps.server.engine_thread.wait", lambda futures, _: wait(futures))
+    monkeypatch.setattr("mlx_spec.apps.server.engine.engine_thread.wait", lambda futures, _: wait(futures))
     all_came, prefill = threading.Event(), LMTarget.prefill
 
     def patiently(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:

@@ -15,10 +15,10 @@ from support.vocabularies import ROOT, byte_level, sentencepiece_like
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
-from mlx_spec.apps.server.answers import Failed
+from mlx_spec.apps.server.engine.answers import Failed
+from mlx_spec.apps.server.engine.preparation import _raw_tokens
 from mlx_spec.apps.server.errors import Failure, internal_error
-from mlx_spec.apps.server.preparation import _raw_tokens
-from mlx_spec.apps.server.request import RawPrompts
+from mlx_spec.apps.server.requests.request import RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.sampling import Sampling

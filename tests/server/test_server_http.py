@@ -35,9 +35,9 @@ from support.waiting import LIMIT, wait_until
 
 from mlx_spec import __version__
 from mlx_spec.apps.server import app, main, security
-from mlx_spec.apps.server.answers import Failed
+from mlx_spec.apps.server.engine.answers import Failed
+from mlx_spec.apps.server.engine.metrics import Status
 from mlx_spec.apps.server.errors import Failure, internal_error, queue_full, unavailable
-from mlx_spec.apps.server.metrics import Status
 from mlx_spec.apps.server.settings import GB, Limits, ServedModel, Settings, parse
 from mlx_spec.hub.catalog import PairSpec
 

@@ -19,12 +19,12 @@ from support.spans import ROOT, vision_of
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server import engine_thread
-from mlx_spec.apps.server.answers import RoundDone
-from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.engine import engine_thread
+from mlx_spec.apps.server.engine.answers import RoundDone
+from mlx_spec.apps.server.engine.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.models import Models, load_served, need_of, next_in_queue
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import Models, load_served, need_of, next_in_queue
-from mlx_spec.apps.server.request import OutputFormat
+from mlx_spec.apps.server.requests.request import OutputFormat
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.device import memory_for_models
 from mlx_spec.hub.catalog import PairSpec

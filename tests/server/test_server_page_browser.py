@@ -17,8 +17,8 @@ from support.chromium import Browser, Tab
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
 from support.waiting import wait_until
 
-from mlx_spec.apps.server.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
-from mlx_spec.apps.server.models import ModelCard
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
+from mlx_spec.apps.server.engine.models import ModelCard
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.tokenizer.stream import TokenText

@@ -22,8 +22,8 @@ from support.endpoint import (
     stubbed,
 )
 
-from mlx_spec.apps.server.parameters import HARMLESS, NEUTRAL, NO_VERBOSITY
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.requests.parameters import HARMLESS, NEUTRAL, NO_VERBOSITY
+from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 

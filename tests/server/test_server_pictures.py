@@ -14,11 +14,11 @@ from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, listening, parsed
 from support.spans import ROOT, facts, file, pair_of, tokenizer_of
 from support.waiting import LIMIT
 
-from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.models import load_served
+from mlx_spec.apps.server.engine.preparation import find_prompts
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import load_served
-from mlx_spec.apps.server.preparation import find_prompts
-from mlx_spec.apps.server.request import Chat, PictureFile
+from mlx_spec.apps.server.requests.request import Chat, PictureFile
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.errors import NoVision
 from mlx_spec.hub.catalog import PairSpec

@@ -9,7 +9,7 @@ import pytest
 from support import tiny
 from support.pairs import alone, generate, make_pair
 
-from mlx_spec.apps.server.prefix_cache import PrefixCache
+from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.pair import Pair

@@ -18,8 +18,8 @@ from support.pairs import KINDS, MODELS, alone, make_pair
 from support.served import DEMO, answer, body, closed, working
 from support.served import raw as raw_request
 
-from mlx_spec.apps.server import prefix_cache
-from mlx_spec.apps.server.prefix_cache import CacheFolder, PrefixFiles, model_key
+from mlx_spec.apps.server.engine import prefix_cache
+from mlx_spec.apps.server.engine.prefix_cache import CacheFolder, PrefixFiles, model_key
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence

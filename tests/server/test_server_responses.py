@@ -19,8 +19,8 @@ from support.endpoint import (
     settled,
 )
 
-from mlx_spec.apps.server import parameters
-from mlx_spec.apps.server.answers import ChoiceEnded, TextDelta, ToolCall
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
+from mlx_spec.apps.server.requests import parameters
 from mlx_spec.sampling import Sampling
 
 openai = pytest.importorskip("openai")

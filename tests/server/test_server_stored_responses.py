@@ -27,9 +27,9 @@ from support.endpoint import (
 )
 from support.waiting import LIMIT, wait_until
 
-from mlx_spec.apps.server import stored_responses
-from mlx_spec.apps.server.answers import Failed
+from mlx_spec.apps.server.engine.answers import Failed
 from mlx_spec.apps.server.errors import internal_error
+from mlx_spec.apps.server.protocols import stored_responses
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.errors import InvalidValue
 

@@ -37,13 +37,20 @@ from support.endpoint import (
 from support.waiting import LIMIT, wait_until
 
 from mlx_spec.apps.server import http
-from mlx_spec.apps.server.answers import Event, PromptProgress, PromptRead, TextDelta, Timings, timings_json
-from mlx_spec.apps.server.anthropic_messages import MessageWriter
+from mlx_spec.apps.server.engine.answers import (
+    Event,
+    PromptProgress,
+    PromptRead,
+    TextDelta,
+    Timings,
+    timings_json,
+)
 from mlx_spec.apps.server.http import read_events
-from mlx_spec.apps.server.openai_chat import ChatWriter
-from mlx_spec.apps.server.openai_completions import TextWriter
-from mlx_spec.apps.server.openai_responses import ResponseWriter
-from mlx_spec.apps.server.request import Chat, GenerationRequest
+from mlx_spec.apps.server.protocols.anthropic_messages import MessageWriter
+from mlx_spec.apps.server.protocols.openai_chat import ChatWriter
+from mlx_spec.apps.server.protocols.openai_completions import TextWriter
+from mlx_spec.apps.server.protocols.openai_responses import ResponseWriter
+from mlx_spec.apps.server.requests.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 from mlx_spec.session import Statistics

@@ -14,17 +14,17 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
-from mlx_spec.apps.server.answers import TextDelta, ToolCall
-from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.preparation import find_prompts
-from mlx_spec.apps.server.request import Chat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import (
+from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
+from mlx_spec.apps.server.engine.preparation import find_prompts
+from mlx_spec.apps.server.engine.tool_formats import (
     ToolCallReader,
     chat_prompt,
     find_tool_format,
     results_in_calls,
     without_markup,
 )
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate

@@ -15,11 +15,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
-from mlx_spec.apps.server import parameters
+from mlx_spec.apps.server.engine.tool_formats import SYNTAXES, Syntax, ToolFormat
+from mlx_spec.apps.server.engine.tool_grammar import answer_grammar, answer_schema, compile_format
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import SYNTAXES, Syntax, ToolFormat
-from mlx_spec.apps.server.tool_grammar import answer_grammar, answer_schema, compile_format
+from mlx_spec.apps.server.requests import parameters
+from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer import Tokenizer

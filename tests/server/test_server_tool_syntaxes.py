@@ -9,11 +9,11 @@ import re
 import pytest
 from support.vocabularies import HARMONY, marked
 
-from mlx_spec.apps.server.answers import TextDelta, ToolCall
-from mlx_spec.apps.server.request import Chat, OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import ToolCallReader, chat_prompt, find_tool_format, numbered
-from mlx_spec.apps.server.tool_grammar import answer_grammar
-from mlx_spec.apps.server.tool_syntaxes import FORMS
+from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
+from mlx_spec.apps.server.engine.tool_formats import ToolCallReader, chat_prompt, find_tool_format, numbered
+from mlx_spec.apps.server.engine.tool_grammar import answer_grammar
+from mlx_spec.apps.server.engine.tool_syntaxes import FORMS
+from mlx_spec.apps.server.requests.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round

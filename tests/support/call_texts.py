@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.apps.server.request import Tool
-from mlx_spec.apps.server.tool_formats import SYNTAXES, type_of
+from mlx_spec.apps.server.engine.tool_formats import SYNTAXES, type_of
+from mlx_spec.apps.server.requests.request import Tool
 
 LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"
 KEYS = ("a", "my-key", "B_2", "ünï", "with space", "x.y")

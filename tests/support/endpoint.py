@@ -14,7 +14,8 @@ import httpx2
 import uvicorn
 from starlette.testclient import TestClient
 
-from mlx_spec.apps.server.answers import (
+from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
+from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
     Failed,
@@ -26,12 +27,11 @@ from mlx_spec.apps.server.answers import (
     ToolCall,
     Usage,
 )
-from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
-from mlx_spec.apps.server.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.engine_thread import EngineThread
+from mlx_spec.apps.server.engine.metrics import JobCounter, Metrics, Status
+from mlx_spec.apps.server.engine.models import ModelCard, find_model
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.metrics import JobCounter, Metrics, Status
-from mlx_spec.apps.server.models import ModelCard, find_model
-from mlx_spec.apps.server.request import GenerationRequest
+from mlx_spec.apps.server.requests.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.session import Positions, Statistics

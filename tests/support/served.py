@@ -12,8 +12,8 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from mlx_spec.apps.server import models
-from mlx_spec.apps.server.answers import (
+from mlx_spec.apps.server.engine import models
+from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
     Failed,
@@ -23,10 +23,10 @@ from mlx_spec.apps.server.answers import (
     TextDelta,
     ToolCall,
 )
-from mlx_spec.apps.server.engine_thread import EngineThread, Job
+from mlx_spec.apps.server.engine.engine_thread import EngineThread, Job
+from mlx_spec.apps.server.engine.models import Loader, load_served
 from mlx_spec.apps.server.errors import Failure
-from mlx_spec.apps.server.models import Loader, load_served
-from mlx_spec.apps.server.request import Chat, GenerationRequest, RawPrompts
+from mlx_spec.apps.server.requests.request import Chat, GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.sampling import Sampling

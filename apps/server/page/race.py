@@ -12,13 +12,14 @@ from mlx_spec.apps.race import NAMES, Race, race, verdict
 from mlx_spec.session import Statistics
 from mlx_spec.tokenizer.stream import AnswerStream
 
-from .. import answers, openai_chat
+from ..engine import answers
+from ..engine.generation import Job
+from ..engine.preparation import PreparedRequest
 from ..errors import invalid, unsupported
-from ..generation import Job
 from ..http import Api, Json, data_event
-from ..openai_chat import ChatBody
-from ..preparation import PreparedRequest
-from ..request import GenerationRequest
+from ..protocols import openai_chat
+from ..protocols.openai_chat import ChatBody
+from ..requests.request import GenerationRequest
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:

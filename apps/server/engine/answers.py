@@ -12,7 +12,7 @@ from mlx_spec.session import Statistics
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import TokenLogprob
 
-from .errors import Failure
+from ..errors import Failure
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

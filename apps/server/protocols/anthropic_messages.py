@@ -16,14 +16,15 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.sampling import Sampling
 from mlx_spec.vision.pictures import from_base64
 
-from . import answers, parameters, parsing
-from .engine_thread import EngineThread
-from .errors import Failure, anthropic_body, invalid, unsupported
-from .http import Api, Json, named_event
-from .parsing import ContentPart, Fields, FunctionField
-from .request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
-from .settings import Settings
-from .thinking_fields import ThinkingField, ThinkingFields
+from ..engine import answers
+from ..engine.engine_thread import EngineThread
+from ..errors import Failure, anthropic_body, invalid, unsupported
+from ..http import Api, Json, named_event
+from ..requests import parameters, parsing
+from ..requests.parsing import ContentPart, Fields, FunctionField
+from ..requests.request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
+from ..requests.thinking_fields import ThinkingField, ThinkingFields
+from ..settings import Settings
 
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 

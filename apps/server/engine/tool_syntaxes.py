@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.apps.server.request import Tool
+from mlx_spec.apps.server.requests.request import Tool
 from mlx_spec.grammar.sandbox import JSON_FORM
 from mlx_spec.tokenizer.thinking import Markers
 

@@ -12,12 +12,13 @@ from pydantic import Field
 
 from mlx_spec import __version__
 
-from . import answers, parameters, parsing
-from .errors import invalid, unsupported
-from .http import Api, Json, data_event
-from .parsing import Fields, FunctionField, Parts, Texts, part_texts
-from .request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
-from .thinking_fields import Effort, ThinkingField, ThinkingFields
+from ..engine import answers
+from ..errors import invalid, unsupported
+from ..http import Api, Json, data_event
+from ..requests import parameters, parsing
+from ..requests.parsing import Fields, FunctionField, Parts, Texts, part_texts
+from ..requests.request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
+from ..requests.thinking_fields import Effort, ThinkingField, ThinkingFields
 
 DONE = "data: [DONE]\n\n"
 KEEPALIVE = ": keepalive\n\n"

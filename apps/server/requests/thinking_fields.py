@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .errors import invalid, unsupported
+from ..errors import invalid, unsupported
 from .parsing import Fields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

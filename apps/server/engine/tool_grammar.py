@@ -14,12 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mlx_spec.apps.server.engine.models import CompileGrammar
+from mlx_spec.apps.server.engine.tool_formats import ToolFormat, resolve, schema_types, type_of
+from mlx_spec.apps.server.engine.tool_syntaxes import (
+    FORMS,
+    FREE_TEXT,
+    Rules,
+    either,
+    form_call,
+    json_value,
+    quoted,
+)
 from mlx_spec.apps.server.errors import LOG, Failure, invalid, unsupported
-from mlx_spec.apps.server.models import CompileGrammar
-from mlx_spec.apps.server.parameters import warn_once
-from mlx_spec.apps.server.request import OutputFormat, Tool, ToolUse
-from mlx_spec.apps.server.tool_formats import ToolFormat, resolve, schema_types, type_of
-from mlx_spec.apps.server.tool_syntaxes import FORMS, FREE_TEXT, Rules, either, form_call, json_value, quoted
+from mlx_spec.apps.server.requests.parameters import warn_once
+from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable, enforced

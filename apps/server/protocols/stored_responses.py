@@ -24,9 +24,9 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.checkpoint.files import write_atomically
 from mlx_spec.errors import InvalidValue
 
-from .errors import LOG, MAX_NAME_CHARS, Failure, invalid
-from .http import Json
-from .parsing import ContentPart, Fields, Parts, read_query, required
+from ..errors import LOG, MAX_NAME_CHARS, Failure, invalid
+from ..http import Json
+from ..requests.parsing import ContentPart, Fields, Parts, read_query, required
 
 
 class ItemField(Fields):

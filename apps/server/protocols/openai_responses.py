@@ -20,15 +20,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from . import answers, parameters, parsing
-from .engine_thread import EngineThread
-from .errors import Failure, invalid, unsupported
-from .http import Api, Json, named_event
-from .parsing import Fields, FunctionField
-from .request import GenerationRequest, Tool, ToolUse
-from .settings import Settings
+from ..engine import answers
+from ..engine.engine_thread import EngineThread
+from ..errors import Failure, invalid, unsupported
+from ..http import Api, Json, named_event
+from ..requests import parameters, parsing
+from ..requests.parsing import Fields, FunctionField
+from ..requests.request import GenerationRequest, Tool, ToolUse
+from ..requests.thinking_fields import ThinkingFields
+from ..settings import Settings
 from .stored_responses import ItemField, ResponseStore
-from .thinking_fields import ThinkingFields
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"

@@ -24,20 +24,13 @@ from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
 from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.vision.pictures import from_base64
 
-from . import answers, parsing
-from .engine_thread import EngineThread
-from .errors import Failure, unsupported
-from .http import OLLAMA_PATH, Api, Json, answer, json_line
-from .models import LATEST, ModelCard, checkpoint_folders
-from .openai_chat import (
-    LimitFields,
-    ToolChoiceField,
-    ToolField,
-    parse_limit,
-    parse_logprobs,
-    parse_tool_use,
-)
-from .parameters import (
+from ..engine import answers
+from ..engine.engine_thread import EngineThread
+from ..engine.models import LATEST, ModelCard, checkpoint_folders
+from ..errors import Failure, unsupported
+from ..http import OLLAMA_PATH, Api, Json, answer, json_line
+from ..requests import parsing
+from ..requests.parameters import (
     CONSTRAINTS,
     GROUP,
     HARMLESS,
@@ -47,10 +40,18 @@ from .parameters import (
     as_format,
     start_request,
 )
-from .parsing import Fields
-from .request import Chat, GenerationRequest, PictureFile, RawPrompts
-from .settings import ServedModel, Settings
-from .thinking_fields import ThinkingFields
+from ..requests.parsing import Fields
+from ..requests.request import Chat, GenerationRequest, PictureFile, RawPrompts
+from ..requests.thinking_fields import ThinkingFields
+from ..settings import ServedModel, Settings
+from .openai_chat import (
+    LimitFields,
+    ToolChoiceField,
+    ToolField,
+    parse_limit,
+    parse_logprobs,
+    parse_tool_use,
+)
 
 _inspect = lru_cache(inspect_checkpoint)
 

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_spec.session import SUMMED, Positions, Statistics
 from mlx_spec.types import Reason
 
+from ..errors import LOG
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
-from .errors import LOG
 
 State = Literal["loading", "ready", "failed", "draining", "closed"]
 

@@ -23,9 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from mlx_spec.errors import InvalidValue
 from mlx_spec.vision.pictures import from_data_url
 
-from .errors import Failure, hung_up, invalid, missing, unsupported
+from ..errors import Failure, hung_up, invalid, missing, unsupported
+from ..settings import Limits
 from .request import Chat, GenerationRequest, PictureFile, Tool, ToolChoice, ToolUse
-from .settings import Limits
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PICTURES = ("image_url", "input_image")  # the types of parts in OpenAI's protocols

@@ -38,7 +38,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.prompt import Prompt
 from mlx_spec.types import CacheState
 
-from .errors import LOG
+from ..errors import LOG
 
 Snapshot = tuple[list[int], CacheState]  # of a sequence, with its identity: others can begin with it
 

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, model_validator
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
-from .errors import LOG, invalid, missing, unsupported
+from ..errors import LOG, invalid, missing, unsupported
 from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 from .thinking_fields import Effort

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_spec.apps.server.tool_formats import ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.tool_grammar import answer_grammar, compile_failure, compile_format, is_optional
+from mlx_spec.apps.server.engine.tool_formats import ToolFormat, chat_prompt, find_tool_format
+from mlx_spec.apps.server.engine.tool_grammar import (
+    answer_grammar,
+    compile_failure,
+    compile_format,
+    is_optional,
+)
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.grammar import Grammar
 from mlx_spec.prompt import Prompt, text_prompt
@@ -21,9 +26,17 @@ from mlx_spec.vision.conversation import NO_VISION
 from mlx_spec.vision.pictures import MAX_PICTURES, read_picture
 from mlx_spec.vision.vision import Vision
 
-from .errors import LOG, invalid, unsupported
+from ..errors import LOG, invalid, unsupported
+from ..requests.request import (
+    Chat,
+    GenerationRequest,
+    OutputFormat,
+    PictureFile,
+    RawPrompt,
+    RawPrompts,
+    ToolUse,
+)
 from .models import CompileGrammar
-from .request import Chat, GenerationRequest, OutputFormat, PictureFile, RawPrompt, RawPrompts, ToolUse
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from mlx_spec.apps.server.tool_formats import ToolCallReader
+from mlx_spec.apps.server.engine.tool_formats import ToolCallReader
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
@@ -26,6 +26,8 @@ from mlx_spec.tokenizer.detokenizer import placed
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.types import Round, TokenLogprob
 
+from ..errors import LOG, Failure, invalid
+from ..requests.request import Chat, GenerationRequest, RawPrompts
 from .answers import (
     ChoiceEnded,
     Event,
@@ -39,12 +41,10 @@ from .answers import (
     Timings,
     Usage,
 )
-from .errors import LOG, Failure, invalid
 from .metrics import JobCounter
 from .models import LoadedModel
 from .prefix_cache import Snapshot
 from .preparation import PreparedRequest, prepare
-from .request import Chat, GenerationRequest, RawPrompts
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 

@@ -18,11 +18,8 @@ from itertools import product, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_spec.apps.server.answers import Event, TextDelta, ToolCall
-from mlx_spec.apps.server.errors import Failure, invalid, unsupported
-from mlx_spec.apps.server.parsing import check_schema
-from mlx_spec.apps.server.request import Chat, Tool
-from mlx_spec.apps.server.tool_syntaxes import (
+from mlx_spec.apps.server.engine.answers import Event, TextDelta, ToolCall
+from mlx_spec.apps.server.engine.tool_syntaxes import (
     DECODER,
     JSON_SYNTAXES,
     SURROGATE,
@@ -31,6 +28,9 @@ from mlx_spec.apps.server.tool_syntaxes import (
     Syntax,
     to_json,
 )
+from mlx_spec.apps.server.errors import Failure, invalid, unsupported
+from mlx_spec.apps.server.requests.parsing import check_schema
+from mlx_spec.apps.server.requests.request import Chat, Tool
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import Prompt
 from mlx_spec.tokenizer import Tokenizer

@@ -11,12 +11,12 @@ from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
 
-from . import answers
-from .errors import invalid, unsupported
-from .http import Api, Json, data_event
+from ..engine import answers
+from ..errors import invalid, unsupported
+from ..http import Api, Json, data_event
+from ..requests.parsing import Fields
+from ..requests.request import GenerationRequest, RawPrompt, RawPrompts
 from .openai_chat import KEEPALIVE, ChunkWriter, CompletionBody, parse_limit, parse_request
-from .parsing import Fields
-from .request import GenerationRequest, RawPrompt, RawPrompts
 
 SOME = Field(min_length=1, fail_fast=True)  # lists are long: the first bad element is enough
 Tokens = Annotated[tuple[StrictInt, ...], SOME]

@@ -1,0 +1,1 @@
+"""The APIs of OpenAI, Anthropic and Ollama: each reads its requests and writes its answers."""
