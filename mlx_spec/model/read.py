@@ -39,9 +39,8 @@ def read_model(
     given = checkpoint.changes if config is None else dict(config)
     keys = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
     layers = integer(text_config({**checkpoint.config, **given}), *keys)
-    if layers and layers > (
-        tensors := len(checkpoint.headers.tensors)
-    ):  # to build them would take all memory
+    tensors = len(checkpoint.headers.tensors)
+    if layers and layers > tensors:  # to build them would take all memory
         raise BadCheckpoint(
             f"config.json of {folder} has {layers} layers, its weights are {tensors} tensors: they belong to "
             f"different models; {AGAIN}"
