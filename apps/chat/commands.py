@@ -194,7 +194,10 @@ class Commands:
             return
         file = saved.find(name)
         content = saved.read(file)
-        self._conversation.load(content)
+        try:
+            self._conversation.load(content)
+        except InvalidValue as error:
+            raise InvalidValue(f"{file} cannot be continued: {error}") from error
         self._chat.journal.go_on(file, self._conversation.save())
         self._chat.last = None
         self._terminal.note(f"{self._turns()} loaded")

@@ -21,6 +21,7 @@ from support.spans import ROOT as SEEING
 from support.waiting import wait_until
 
 from mlx_spec.apps.chat import models
+from mlx_spec.apps.chat.saved import FORMAT
 
 SCHEMA = {
     "type": "object",
@@ -42,6 +43,10 @@ def answer_in(said: str) -> str:
 def test_every_command_refuses_in_one_line(converse, tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
+    half = tmp_path / "half.json"
+    half.write_text(json.dumps(FORMAT | {"messages": [{"role": "user", "content": "x"}]}))
+    hot = tmp_path / "hot.json"
+    hot.write_text(json.dumps(FORMAT | {"messages": [], "settings": {"temperature": "hot"}}))
     refusals = {
         "/stats": "there is no answer yet",
         "/retry": "no message to answer again",
@@ -58,6 +63,8 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         "/save": "give the name of a file",
         f"/load {tmp_path / 'none'}": "there is no file",
         f"/load {schema}": "is not a saved conversation",
+        f"/load {half}": "half.json cannot be continued: a conversation goes by turns",
+        f"/load {hot}": "hot.json cannot be continued: temperature='hot' is not allowed",
         f"/save {schema}": "take another name",
         f"/json {tmp_path}": "give a file with a JSON schema",
         "/image nothing.png": "is not the file of a picture",
