@@ -57,11 +57,9 @@ def options(
     named = {"--target": target, "--drafter": drafter, "--port": port}
     passed = (*rest, *(word for name, value in named.items() if value is not None for word in (name, value)))
     settings = parse_server(passed)
-    is_named = any(word.split("=")[0] == "--model" for word in rest)
     return MenuPlan(
         ServerOptions(Address(settings.host, settings.port), settings.api_key, rest),
         None if target is None and drafter is None else PairSpec(DEMO if target is None else target, drafter),
-        fixed=is_named and target is None,
         passed=passed,
         installs=install_login_item,
         removes=remove_login_item,

@@ -34,7 +34,6 @@ class MenuPlan:
 
     server: ServerOptions
     selection: PairSpec | None  # None if the pair selected last is to be served
-    fixed: bool  # the models are named by --model
     passed: tuple[str, ...]  # options of the server, for the next login
     installs: bool = False
     removes: bool = False
@@ -67,9 +66,9 @@ class App:
         self._inbox: queue.Queue[Click | dict[str, int]] = queue.Queue()
         self._server = ServerProcess(plan.server, folder.log, self._update)
         selection = plan.selection
-        if not plan.fixed and selection is None and (last := read_pair(folder.selection)) is not None:
+        if selection is None and (last := read_pair(folder.selection)) is not None:
             selection = PairSpec(last[0] or DEMO, last[1])
-        self._state = State(selection=selection, fixed=plan.fixed)
+        self._state = State(selection=selection)
         self._shown: Menu | None = None
         self.failed = False
 

@@ -86,7 +86,6 @@ class State:
     own: bool = True  # False if another program started it: it is watched and not ended
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
     selection: PairSpec | None = None  # None: what `mlx-spec serve` does by itself
-    fixed: bool = False  # the command line names the models, so there is nothing to select
     models: Mapping[str, int] = field(default_factory=dict)  # those on this disk, and their bytes
     figures: Figures = Figures()
     problem: str | None = None
@@ -159,15 +158,15 @@ def _server(state: State) -> tuple[Item, ...]:
 
 def _selections(state: State) -> tuple[Menu, ...]:
     allowed = state.own and state.phase is not Phase.STOPPING
-    selected = state.selection or (None if state.fixed else PairSpec(DEMO))
-    served, drafter = (selected.target, selected.drafter) if selected else (None, None)
+    selected = state.selection or PairSpec(DEMO)
+    served, drafter = selected.target, selected.drafter
     targets = tuple(
         _item(label, Action.TARGET, name, allowed=allowed, checked=name == served)
         for name, label in _targets(state)
     )
     ways = {**DRAFTERS, drafter: DRAFTERS.get(drafter, str(drafter))}
     drafters = tuple(
-        _item(label, Action.DRAFTER, way or "", allowed=allowed and not state.fixed, checked=way == drafter)
+        _item(label, Action.DRAFTER, way or "", allowed=allowed, checked=way == drafter)
         for way, label in ways.items()
     )
     return Menu("Model", targets), Menu("Draft", drafters)

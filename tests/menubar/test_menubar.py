@@ -37,7 +37,7 @@ def test_a_second_menu_leaves_at_once(tmp_path, capsys):
 def test_options_of_the_server_are_passed_on():
     given = ["--target", "owner/a", "--kv-bits", "4", "--drafter=lookup", "--port", "9000", "--idle", "60"]
     plan = parse(given)
-    assert plan.selection == PairSpec("owner/a", "lookup") and not plan.fixed
+    assert plan.selection == PairSpec("owner/a", "lookup")
     assert plan.server == ServerOptions(Address("127.0.0.1", 9000), None, ("--kv-bits", "4", "--idle", "60"))
     assert parse(list(plan.passed)) == plan
 

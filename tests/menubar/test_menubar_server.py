@@ -394,6 +394,8 @@ def test_a_problem_is_shown_and_the_menu_goes_on(folder, tmp_path):
         ((), '{"target": 1, "drafter": "lookup"}', None),
         ((), "", None),
         (("--drafter", "none"), '{"target": "demo", "drafter": "lookup"}', "none"),
+        (("--model", "more=demo"), '{"target": "demo", "drafter": "lookup"}', "lookup"),
+        (("--model", "more=demo"), "", None),
     ],
 )
 @pytest.mark.usefixtures("stand_in")
