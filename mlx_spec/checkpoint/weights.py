@@ -276,11 +276,12 @@ def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
         "full_attention": context * full_heads * full_size,
         "sliding_attention": min(context, shape.window or context) * shape.kv_heads * shape.head_dim,
     }
-    kinds = text.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * shape.layers
-    kv_bytes = 2  # of a number in K or V
-    read = [2 * kv_bytes * numbers.get(str(kind), 0) for kind in kinds]
+    kinds, kv_bytes = text.get("layer_types"), 2  # of a number in K or V
     owners = shape.layers - (integer(text, "num_kv_shared_layers") or 0)
+    if not isinstance(kinds, list):
+        layer = 2.0 * kv_bytes * numbers["full_attention"]
+        return layer * shape.layers, layer * max(owners, 0)
+    read = [2 * kv_bytes * numbers.get(str(kind), 0) for kind in kinds]
     return float(sum(read)), float(sum(read[:owners]))
 
 

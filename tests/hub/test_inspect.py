@@ -58,6 +58,12 @@ def test_the_memory_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert one(folder).memory.weights == 2 * 64 * 32
 
 
+def test_layers_beyond_all_bounds_take_no_memory(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2**63, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 32}
+    found = one(sparse.checkpoint(tmp_path, {"model_type": "llama", **sizes}, WEIGHT))
+    assert found.layers == 2**63
+
+
 def test_target(tmp_path: Path) -> None:
     table = {"language_model.model.embed_tokens.weight": ("BF16", (262144, 1536))}
     folder = sparse.checkpoint(tmp_path / "target", sparse.gemma4("E2B"), table)
