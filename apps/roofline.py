@@ -24,7 +24,7 @@ from mlx_spec.checkpoint.files import read_optional
 from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 from mlx_spec.cli.command import BadOptions, Json, PairOptions, option, program, show, table, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
-from mlx_spec.errors import InvalidValue, NotFound
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
 from mlx_spec.hub.catalog import DEMO, PairSpec
 
 LONGEST_DRAFT = 8  # draft tokens: more rows take other kernels
@@ -127,12 +127,17 @@ def pair_acceptance(name: str, drafter: Path | None) -> float | None:
     """Return the accepted share of draft tokens that was measured on held-out answers; None if none was."""
     if name == DEMO:
         return 0.8
-    trained = None if drafter is None else read_optional(drafter / "training.json")
-    if not trained:
+    try:
+        trained = {} if drafter is None else read_optional(drafter / "training.json")
+    except BadCheckpoint:
         return None
-    count, length = trained["draft_tokens"], trained["tokens_a_round"]["0"]["all"]
-    rates = (i / 1000 for i in range(1000))
-    return min(rates, key=lambda rate: abs(sum(rate**i for i in range(count + 1)) - length))
+    match trained:
+        case {"draft_tokens": int() as count, "tokens_a_round": {"0": {"all": int() | float() as length}}}:
+            longest = 16  # tokens of a draft; a file that says more is not ours
+            rates = (i / 1000 for i in range(1000))
+            places = range(min(count, longest) + 1)
+            return min(rates, key=lambda rate: abs(sum(rate**i for i in places) - length))
+    return None
 
 
 def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptance: float) -> list[float]:

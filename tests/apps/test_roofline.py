@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from mlx_spec import demo
-from mlx_spec.apps.roofline import CHIPS, Chip, gains, main, pass_seconds, round_cost, weight_seconds
+from mlx_spec.apps.roofline import (
+    CHIPS,
+    Chip,
+    gains,
+    main,
+    pair_acceptance,
+    pass_seconds,
+    round_cost,
+    weight_seconds,
+)
 from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -148,3 +157,17 @@ def test_program_plans_for_another_chip(spelling, capsys):
     assert chips == ["M1 Max (32)", "M4 Max (40)", "M4 Max (32)"]
     assert "31.6" in out  # 546 / 17.3
     assert "17.3GB, drafts by 0.94gb" in out and "measured" not in out
+
+
+@pytest.mark.parametrize(
+    ("training", "rate"),
+    [
+        ('{"draft_tokens": 3, "tokens_a_round": {"0": {"all": 2.5}}}', 0.69),
+        ('{"draft_tokens": 1000000000, "tokens_a_round": {"0": {"all": 2}}}', 0.5),
+        ('{"draft_tokens": 3, "tokens_a_round": {"0": {"all": "many"}}}', None),
+        *((text, None) for text in ("{}", '{"draft_tokens": 3}', "[]", "{")),
+    ],
+)
+def test_a_report_of_training_that_is_not_ours(tmp_path: Path, training: str, rate: float | None) -> None:
+    (tmp_path / "training.json").write_text(training)
+    assert pair_acceptance("pair", tmp_path) == (rate and pytest.approx(rate, abs=0.01))
