@@ -47,7 +47,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.sampling.normal import log_total
+from mlx_spec.sampling.softmax import log_total
 from mlx_spec.types import Sampler
 
 MACS = ("M1 Ultra", "M3 Max", "M4 Pro", "M5 Max")

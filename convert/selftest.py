@@ -40,7 +40,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
-from mlx_spec.sampling.normal import log_total
+from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_target, load_unread

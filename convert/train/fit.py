@@ -136,7 +136,7 @@ class Heads:
 
 def weights_of(logits: mx.array, logsumexp: mx.array) -> mx.array:
     """Return the probabilities [.., W] of tokens by their logits and the logsumexp [..] of all of them."""
-    # not `mx.exp`, as in `sampling.normal.weights`
+    # not `mx.exp`, as in `sampling.softmax.weights`
     return mx.power(math.e, logits.astype(mx.float32) - logsumexp[..., None])
 
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_spec.sampling.normal import probabilities, total, weights
+from mlx_spec.sampling.softmax import probabilities, total, weights
 
 Loss = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.sampling import normal
+from mlx_spec.sampling import softmax
 from mlx_spec.sampling.verify import MIN_NORMAL
 
 
@@ -37,7 +37,7 @@ class Candidates:
         V = logits.shape[-1]
         if not length:
             scores = logits.astype(mx.float32) / temperature
-            found = cls(scores, normal.weights(scores))
+            found = cls(scores, softmax.weights(scores))
             if 0 < top_k < V:
                 return found.only(found.first(mx.ones_like(scores), mx.array(float(top_k))))
             return found
@@ -45,13 +45,13 @@ class Candidates:
         scores = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32) / temperature
         mass = None
         if length < min(top_k or V, V):
-            mass = normal.total(normal.weights(logits.astype(mx.float32) / temperature))
-        return cls(scores, normal.weights(scores), ids, mass)
+            mass = softmax.total(softmax.weights(logits.astype(mx.float32) / temperature))
+        return cls(scores, softmax.weights(scores), ids, mass)
 
     @property
     def probs(self) -> mx.array:
         """Return the distribution [T, C] over the columns."""
-        return self.weights / normal.total(self.weights)
+        return self.weights / softmax.total(self.weights)
 
     def tokens(self, columns: mx.array) -> mx.array:
         """Return the tokens [T] int32 of one column of each row."""
@@ -99,7 +99,7 @@ class Candidates:
             return mx.cumsum(amounts, axis=-1, inclusive=False) < goal
         last = _last_score(self.scores, amounts, goal)
         above, ties = self.scores > last, self.scores == last
-        before = normal.total(amounts * above)
+        before = softmax.total(amounts * above)
         amount = (amounts * ties).max(axis=-1, keepdims=True)
         rank = mx.cumsum(ties.astype(mx.int32), axis=-1, inclusive=False)
         return above | (ties & (before + amount * rank < goal))
@@ -125,8 +125,8 @@ def likeliest(scores: mx.array, count: int) -> mx.array:
     T, V = scores.shape
     ids, values, wanted = mx.arange(V)[None], scores, math.isqrt(V // count)
     if wanted > 3:  # else most chunks would be taken
-        size = normal.chunk_size(V, wanted)
-        chunks = normal.in_chunks(scores, size, -math.inf)
+        size = softmax.chunk_size(V, wanted)
+        chunks = softmax.in_chunks(scores, size, -math.inf)
         best = chunks.max(axis=-1)
         taken = _first(best, mx.arange(best.shape[1])[None], count)
         values = mx.take_along_axis(chunks, taken[..., None], axis=1).reshape(T, -1)
@@ -166,7 +166,7 @@ def _last_score(scores: mx.array, amounts: mx.array, goal: mx.array) -> mx.array
     low = mx.full(high.shape, _rank(mx.array(-math.inf)), mx.int32)
     for _ in range(32):
         middle = (low | high) - ((low ^ high) >> 1)  # of two 32-bit numbers, rounded up
-        is_reached = normal.total(amounts * (scores >= _value(middle))) >= goal
+        is_reached = softmax.total(amounts * (scores >= _value(middle))) >= goal
         low, high = mx.where(is_reached, middle, low), mx.where(is_reached, high, middle - 1)
     return _value(low)
 
@@ -176,7 +176,7 @@ def _top_p(candidates: Candidates, p: float) -> Candidates:
     share = np.float32(p)
     if share > p:  # a token that is not needed must not be kept because of a rounded p
         share = np.nextafter(share, np.float32(0))
-    listed = normal.total(candidates.weights)
+    listed = softmax.total(candidates.weights)
     mass = listed if candidates.mass is None else candidates.mass
     goal = mass * max(float(share), MIN_NORMAL)  # less is 0 in float32, and no token would be kept
     fits = [] if candidates.mass is None else [(listed >= goal)[:, 0]]

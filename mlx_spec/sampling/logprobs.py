@@ -15,8 +15,8 @@ from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
 from mlx_spec.sampling.candidates import likeliest
-from mlx_spec.sampling.normal import log_total
 from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
+from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 

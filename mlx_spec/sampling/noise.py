@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_spec.sampling.normal import chunk_size, in_chunks
+from mlx_spec.sampling.softmax import chunk_size, in_chunks
 
 
 def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
-from mlx_spec.sampling import LogitsProcessor, Sampling, Seeded, Unseeded, likeliest, normal
+from mlx_spec.sampling import LogitsProcessor, Sampling, Seeded, Unseeded, likeliest, softmax
 from mlx_spec.sampling.candidates import Candidates
 from mlx_spec.sampling.noise import draw_by_weight, seeded_noise
 from mlx_spec.types import Draft, FeatureSpec, no_draft
@@ -74,8 +74,8 @@ def test_distributions_are_normalised_to_a_millionth(vocab: int) -> None:
     exact = np.array(block).astype(np.float64)
     top = exact.max(-1, keepdims=True)
     total = top + np.log(np.exp(exact - top).sum(-1, keepdims=True))
-    assert np.abs(np.array(normal.log_total(block)) - total).max() < 2e-6
-    assert np.abs(np.array(normal.probabilities(block)).astype(np.float64).sum(-1) - 1).max() < 2e-6
+    assert np.abs(np.array(softmax.log_total(block)) - total).max() < 2e-6
+    assert np.abs(np.array(softmax.probabilities(block)).astype(np.float64).sum(-1) - 1).max() < 2e-6
     _, q = Unseeded(LogitsProcessor(Sampling(1.0), 0, vocab), key=1).draw(block, [], NONE)
     assert q is not None and np.abs(np.array(q).astype(np.float64).sum(-1) - 1).max() < 2e-6
 
@@ -166,7 +166,7 @@ def test_a_shortlist_is_drawn_and_judged_as_the_vocabulary() -> None:
     """A shortlist of all tokens but the last, which is banned, has the distribution of the vocabulary."""
     V, count = 12, 8000
     block = mx.broadcast_to(mx.where(mx.arange(V) < V - 1, rows(1, V, seed=6), -mx.inf), (count, V))
-    p = np.array(normal.probabilities(block[0])).astype(np.float64)
+    p = np.array(softmax.probabilities(block[0])).astype(np.float64)
     filler = mx.zeros((count - 1,), dtype=mx.int32)
     for make in (lambda processor: Seeded(processor, 3), lambda processor: Unseeded(processor, key=3)):
         sampler = make(LogitsProcessor(Sampling(1.0, top_k=V - 1), 1, V))
@@ -177,7 +177,7 @@ def test_a_shortlist_is_drawn_and_judged_as_the_vocabulary() -> None:
 
 def test_block_verification_of_a_shortlist_equals_that_of_the_vocabulary() -> None:
     V, K = 30, 3
-    block, q = rows(K + 1, V, seed=7), normal.probabilities(rows(K, V, seed=8, spread=1.0))
+    block, q = rows(K + 1, V, seed=7), softmax.probabilities(rows(K, V, seed=8, spread=1.0))
     for tokens in ([4, 9, 2], [0, 0, 29], likeliest(block, 1)[:K, 0].tolist()):
         drafted = mx.array(tokens, dtype=mx.int32)
         short = Candidates.of(block, 6, 1.0, 6)
