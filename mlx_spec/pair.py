@@ -42,10 +42,10 @@ from mlx_spec.vision.vision import Vision
 
 @dataclass(frozen=True)
 class PairInfo:
-    """The facts about a loaded pair that programs show: names as found, not as asked for, and sizes."""
+    """The facts about a loaded pair that programs show: the names that were found, and sizes."""
 
     target: str  # a path, a repository or "demo"
-    drafter: str | None  # the same, its own if none was named; None if nothing drafts
+    drafter: str | None  # the same, or "lookup"; the target's own if none was named; None if nothing drafts
     vocab_size: int
     context_length: int | None  # tokens of prompt and output together; None if the checkpoint names no limit
     target_bytes: int  # of the weights in memory
@@ -56,8 +56,8 @@ class PairInfo:
 class Pair:
     """A target, its drafters and its tokenizer. Made by `load`.
 
-    All generations share the weights; each generation or session has caches of its own. `policies` makes the
-    draft-length policy of every new sequence. `earlier` are answers that lookup copies from, by API key.
+    All generations share the weights; each generation or session has its own caches. `policies` makes the
+    draft-length policy of every new sequence. `earlier` holds earlier answers by API key, for lookup.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Pair:
         self._ranks = ranks
         self._vision = vision
         self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
-        self._check: Generator[Slice, None, None] | None = None  # of costs, not yet done
-        self._following: Slice | None = None  # the pass that it does next
+        self._measuring: Generator[Slice, None, None] | None = None  # an unfinished `calibrate`
+        self._next_pass: Slice | None = None  # of that measurement
 
     def generate(
         self,
@@ -96,9 +96,9 @@ class Pair:
     ) -> Iterator[Round]:
         """Continue a prompt, round by round, at most `max_tokens` tokens and never past the context.
 
-        The target's own end-of-text tokens end it, and those in `stop`; the last round holds the token that
-        did. Lookup copies from earlier answers with the same `key`, if that is not None. Raises InvalidValue
-        or PromptTooLong at once, before the first round.
+        The target's end-of-text tokens and the tokens in `stop` end it; the last round holds that token.
+        Lookup also copies from earlier answers with the same `key`, unless it is None. Raises InvalidValue or
+        PromptTooLong at once, before the first round.
         """
         sequence = self.prepare(
             self.open(), prompt_tokens, sampling=sampling, max_tokens=max_tokens, stop=stop, key=key
@@ -123,12 +123,12 @@ class Pair:
 
     @property
     def vision(self) -> Vision:
-        """Return what makes prompts of pictures. Raises NoVision with the reason if nothing does."""
+        """Return the reader of pictures. Raises NoVision, with the reason, if there is none."""
         return seeing(self._vision)
 
     @property
     def vision_or_reason(self) -> Vision | NoVision:
-        """Return what makes prompts of pictures, or why nothing does."""
+        """Return the reader of pictures, or the reason why there is none."""
         return self._vision
 
     @property
@@ -138,14 +138,14 @@ class Pair:
 
     @property
     def drafts(self) -> bool:
-        """Return True if a round may draft: there is a drafter, and it was not turned off."""
+        """Return True if rounds may draft: there is a drafter, and drafting is not turned off."""
         return bool(self._drafters) and not (
             isinstance(self.policies, FixedPolicy) and not self.policies.length
         )
 
     @property
     def fixed_names(self) -> tuple[str, ...]:
-        """Return the names of the proposals of its first drafter, which drafts where the length is fixed."""
+        """Return the names of the first drafter's proposals: with a fixed length it alone drafts."""
         return self._drafters[0].names if self._drafters else ()
 
     def session(self, system: str | None = None, *, key: str | None = "") -> Session:
@@ -159,11 +159,11 @@ class Pair:
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
         target = self._target()
-        drafters = tuple(part for source in self._drafters for part in source.make(target.parts).parts())
-        refuses = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
+        drafters = tuple(each for source in self._drafters for each in source.make(target.parts).proposals())
+        no_trees = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
         gains = {
-            i: (lambda: ()) if source.drafts_trees and refuses else source.gains
-            for i, source in enumerate(self._drafters)  # lookup, which has several proposals, is the last one
+            i: (lambda: ()) if source.drafts_trees and no_trees else source.gains
+            for i, source in enumerate(self._drafters)  # lookup, which has several proposals, comes last
             if source.gains is not None
         }
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
@@ -176,14 +176,14 @@ class Pair:
     def calibrate(
         self, context: int | None = None, *, again: bool = False, most_s: float = math.inf
     ) -> Generator[Slice, None, None]:
-        """Measure what passes and drafts cost, on a scratch sequence. Costs do not depend on its text.
+        """Measure the costs of passes and drafts on a scratch sequence. Costs do not depend on its text.
 
-        Yields before each pass what it takes at most: the caller may do other work then, or stop, which
-        changes nothing. Passes that may take more than `most_s` are left out where possible. Known costs of
-        rounds are kept, in plain tokens of now, unless they are clearly dearer than the new ones: those were
-        measured on a busy machine and could keep drafting off. `again` replaces them. The limit is a second,
-        or half of one where costs are known; a big model takes longer. `context` tokens are read first; left
-        out, as many as a first question has, as far as the time allows.
+        Yields before each pass what it takes at most: the caller may do other work then. It may also stop,
+        which changes nothing. Passes that may take more than `most_s` are left out if possible. Known costs
+        are kept, scaled to the plain speed of now, unless they are clearly dearer than the new ones: then
+        they were measured on a busy machine and could keep drafting off. `again` replaces them. It takes a
+        second, or half a second if costs are known; a big model takes longer. `context` tokens are read
+        first; None reads the length of a first question, as far as the time allows.
         """
         policies = self.policies
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
@@ -196,7 +196,7 @@ class Pair:
         found = yield from measure_costs(
             self.open(), text, self.info.vocab_size, policies.copying, watch, whole=context is not None
         )
-        # Answers may have taught something meanwhile.
+        # Answers may have corrected the costs meanwhile.
         known = None if again or policies.costs is None else policies.costs.table()
         if known is None or known.dearer(found):
             policies.use(found)
@@ -204,23 +204,23 @@ class Pair:
             policies.use(known.at_speed_of(found), policies.measured)
 
     def check_costs(self, is_wanted: Callable[[], bool], most_s: float) -> None:
-        """Measure costs again if a drafter was too dear to try, until `is_wanted()` returns True.
+        """Measure costs again if a drafter was too dear to try. Call it while no request waits.
 
-        That is asked before each pass, and so is whether it takes `most_s` seconds at most. Another call goes
-        on. Call it while no request waits.
+        Stops before a pass if `is_wanted()` returns True, or if the pass may take more than `most_s` seconds.
+        Another call goes on from there.
         """
-        if self._check is None and isinstance(self.policies, AdaptivePolicies):
+        if self._measuring is None and isinstance(self.policies, AdaptivePolicies):
             if not self.policies.claim_check():
                 return
-            self._check = self.calibrate(most_s=0.2)  # seconds: more is a wait that a user notices
-        if self._check is None:
+            self._measuring = self.calibrate(most_s=0.2)  # seconds: users notice a longer wait
+        if self._measuring is None:
             return
-        while (following := self._following or next(self._check, None)) is not None:
+        while (following := self._next_pass or next(self._measuring, None)) is not None:
             if is_wanted() or following.seconds > most_s:
-                self._following = following
+                self._next_pass = following
                 return
-            self._following = None
-        self._check = None
+            self._next_pass = None
+        self._measuring = None
 
     def prepare(
         self,
@@ -235,13 +235,13 @@ class Pair:
         read_prompt: Callable[[], Iterator[bool]] | None = None,
         key: str | None = None,
     ) -> RunningSequence:
-        """Return a sequence that `decode` decodes by itself and a batch with others.
+        """Return a sequence to be decoded by `decode`, or by a batch with others.
 
         Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
-        answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Lookup
-        copies from earlier answers with the same `key`, and this one is kept, unless it is None. Raises
-        InvalidValue and PromptTooLong.
+        answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Unless
+        `key` is None, lookup copies from earlier answers with that key, and this answer becomes one of them.
+        Raises InvalidValue and PromptTooLong.
         """
         if not isinstance(sampling, Sampling):
             raise InvalidValue(f"sampling is {sampling!r}, it must be one Sampling")
@@ -251,9 +251,9 @@ class Pair:
         limit = self.token_limit(prompt, max_tokens)
         sampler = sampling.sampler(len(prompt), self.info.vocab_size)
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
-        earlier = keep = None
+        earlier = on_end = None
         if key is not None and self._copies:
-            earlier, keep = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
+            earlier, on_end = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
         for drafter in parts.drafters:
             drafter.copy_from(earlier)
         drafters, extras = for_request(
@@ -269,21 +269,21 @@ class Pair:
             self.tokenizer.eos.union(ends),
             extras,
             read_prompt,
-            keep,
+            on_end,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:
-        """Return an empty batch for sequences made by `prepare`, of which `max_running` run at a time.
+        """Return an empty batch for sequences made by `prepare`. At most `max_running` run at a time.
 
-        If it is None, measured costs say how many. The first batch of a pair decodes a few tokens
-        to find out whether this target can share a pass.
+        If that is None, measured costs say how many. The first batch of a pair decodes a few tokens to find
+        out whether sequences of this target can share a pass.
         """
         policies = self.policies if isinstance(self.policies, BatchPolicies) else None
         if max_running is None:
             max_running = FEWEST_RUNNING if policies is None else policies.most_running()
         targets = None if self.batch_support.obstacle else self._target_batch
         group = None if policies is None else policies.group
-        # A second pass would read the weights once more; padding is read, too, and takes memory.
+        # Padding is worth it only while it is small beside the weights, which a second pass would read again.
         return Batch(targets, max_running, group, max_padding=self.info.target_bytes // 4)
 
     @cached_property
@@ -313,7 +313,7 @@ class Pair:
         max_running: int | None = None,
         key: str | None = None,
     ) -> Iterator[tuple[int, Round]]:
-        """Continue several prompts at once, each as `generate` does. Yields the index of one and a round.
+        """Continue several prompts at once, each as `generate` does. Yields a prompt's index and a round.
 
         Raises InvalidValue or PromptTooLong at once, before the first round.
         """
@@ -326,7 +326,7 @@ class Pair:
         return _rounds(batch)
 
     def _as_prompt(self, given: Iterable[int]) -> Prompt:
-        """Return a prompt that this target can read, and tokens as one of text. Raises InvalidValue."""
+        """Return tokens as a prompt of text, and a prompt as it is. Raises InvalidValue and NoVision."""
         if not isinstance(given, Prompt):
             return text_prompt(_as_tokens("the prompt", given))
         if not given.spans:
@@ -359,7 +359,7 @@ class Pair:
 
 
 def _as_tokens(name: str, given: Iterable[int]) -> list[int]:
-    """Return tokens as plain ints: NumPy has its own. Raises InvalidValue for anything else, such as text."""
+    """Return tokens as plain ints; NumPy's are accepted. Raises InvalidValue for others, such as text."""
     try:
         return [operator.index(token) for token in given]
     except TypeError as error:
@@ -377,7 +377,7 @@ def _rounds(batch: Batch) -> Iterator[tuple[int, Round]]:
 
 
 def _needs(drafters: Sequence[DrafterSource]) -> FeatureSpec:
-    """Return the features that the target must record. Only one of several drafters may read any."""
+    """Return the features that the target must record. All drafters that read any must read the same."""
     wanted = {source.needs for source in drafters} - {FeatureSpec()}
     assert len(wanted) <= 1, "two drafters that read different features"
     return wanted.pop() if wanted else FeatureSpec()

@@ -68,7 +68,7 @@ class FeatureSpec:
     hidden_layers: tuple[int, ...] = ()  # decoder-layer outputs (residual stream), 0-based; -1 is the last
     final_hidden: bool = False  # output of the final norm: what the LM head reads
     shared_kv: bool = False  # K/V of the last cache-owning layer of each attention type
-    prompt: bool = True  # False: hidden states are wanted of generated tokens, not of a prompt's
+    prompt_hidden: bool = True  # False if the drafter reads no hidden states of prompt tokens
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Features:
     """Target activations of T positions that were just committed.
 
     Row j belongs to the position just before `history[-T:][j]`, so that it pairs with the token that
-    follows it. A prompt has no hidden states where `FeatureSpec.prompt` is False. `shared_kv` is a
-    function: a drafter calls it while drafting and drops what it returned, because a view that outlives the
-    draft would force the next write to copy the whole buffer.
+    follows it. A prompt has no hidden states if `FeatureSpec.prompt_hidden` is False. `shared_kv` is a
+    function: a drafter calls it while drafting and drops the result. A view that outlives the draft would
+    force the next write to copy the whole buffer.
     """
 
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
@@ -104,14 +104,14 @@ class CacheState:
 
     @classmethod
     def join(cls, parts: Mapping[str, CacheState]) -> CacheState:
-        """Return one state of several, with the name of its part before each name."""
+        """Return one state of several: `part.name` is the array `name` of the state `part`."""
         return cls(
             {f"{part}.{name}": array for part, s in parts.items() for name, array in s.arrays.items()},
             {f"{part}.{name}": given for part, s in parts.items() for name, given in s.numbers.items()},
         )
 
     def part(self, name: str) -> CacheState:
-        """Return a part of a joined state; an empty one if there is none of that name."""
+        """Return a part of a joined state; an empty state if no part has that name."""
         start = f"{name}."
         return CacheState(
             {key.removeprefix(start): a for key, a in self.arrays.items() if key.startswith(start)},
@@ -135,18 +135,19 @@ class Draft:
     tokens: mx.array  # [K] int32
     probs: mx.array | None = None  # [K, V] float32 that the tokens were drawn from; None if not drawn
     parents: tuple[int, ...] | None = None  # of a tree: the row that each token follows; None for a chain
-    ahead: bool | None = None  # drafted while the last pass ran; False: for other outcomes only
-    source: str | None = None  # a name for users; the engine adds the drafter's if it is None
-    drafter_index: int | None = None  # among the policy's drafters, which the engine adds
+    # True if drafted while the last pass ran, False if only other outcomes were; None if nothing ran ahead
+    ahead: bool | None = None
+    source: str | None = None  # a name for users; if None, the round fills in the drafter's name
+    drafter_index: int | None = None  # among the policy's drafters; the round fills it in
 
-    def of(self, choice: Choice) -> Draft:
-        """Return it as the draft of a choice."""
+    def with_choice(self, choice: Choice) -> Draft:
+        """Return the draft with the name and the index of the drafter that was chosen."""
         return replace(self, source=self.source or choice.source, drafter_index=choice.drafter_index)
 
 
 @cache
 def no_draft() -> Draft:
-    """A draft of no tokens: the next pass is plain decoding."""
+    """Return a draft without tokens: the next pass is plain decoding."""
     return Draft(mx.array([], dtype=mx.int32))
 
 
@@ -156,17 +157,17 @@ class Choice:
 
     drafter_index: int
     limit: int
-    source: str = field(compare=False)  # the drafter's name, unless its drafts say another one
+    source: str = field(compare=False)  # the drafter's name; a draft may name another source
     ahead: bool = False  # draft for likely outcomes while the target verifies this draft
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a round, whatever else the machine does."""
+    """The cost of a round in plain tokens, which does not depend on the load of the machine."""
 
     shape: Hashable  # rounds of one shape cost the same
-    plain_tokens: float  # of plain decoding in the same time
-    error: float = 0.0  # of that, relative: one standard deviation
+    plain_tokens: float  # that plain decoding emits in the same time
+    error: float = 0.0  # relative standard deviation of `plain_tokens`
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Decision:
     cost: Callable[[int, int], Cost | None] | None = None  # of a round, by its drafter and draft tokens
 
     def cost_of(self, longest: Round) -> Cost | None:
-        """Return what a pass with this longest draft takes: one plain token if nothing was drafted."""
+        """Return the cost of a pass whose longest draft is this round's: one plain token without a draft."""
         if longest.drafter_index is None:
             return Cost("plain", 1.0)
         return (
@@ -189,10 +190,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its log-probability; of an emitted one, also the most likely tokens in its place."""
+    """A token and its log-probability. An emitted token also has the most likely tokens in its place."""
 
     token: int
-    written: bytes  # its text; half a character is those bytes
+    token_bytes: bytes  # its text in UTF-8, perhaps a part of a character
     logprob: float
     top: tuple[TokenLogprob, ...] = ()  # the most likely first
     offset: int = field(default=0, compare=False)  # characters of the text before it
@@ -212,8 +213,8 @@ class Round:
     kind: Literal["plain", "drained", "draft"]
     source: str | None = None  # a name for users of where the draft of a "draft" round is from
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
-    ranks: tuple[int, ...] = ()  # of accepted tokens of a tree: how many guesses for that place come before
-    ahead: bool | None = None  # as of its draft
+    ranks: tuple[int, ...] = ()  # for each accepted token of a tree: likelier guesses for the same place
+    ahead: bool | None = None  # `Draft.ahead` of its draft
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
     finish_reason: Literal["stop", "length"] | None = None
@@ -233,18 +234,19 @@ class Sampler(Protocol):
 
     @property
     def is_argmax(self) -> bool:
-        """Return True if it takes the largest of the logits as they are, and nothing else happens."""
+        """Return True if it takes the argmax of unchanged logits and records nothing."""
 
     @property
     def fits(self) -> Sequence[mx.array]:
-        """Return a bool [1] that is False if the last draw or verdict did not consider all tokens.
+        """Return whether the shortlist of the last draw or verdict held the whole nucleus, bool [1].
 
-        Then it counts for a drafter only, and the target asks again with `exact`. Empty if it always does.
+        If False, the target must draw again with `exact`; a drafter's token may stand. Empty if it always
+        does.
         """
 
     @property
     def drafting(self) -> DraftingSampler:
-        """Return the sampler of drafters: it lacks what only the target's rows need, such as a grammar."""
+        """Return the sampler for drafters. It lacks a grammar and a record of log-probabilities."""
 
     def draw(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, *, exact: bool = False
@@ -263,19 +265,19 @@ class Sampler(Protocol):
         """
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of tokens just emitted, once; none if they are not wanted."""
+        """Return the log-probabilities of tokens just emitted, once; empty if none are recorded."""
 
 
 class DraftingSampler(Sampler, Protocol):
     """The sampler of drafters."""
 
     def fresh(self) -> DraftingSampler:
-        """Return a sampler that counts no tokens yet, for another history. No noise is used twice."""
+        """Return a sampler for another history, which has counted no tokens. No noise is used twice."""
 
     def rank(self, logits: mx.array, history: Sequence[int], drafted: mx.array, count: int) -> mx.array:
         """Return the `count` tokens [T, count] that each row draws most probably, the likeliest first.
 
-        Shared noise is known and counts.
+        Noise that is shared with the target is known before a draw, so it is added first.
         """
 
 
@@ -283,7 +285,7 @@ class EarlierTexts(Protocol):
     """Texts outside the conversation that a drafter may copy from."""
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
-        """Return the place after the longest known end of `last`, and the length of that end; or zeros."""
+        """Return the place after the longest match of the end of `last`, and its length; zeros if none."""
 
     def copy(self, place: int, count: int) -> list[int]:
         """Return at most `count` tokens from a place on."""
@@ -299,16 +301,16 @@ class Drafter(Protocol):
         """Return the bytes of its caches."""
 
     def missing(self, size: int) -> int:
-        """Return how many of the first `size` positions it has not processed and cannot process by itself."""
+        """Return how many of the first `size` positions it lacks and cannot process without features."""
 
     def state(self) -> CacheState:
-        """Return what its caches hold between two answers. Raises InvalidValue if that cannot be exact."""
+        """Return what its caches hold between two answers. Raises InvalidValue if it cannot be saved."""
 
     def restore(self, state: CacheState) -> None:
-        """Take over a state of the same drafter; this one is new."""
+        """Take over the state of a drafter of the same kind. This one must be new."""
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
-        """Copy these texts, too, where it copies text: for one answer, before its prompt is read."""
+        """Let a drafter that copies text copy these, too, in the next answer. Called before its prefill."""
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process new tokens: `history[-T:]` follow the T rows of `features`."""
@@ -339,8 +341,8 @@ class RequestDrafter:
 
     name: str
     drafter: Drafter
-    available: Callable[[Sequence[int]], int]  # the number of tokens that it has to follow a history
-    prior: float  # probability that one of its tokens is accepted, before any was verified
+    available: Callable[[Sequence[int]], int]  # how many tokens it can draft after a history
+    prior: float  # probability of acceptance that is assumed before a token was verified
 
 
 class DraftLengthPolicy(Protocol):
@@ -357,7 +359,7 @@ class DraftLengthPolicy(Protocol):
 
 
 class GroupPolicy(Protocol):
-    """Decides how many tokens each of several sequences drafts that share a pass."""
+    """Decides how many tokens each sequence drafts when several share a pass."""
 
     def decide(
         self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]

@@ -24,13 +24,13 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.sampling.normal import log_total
+from mlx_spec.sampling.softmax import log_total
 from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 from .prompts import TrainingPrompt, bundled_prompt, encode
 
 KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
-NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
+NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt_hidden=False)
 MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a chain of drafts
 KEYS, VALUES = "keys.", "values."
 

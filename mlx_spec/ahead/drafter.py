@@ -28,7 +28,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_spec.ahead.costs import AheadCosts
 from mlx_spec.ahead.request import AheadRequest, DrafterCopy, LocalCopy
-from mlx_spec.drafters.draft_model import Found
+from mlx_spec.drafters.draft_model import Branches
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
@@ -140,7 +140,7 @@ class Ahead(DrafterWrapper):
             except BaseException as error:
                 request.found.set_exception(error)
 
-    def _take(self) -> Found:
+    def _take(self) -> Branches:
         """Return the drafts that are there by now, and let the thread stop."""
         request, self._prepared = self._prepared, None
         return {} if request is None or request.found.cancel() else request.found.result()

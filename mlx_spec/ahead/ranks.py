@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_spec.ahead.drafter import check_ahead
 from mlx_spec.ahead.request import AheadRequest, LocalCopy
 from mlx_spec.distributed.ranks import Ranks
-from mlx_spec.drafters.draft_model import Found
+from mlx_spec.drafters.draft_model import Branches
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.target import LMTarget
@@ -34,7 +34,7 @@ class RemoteDrafter:
         self._ranks, self._number = ranks, ranks.number(self)
         self._sent: list[int] = []  # the history that the rank has
 
-    def draft_ahead(self, request: AheadRequest) -> Found:
+    def draft_ahead(self, request: AheadRequest) -> Branches:
         """Send what the rank lacks and wait for its drafts. They are none once this process ends."""
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_spec.drafters.draft_model import DraftModel, Found, Outcome
+from mlx_spec.drafters.draft_model import Branches, DraftModel, Outcome
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.grammar import read_tokens
 from mlx_spec.types import Draft, DraftingSampler, no_draft
@@ -26,7 +26,7 @@ class AheadRequest:
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
     sampler: DraftingSampler  # a fresh one
-    found: Future[Found] = field(default_factory=Future)  # cancelled once no draft waits for it
+    found: Future[Branches] = field(default_factory=Future)  # cancelled once no draft waits for it
 
     @property
     def is_cancelled(self) -> bool:
@@ -68,7 +68,7 @@ class DrafterCopy(Protocol):
     def nbytes(self) -> int:
         """Return the bytes of its caches on this machine."""
 
-    def draft_ahead(self, request: AheadRequest, /) -> Found:
+    def draft_ahead(self, request: AheadRequest, /) -> Branches:
         """Return drafts for likely outcomes, or fewer if the request is cancelled meanwhile."""
 
 
@@ -82,7 +82,7 @@ class LocalCopy:
     def nbytes(self) -> int:
         return self._drafter.nbytes
 
-    def draft_ahead(self, request: AheadRequest) -> Found:
+    def draft_ahead(self, request: AheadRequest) -> Branches:
         """Return drafts for likely outcomes.
 
         Draft models draft after several. Another drafter guesses that all is accepted, and goes on.

@@ -1,7 +1,7 @@
-"""Blocks of a pass: the pending token of a sequence and its draft, a chain or a tree.
+"""Blocks of a pass. A block is the pending token of a sequence and its draft, a chain or a tree.
 
-These rules need neither a target nor a sampler: how long a draft may be, which rows of a block are accepted,
-what part of a tree is a chain, and the round that a verified block makes.
+These functions need neither a target nor a sampler. They limit drafts, accept the rows of a block, take the
+chain out of a tree, and make the round of a verified block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import mlx.core as mx
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Decision, Draft, Round
 
-# The accepted rows of a block, from the row of the pending token on, and the new tokens.
+# The accepted rows of a block, the pending token's row first, and the new tokens.
 Accepted = tuple[Sequence[int], list[int]]
 
 
 def limited(decision: Decision, most: int) -> Decision:
-    """Return the decision, with drafts of at most `most` tokens."""
+    """Return the decision with all drafts limited to `most` tokens."""
     if all(choice.limit <= most for choice in decision.choices):
         return decision
     choices = [replace(each, limit=min(each.limit, most)) for each in decision.choices if most]
@@ -35,14 +35,14 @@ def rows_of(drafts: Sequence[Draft], logits: mx.array) -> list[mx.array]:
 
 
 def matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
-    """Accept draft tokens [K] while they are the chosen ones [K + 1]. Return their number, and the next."""
+    """Accept draft tokens [K] while they equal the chosen ones [K + 1]. Return their number, and the next."""
     pairs = enumerate(zip(chosen, drafted, strict=False))
     accepted = next((i for i, (wanted, token) in pairs if wanted != token), len(drafted))
     return accepted, chosen[accepted]
 
 
 def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
-    """Return the round of a draft: its accepted rows, from the pending token's on, and its tokens."""
+    """Return the round of a draft. `rows` are its accepted rows, the pending token's first."""
     if draft.source is None:
         return Round(tokens, 0, 0, "drained")
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
@@ -55,7 +55,7 @@ def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
 
 
 def chain_of(draft: Draft) -> Draft:
-    """Return a chain as it is, and the likeliest path of a tree. That is exact without probabilities."""
+    """Return a chain as it is, and the likeliest path of a tree, which is exact without probabilities."""
     if draft.parents is None:
         return draft
     length = len(tree_of(draft.parents).segments[0]) - 1

@@ -1,4 +1,4 @@
-"""Decode one sequence by itself."""
+"""Decode one sequence, not in a batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def generate(
 ) -> Generator[Round, None, None]:
     """Yield rounds of tokens after a text, with the distribution of plain decoding.
 
-    Where that leaves no choice (greedy, or a seed), the tokens equal plain decoding's. The policy
-    chooses among the drafters by index, the request's drafters last. The target may already hold a prefix of
-    the prompt. A stop token is emitted and ends the last round. Closing the generator is safe at every
-    yield. Raises InvalidValue for an empty prompt.
+    Greedy and seeded tokens equal those that plain decoding emits. The policy chooses among the drafters by
+    index, the request's drafters last. The target may already hold a prefix of the prompt. A stop token is
+    emitted and ends the last round. The generator may be closed at every yield. Raises InvalidValue for an
+    empty prompt.
     """
     text = text_prompt(prompt)
     return decode(

@@ -16,7 +16,7 @@ from mlx_spec.tokenizer import Tokenizer
 
 
 def scratch_text(tokenizer: Tokenizer, wanted: int, context_length: int | None) -> Prompt:
-    """Return a text of `wanted` tokens, or of fewer that leave room for the passes that are measured."""
+    """Return a text of `wanted` tokens, or of fewer if the context must hold the measured passes, too."""
     line = "The quick brown fox jumps over the lazy dog, and then it explains in a few words why it did. "
     tokens, room = tokenizer.encode(line) or [0], 64
     size = wanted if context_length is None else max(min(wanted, context_length - room), 2)
@@ -32,10 +32,9 @@ def measure_costs(
     *,
     whole: bool,
 ) -> Generator[Slice, None, Table]:
-    """Return the costs after `text`, or after as much of it as the time allows unless it is to be `whole`.
+    """Return the costs after `text`. Unless `whole`, only as much of it is read as the time allows.
 
-    `parts` are of a new sequence. Yields before each pass: the caller may do other work then, and need not go
-    on.
+    `parts` belong to a new sequence. Yields before each pass: the caller may do other work then, or stop.
     """
     yield from _read(parts, text, watch, whole=whole)
     begun = text_prompt(text[: parts.target.size + 1])

@@ -1,4 +1,4 @@
-"""How much of a prompt is read between two rounds, so that sequences that decode pause shortly."""
+"""Choose how much of a prompt is read between two rounds, so that decoding sequences pause only briefly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heapq import nlargest
 from mlx_spec.decode.running import PREFILL_STEP
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-MIN_CHUNK = 8  # prompt tokens in one pass, at least: the prompt goes on
+MIN_CHUNK = 8  # prompt tokens in one pass, at least, so that no prompt starves
 # Seconds that the first round of sequences is deferred for other prompts, at most. A second is the longest
 # wait that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_DEFERRAL_S = 1.0
@@ -21,45 +21,45 @@ Clock = Callable[[], float]
 class PromptPace:
     """Chooses how many tokens of a prompt to read between two rounds.
 
-    A pause is the time between the ends of two rounds. A chunk takes a part of it; the rest is the round,
-    sequences that join, and the caller. The last pauses predict the next ones, and the errors of such
+    A pause is the time between the ends of two rounds. A chunk takes a part of it. The round, joining
+    sequences and the caller take the rest. The last pauses predict the next ones, and the errors of these
     predictions say how much shorter than the bound to plan (conformal prediction).
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._planned = 0.8  # of MAX_PAUSE_S: what rounds and chunks are to take at most, as times vary
-        # Prompts may be read by turns, so two chunks are remembered. Not all rounds draft, so four of them
-        # are.
+        self._planned = 0.8  # share of MAX_PAUSE_S that rounds and chunks may take, because times vary
+        # Two prompts may be read in turns, so two chunks are remembered. Not all rounds draft, so four rests
+        # are remembered.
         self._chunks: deque[tuple[int, float]] = deque(maxlen=2)  # tokens and seconds
         self._rests: deque[float] = deque(maxlen=4)  # seconds of pauses without their chunks
         self._smallest: deque[float] = deque(maxlen=4)  # seconds of chunks of at most MIN_CHUNK tokens
-        self._errors: deque[float] = deque(maxlen=300)  # seconds of a pause by those that were expected
+        self._errors: deque[float] = deque(maxlen=300)  # seconds of a pause over the expected ones
         self.reading = 0.0  # seconds of chunks since the last round
-        self._expected = 0.0  # seconds expected of them; infinite if no chunk of such a size is known
+        self._expected = 0.0  # expected seconds of these chunks; infinite if no similar size is known
         self._last_round: float | None = None  # time of its end; None if no sequence decodes
         self._deferred_since: float | None = None  # None unless sequences could decode and are deferred
 
     def tokens(self) -> int:
-        """Return how many tokens to read next: the time left of a pause by the time of a token.
+        """Return how many tokens to read next: the time left of a pause over the time of one token.
 
-        Unknown times begin with small chunks. Where even those do not fit beside the fastest round, pauses
-        are too long whatever is read: then a chunk may take longer than a round. Small ones would keep one
-        client waiting and gain the others little. Varying times do not justify that.
+        While times are unknown, chunks are small. If even those do not fit beside the fastest round, all
+        pauses are too long, and a chunk may take longer than a round: small ones would keep one client
+        waiting and gain the others little. A slow round alone does not allow that.
         """
         budget_s, fastest_round_s = self.seconds(), min(self._rests, default=0.0)
         if min(self._smallest, default=0.0) > MAX_PAUSE_S * self._planned - fastest_round_s:
-            # Rounds that a chunk may take where MIN_CHUNK tokens do not fit the pause. A pass has a fixed
-            # cost, nearly as large as a round's, so a chunk as long as a round would hold few tokens.
+            # A pass has a fixed cost, nearly as large as a round's, so a chunk as long as one round would
+            # hold few tokens.
             budget_s = 2.0 * fastest_round_s
-        # A pass has a cost of its own, so a much larger one says too little of a small one.
+        # A pass has a fixed cost, so the time of a much larger chunk says little about a small one.
         if not self._chunks or any(seconds > 2 * budget_s for _, seconds in self._chunks):
             return MIN_CHUNK
         tokens = min(math.ceil(tokens * budget_s / seconds) for tokens, seconds in self._chunks)
         return min(max(tokens, MIN_CHUNK), PREFILL_STEP)
 
     def seconds(self) -> float:
-        """Return how long to read next: the time left of a pause, which may be less than none."""
+        """Return how long to read next: the time left of a pause, which may be negative."""
         late = 3  # Of the 300 pauses that are remembered, 1 % may be longer than planned.
         worst = nlargest(late, self._errors)
         p99_error = worst[-1] if len(worst) == late else 1.0
@@ -68,9 +68,9 @@ class PromptPace:
     def defers_decoding(self, unread: int) -> bool:
         """Return True if sequences that could decode should be deferred until `unread` tokens are read.
 
-        Together their passes cost less, and prompts are read faster while no sequence decodes.
+        Shared passes cost less, and prompts are read faster while no sequence decodes.
         """
-        if self._last_round is not None or not self._chunks:  # one decodes, or no speed is known
+        if self._last_round is not None or not self._chunks:  # a sequence decodes, or no speed is known
             return False
         now = self._clock()
         if self._deferred_since is None:
@@ -79,9 +79,9 @@ class PromptPace:
         return now - self._deferred_since + unread * seconds / tokens <= MAX_DEFERRAL_S
 
     def read(self, rows: int, seconds: float) -> None:
-        """Learn from a pass that read these rows of prompts; it has none if it computed rows of a span.
+        """Learn from a pass that read `rows` prompt tokens; 0 if it computed rows of a span.
 
-        Only chunks of a similar size say how long it was expected to take.
+        Chunks of a similar size predict its time; others do not.
         """
         self.reading += seconds
         if not rows:

@@ -1,8 +1,8 @@
 """One decode round: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
 
 `Group.step` is one round; most groups have one sequence. Invariants after every round: the target's cache
-holds all of a history but its last, pending token; no cache holds a token that was not emitted; every
-sequence emitted at least one token; what a sequence emits does not depend on the others.
+holds a history without its last, pending token; no cache holds a token that was not emitted; every sequence
+emitted at least one token; the tokens of a sequence do not depend on the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Choice, Decision, Draft, Features, GroupPolicy, Reason, Round, no_draft
 
-MAX_MISSES = 2  # rounds without the wanted draft, after which plain decoding queues tokens ahead again
+MAX_MISSES = 2  # rounds in a row without the wanted draft; then plain decoding queues tokens ahead again
 
 
 class Group:
@@ -39,7 +39,8 @@ class Group:
         self.targets = targets
         self._policy = policy  # of several sequences; if it is None, each decides for itself
         self.queued: mx.array | None = None  # [B] int32: the tokens after the pending ones, not yet read
-        self._unsure: list[tuple[RunningSequence, mx.array, mx.array]] = []  # of the last draws: logits, fits
+        # Last draws from a shortlist that may lack part of a nucleus: sequence, logits, and `Sampler.fits`.
+        self._shortlisted: list[tuple[RunningSequence, mx.array, mx.array]] = []
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
 
@@ -47,8 +48,7 @@ class Group:
         """Decode one round of every sequence: draft, verify, accept, commit.
 
         Returns the round of each, or the error that ended it. Without a draft a round is one plain token, and
-        the device begins the next one if `may_queue`. Without `may_probe`, several sequences draft only what
-        pays.
+        the device begins the next one if `may_queue`. Without `may_probe`, a batch drafts only if it pays.
         """
         decisions = self._decide(may_probe)
         start = time.perf_counter()
@@ -65,7 +65,7 @@ class Group:
         """Remove a sequence; the last one takes its index."""
         if self.queued is not None:
             self.queued = self.queued[mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
-        self._unsure = [each for each in self._unsure if each[0] is not self.sequences[index]]
+        self._shortlisted = [each for each in self._shortlisted if each[0] is not self.sequences[index]]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
 
@@ -77,7 +77,7 @@ class Group:
     # --- one round
 
     def _decide(self, may_probe: bool) -> list[Decision]:
-        """Return what to draft of each sequence."""
+        """Return the decision of the policy for each sequence."""
         shared, plain = self._shared_policy, Decision((), Reason.NO_DRAFTER)
         if not self.targets.takes_drafts:
             return [Decision((), Reason.RECURRENT)] * len(self.sequences)
@@ -93,7 +93,7 @@ class Group:
         return [limited(decision, sequence.remaining - 1) for sequence, decision in pairs]
 
     def _draft(self, decisions: Sequence[Decision]) -> list[Draft]:
-        """Return the draft of each sequence. All are empty while a queued token is to be emitted first."""
+        """Return the draft of each sequence. All are empty if a queued token has to be emitted first."""
         none = [no_draft()] * len(decisions)
         if not any(decision.choices for decision in decisions):
             return none
@@ -104,27 +104,28 @@ class Group:
         return drafts if self.queued is None else none
 
     def _drafts_of(self, choices: list[list[Choice]]) -> list[Draft]:
-        """Return the first draft of each. One pass may draft the first choices of all."""
+        """Return for each sequence the draft of its first choice that has one. One pass may serve all."""
         drafts = [no_draft()] * len(choices)
-        eager = [i for i, each in enumerate(choices) if each]
-        requests = [self.sequences[i].request(choices[i][0]) for i in eager]
-        kinds = {(choices[i][0].drafter_index, type(r.drafter)) for i, r in zip(eager, requests, strict=True)}
-        if len(kinds) == 1 < len(eager):
+        wanting = [i for i, each in enumerate(choices) if each]
+        requests = [self.sequences[i].request(choices[i][0]) for i in wanting]
+        pairs = zip(wanting, requests, strict=True)
+        kinds = {(choices[i][0].drafter_index, type(request.drafter)) for i, request in pairs}
+        if len(kinds) == 1 < len(wanting):
             try:
                 found = requests[0].drafter.draft_batch(requests)
             except Exception:  # retry one by one to find the sequence that fails
                 found = []
-            for i, draft in zip(eager, found, strict=False):
+            for i, draft in zip(wanting, found, strict=False):
                 first = choices[i].pop(0)
-                drafts[i] = draft.of(first) if draft.tokens.size else no_draft()
+                drafts[i] = draft.with_choice(first) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
                 drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
         return drafts if len(drafts) == 1 else [chain_of(draft) for draft in drafts]
 
     def _verify(self, drafts: Sequence[Draft], decisions: Sequence[Decision]) -> mx.array:
-        """Write the pending token and the draft of each in one pass. Return logits [R, V]."""
-        # Before the pass: handing it over may hold this thread nearly until it is done.
+        """Write the pending token and the draft of each sequence in one pass. Return logits [R, V]."""
+        # Before the pass: its dispatch may block this thread until the pass is nearly done.
         for sequence, draft, decision in zip(self.sequences, drafts, decisions, strict=True):
             sequence.attempt(partial(sequence.prepare, draft, decision.choices), None)
         pairs = zip(self.sequences, drafts, strict=True)
@@ -134,20 +135,20 @@ class Group:
         return self.targets.verify(written, [1 + draft.tokens.size for draft in drafts])
 
     def _accept(self, drafts: Sequence[Draft], logits: mx.array) -> list[Accepted]:
-        """Return the accepted rows of each sequence and its new tokens: the one copy to the host."""
+        """Return the accepted rows and the new tokens of each sequence. Makes the one copy to the host."""
         takes_argmax = self._takes_argmax and drafts[0].parents is None
         if takes_argmax:
-            verdicts, unsure = [logits.argmax(axis=-1).astype(mx.int32)], []
+            verdicts, shortlisted = [logits.argmax(axis=-1).astype(mx.int32)], []
         else:
             verdicts = self._verdicts(drafts, logits)
-            unsure = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
+            shortlisted = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
         tokens = [draft.tokens for draft in drafts]
-        numbers = iter(_read(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in unsure)])))
+        numbers = iter(_read(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in shortlisted)])))
         lengths = [1 + draft.tokens.size if takes_argmax else 2 for draft in drafts]
         accepted = list[Accepted]()
         read = [list(itertools.islice(numbers, length)) for length in lengths]
         drafted = [list(itertools.islice(numbers, draft.tokens.size)) for draft in drafts]
-        for (i, _), is_exact in zip(unsure, numbers, strict=True):
+        for (i, _), is_exact in zip(shortlisted, numbers, strict=True):
             if not is_exact:
                 read[i] = _read(self._verdicts(drafts, logits, exact=i)[0])
         for sequence, draft, verdict, guesses in zip(self.sequences, drafts, read, drafted, strict=True):
@@ -159,7 +160,7 @@ class Group:
     def _verdicts(self, drafts: Sequence[Draft], logits: mx.array, exact: int = -1) -> list[mx.array]:
         """Return the row of the last accepted token and the token after it, [2] for each sequence.
 
-        Or only of the sequence `exact`, over the whole vocabulary.
+        With `exact`, only the sequence at that index is judged, over the whole vocabulary.
         """
         verdicts, blocks = list[mx.array](), rows_of(drafts, logits)
         for i, (sequence, draft, rows) in enumerate(zip(self.sequences, drafts, blocks, strict=True)):
@@ -169,7 +170,7 @@ class Group:
         return verdicts
 
     def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Round]:
-        """Keep the rows of the new tokens, drop the others, and emit the tokens."""
+        """Keep the rows of the new tokens, drop the others, and emit the tokens. Return the rounds."""
         rounds = [round_of(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
         kept = [rows[: len(tokens)] for rows, tokens in accepted]
         if drafts[0].parents is not None:
@@ -177,24 +178,26 @@ class Group:
         return self._emit(rounds, self.targets.commit(list(map(len, kept))))
 
     def _plain(self, *, queue_next: bool) -> list[Round]:
-        """Decode one token of each without drafts. With `queue_next` the device begins the next ones."""
+        """Decode one token of each sequence. With `queue_next` the device begins the next ones."""
         queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
         tokens = self.queued
         if tokens is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
             tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
-        unsure = self._unsure
+        shortlisted = self._shortlisted
         features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
             self.queued = self._draw(tokens, unread=1)
             mx.async_eval(tokens, self.queued)
-        numbers = _read(mx.concatenate([tokens, *(fits for _, _, fits in unsure)]) if unsure else tokens)
+        numbers = _read(
+            mx.concatenate([tokens, *(fits for _, _, fits in shortlisted)]) if shortlisted else tokens
+        )
         found = numbers[: tokens.size]
-        for (sequence, logits, _), is_exact in zip(unsure, numbers[tokens.size :], strict=True):
+        for (sequence, logits, _), is_exact in zip(shortlisted, numbers[tokens.size :], strict=True):
             if is_exact:
                 continue
-            if self.queued is not None:  # its pass has read the token that is drawn again
+            if self.queued is not None:  # its pass has read the token that is now drawn again
                 self.targets.commit([0] * len(self.sequences))
                 self.queued, queue_next = None, False
             draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
@@ -205,10 +208,10 @@ class Group:
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
         """Write one token of each sequence and draw the next ones, [B] int32.
 
-        The last `unread` of the written ones, 0 or 1, are not in the histories yet.
+        `unread` is 1 if the histories lack the written tokens, because the host has not read them, else 0.
         """
         logits = self.targets.verify(tokens, [1] * len(self.sequences))
-        self._unsure = []
+        self._shortlisted = []
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)
         drawn = []
@@ -216,7 +219,7 @@ class Group:
             row = logits[i : i + 1]
             draw = partial(sequence.draw, row, tokens[i : i + unread])
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
-            self._unsure += [(sequence, row, fits) for fits in sequence.sampler.fits]
+            self._shortlisted += [(sequence, row, fits) for fits in sequence.sampler.fits]
         return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
 
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
@@ -228,7 +231,7 @@ class Group:
     def _observe(
         self, rounds: Sequence[Round], decisions: Sequence[Decision], seconds: float
     ) -> list[Round | Exception]:
-        """Show the policies what the round took and accepted. Return it, or the error of a sequence."""
+        """Show the policies the time and the accepted tokens. Return the round or the error of each."""
         self._rounds += 1
         if self._rounds % 256 == 0:  # freed buffers of many block lengths pile up
             mx.clear_cache()

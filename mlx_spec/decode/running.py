@@ -25,10 +25,10 @@ from mlx_spec.types import (
     no_draft,
 )
 
-# Prompt tokens in one forward pass: bounds the memory of its activations. One value serves all pairs: a pass
-# reads the weights once, which takes as long as the arithmetic of 7 (M1 Ultra) to 32 (M5 Max) rows of a model
-# in 4 bits by published peaks. So a longer step would save at most 3 % of a prompt's time. A measured step
-# would change with the load, and with it the rounding of a prompt's numbers.
+# Prompt tokens in one forward pass: bounds the memory of its activations. One value serves all pairs. A pass
+# reads the weights once, which takes as long as the arithmetic of 7 (M1 Ultra) to 32 (M5 Max) rows of a 4-bit
+# model, by published peaks. So a longer step would save at most 3 % of a prompt's time. A measured step
+# would change with the load, and the rounding of a prompt's numbers would change with it.
 PREFILL_STEP = 1024
 Result = TypeVar("Result")
 
@@ -41,9 +41,9 @@ def prefill(
 ) -> Iterator[bool]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields True after a chunk of one pass. No chunk ends in a span whose rows see each other, so one may be
-    longer: it comes in steps, a layer each. Rows of a span come in steps, too. Yields False after each step,
-    the last one included. May be closed early and called again.
+    Yields True after a chunk of one pass. A chunk never cuts a span whose rows see each other, so it may be
+    longer; it is then read layer by layer. Rows of a span are computed in steps, too. Yields False after each
+    layer or step, the last one included. May be closed early and called again.
     """
     end = len(prompt) - 1
     while (low := target.size) < end:
@@ -68,10 +68,10 @@ def prefill(
 
 
 class RunningSequence:
-    """One sequence: its history and everything that decides how it goes on.
+    """One sequence: its history, target, drafters, policy and sampler.
 
-    `read_prompt` replaces `prefill` where reading the prompt does more, such as scoring its tokens. `keep`
-    gets the answer when it ends, however it does.
+    `read_prompt` replaces `prefill` if reading the prompt does more, such as scoring its tokens. `on_end`
+    gets the tokens of the answer when it ends, also if it is incomplete.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RunningSequence:
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
         read_prompt: Callable[[], Iterator[bool]] | None = None,
-        keep: Callable[[list[int]], None] | None = None,
+        on_end: Callable[[list[int]], None] | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -98,7 +98,7 @@ class RunningSequence:
         self._request_drafters = request_drafters
         self._stop = stop
         self._read_prompt = read_prompt
-        self._keep = keep
+        self._on_end = on_end
         self._emitted = 0
 
     @property
@@ -124,12 +124,12 @@ class RunningSequence:
 
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
-        if self._keep is not None and self._emitted:
-            self._keep(self.history[-self._emitted :])
+        if self._on_end is not None and self._emitted:
+            self._on_end(self.history[-self._emitted :])
         self._emitted = 0
 
     def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the result of an action; `otherwise` if it fails or an earlier one did."""
+        """Return the result of an action; `otherwise` if it or an earlier one failed."""
         if self.error is None:
             try:
                 return action()
@@ -153,7 +153,7 @@ class RunningSequence:
             request = self.request(choice)
             draft = request.drafter.draft(request.history, request.limit, request.sampler)
             if draft.tokens.size:
-                return draft.of(choice)
+                return draft.with_choice(choice)
         return no_draft()
 
     def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
@@ -171,7 +171,7 @@ class RunningSequence:
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
 
     def emit(self, round: Round, features: Features) -> Round:
-        """Append the tokens of a round. Return it with what only the sequence knows."""
+        """Append the tokens of a round. Return it with its finish reason and log-probabilities."""
         position = len(self.history)
         self.history += round.tokens
         self._emitted += len(round.tokens)

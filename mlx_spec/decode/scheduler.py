@@ -1,6 +1,6 @@
-"""The one scheduler: who begins, whose prompt is read, and who decodes.
+"""The one scheduler: which sequence begins, whose prompt is read, and which sequences decode.
 
-Everything that answers several prompts uses `Batch`: the server, `Pair.generate_batch`, training, self-tests.
+All code that answers several prompts uses `Batch`: the server, `Pair.generate_batch`, training, self-tests.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ Result = Round | Exception
 class Entry:
     """A sequence of a batch. It begins once there is room for it.
 
-    `begin` makes the sequence, which takes its caches. `on_progress` gets the seconds of each chunk of its
-    prompt, and at least one call; the prompt is read once `sequence.unread` is 0. The first round comes in a
-    later step. It may add and remove entries. An error of either ends this entry and no other.
+    `begin` makes the sequence and its caches. `on_progress` gets the seconds of each chunk of the prompt, and
+    is called at least once; the prompt is read once `sequence.unread` is 0. The first round follows in the
+    same step or later. `on_progress` may add and remove entries. An error of either function ends this entry
+    and no other.
     """
 
     begin: Callable[[], RunningSequence]
-    owner: object = None  # its entries are one request: that with the fewest begun ones is next
+    owner: object = None  # the request of the entry; the owner with the fewest begun entries is next
     has_room: Callable[[int], bool] = lambda unread: True  # beside prompts with `unread` tokens to read
     on_progress: Callable[[float], None] = lambda seconds: None
     park: bool = False  # its caches are used again after it has left
     id: int = field(init=False)  # in its batch
-    sequence: RunningSequence = field(init=False)  # once it has begun
+    sequence: RunningSequence = field(init=False)  # set when it begins
 
 
 class Batch:
     """Decodes many sequences: one round of each in every step.
 
-    `target_batch` makes the targets of a group, or is None if sequences of this target cannot share a pass.
-    Then they decode in turns. `policies` makes the policy of a group; if it is None, each sequence decides
-    for itself how much to draft. Every sequence gets the text that it would get alone. One that fails leaves,
-    and the others go on. Sequences of unequal length share a pass if at most `max_padding` bytes, or half of
-    the buffers, are unused.
+    `target_batch` makes the targets of a group; if it is None, sequences cannot share a pass and decode in
+    turns. `policies` makes the policy of a group; if it is None, each sequence decides for itself how much to
+    draft. Every sequence gets the text that it would get alone. A sequence that fails leaves, and the others
+    go on. Sequences of unequal length share a pass if at most `max_padding` bytes, or half of the buffers,
+    are unused.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class Batch:
         self._pace = PromptPace(clock)
         self._ids = itertools.count()
         self._entries: dict[int, Entry] = {}  # all, by id
-        self._waiting: list[Entry] = []  # those that have not begun
-        self._reading: dict[Entry, Iterator[bool]] = {}  # those that have begun, with what reads the prompt
+        self._waiting: list[Entry] = []  # entries that have not begun
+        self._reading: dict[Entry, Iterator[bool]] = {}  # entries whose prompts are read, with their prefill
         self._decoding: dict[RunningSequence, Entry] = {}
-        self._groups: list[Group] = []  # of those that decode
+        self._groups: list[Group] = []  # of decoding sequences
         self._results: list[tuple[int, Result]] = []  # of this step
-        self._oldest_reads = False  # else the shortest prompt
-        self._is_deferred = False  # the first round of sequences, until other prompts are read
+        self._oldest_reads = False  # True if the oldest prompt is read next, False if the shortest
+        self._is_deferred = False  # first rounds wait until other prompts are read
 
     def __len__(self) -> int:
-        """Return the number of entries, those that have not begun included."""
+        """Return the number of entries, waiting ones included."""
         return len(self._entries)
 
     @property
@@ -107,7 +108,7 @@ class Batch:
     def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
         """Add a sequence. Return its id.
 
-        With `park`, its target and drafters hold the text when it has left, so that another one can go on.
+        With `park`, its target and drafters keep their caches when it has left, for a later sequence.
         """
         return self.enter(Entry(lambda: sequence, park=park))
 
@@ -153,9 +154,9 @@ class Batch:
     # --- who begins
 
     def _begin(self) -> None:
-        """Begin entries while there is room: the first one of the owner with the fewest begun ones.
+        """Begin entries while there is room: always the first entry of the owner with the fewest begun ones.
 
-        If memory does not suffice for it, later ones do not begin either, so none starves.
+        If memory does not suffice for it, no later entry begins either, so none starves.
         """
         while self._waiting and self.begun < self.max_running:
             owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
@@ -185,7 +186,7 @@ class Batch:
     def _read(self) -> None:
         """Read a chunk of one prompt, or several short prompts in one pass.
 
-        The shortest is first, and every other time the oldest: short ones are quick, long ones go on.
+        The shortest prompt is first, but every other time the oldest: short ones are quick, none starves.
         """
         if not self._reading:
             return
@@ -203,7 +204,7 @@ class Batch:
                 self._attempt(entry, partial(self._end_chunk, entry, seconds))
 
     def _read_chunk(self, entry: Entry) -> None:
-        """Read a chunk, or as many steps of one as fit if each takes as long as the last."""
+        """Read a chunk. If it comes in steps, take as many as fit if each takes as long as the last."""
         target, start = entry.sequence.target, self._clock()
         size, most_s = target.size, self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
         is_whole = False
@@ -212,29 +213,28 @@ class Batch:
             is_whole = next(self._reading[entry], True)
             if self._clock() - start + self._clock() - began > most_s:
                 break
-        # The time of the last step of a chunk says nothing of the next chunk.
+        # The time of the last step of a chunk says nothing about the next chunk.
         self._pace.read(target.size - size if is_whole else 0, self._clock() - start)
 
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
-        """Read the prompts of the first and the shortest others in one pass, all but their last tokens.
+        """Read `first` and the shortest other prompts in one pass, without their last tokens.
 
-        Returns them. None are read if fewer than two fit, or not the first, or if the pass fails: then they
-        are read one by one, which finds the failing one.
+        Returns the entries that were read. Reads nothing if fewer than two fit, if `first` does not, or if
+        the pass fails: then prompts are read one by one, which finds the failing one.
         """
-        # With more than 512 rows, padding included, computing takes longer than reading the weights on any
-        # Mac. Then each prompt costs no more in a pass of its own.
+        # Beyond 512 rows, padding included, computing takes longer than reading the weights on any Mac, so
+        # separate passes cost no more.
         chosen, count, most = list[Entry](), 0, min(self._chunk(), 512)
         for entry in order:
             if entry.sequence.can_share_prefill:
                 unread = entry.sequence.unread
                 count += unread
-                # The pass has at most 1.5 rows for each token that it reads: where rows cost time, padding
-                # does, too.
+                # The pass has at most 1.5 rows for each token that it reads, because padding costs time, too.
                 if unread * (len(chosen) + 1) > min(most, 1.5 * count):
                     break
                 chosen.append(entry)
         sequences = [entry.sequence for entry in chosen]
-        # What they hold moves to shared caches and back, with lanes as long as the longest.
+        # Their caches move to shared buffers and back, in lanes as long as the longest.
         moved = len(chosen) * max((each.target.nbytes for each in sequences), default=0)
         fits = len(chosen) > 1 and first in chosen and moved <= self._max_padding
         if self.target_batch is None or not fits:
@@ -257,7 +257,7 @@ class Batch:
 
     def _end_chunk(self, entry: Entry, seconds: float) -> None:
         if not entry.sequence.unread:
-            for _ in self._reading[entry]:  # what follows the last chunk
+            for _ in self._reading[entry]:  # the code after its last chunk
                 pass
         entry.on_progress(seconds)
 
@@ -268,7 +268,7 @@ class Batch:
     # --- who decodes
 
     def _start(self) -> None:
-        """Let sequences decode whose prompts are read, each alone at first."""
+        """Let sequences whose prompts are read decode, each in a group of one at first."""
         for entry in [entry for entry in self._reading if not entry.sequence.unread]:
             self._attempt(entry, partial(self._start_entry, entry))
 
@@ -280,7 +280,7 @@ class Batch:
         self._decoding[entry.sequence] = entry
 
     def _defers_decoding(self) -> bool:
-        """Return True if sequences could decode, but should begin together with others."""
+        """Return True if sequences could decode, but should wait and begin together with others."""
         unread = min((entry.sequence.unread for entry in self._reading), default=None)
         return bool(self._groups) and unread is not None and self._pace.defers_decoding(unread)
 
@@ -291,7 +291,7 @@ class Batch:
             ids = [self._decoding[sequence].id for sequence in group.sequences]
             try:
                 rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
-            except Exception as error:  # of the pass: it ends all sequences of the group
+            except Exception as error:  # an error of the pass ends all sequences of the group
                 rounds = [error] * len(ids)
             for id, round in zip(ids, rounds, strict=True):
                 self._results.append((id, round))
@@ -302,11 +302,11 @@ class Batch:
     def _regroup(self) -> list[Group]:
         """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
 
-        Returns the groups that must not queue a token: they merge once the queued one is emitted.
+        Returns the groups that must not queue another token, so that they can merge in the next step.
         """
         draining: list[Group] = []
         for single in [group for group in self._groups if isinstance(group.targets, SingleTarget)]:
-            if not isinstance(single.targets, SingleTarget):  # another one has joined it
+            if not isinstance(single.targets, SingleTarget):  # another sequence has joined it meanwhile
                 continue
             others = (group for group in self._groups if group is not single and self._fits(group, single))
             other = next(others, None)
@@ -319,9 +319,9 @@ class Batch:
         return draining
 
     def _fits(self, group: Group, single: Group) -> bool:
-        """Return True if a sequence and a group may share buffers: they waste little memory."""
+        """Return True if a sequence and a group may share buffers, with little padding."""
         sizes = [s.target.size for each in (group, single) for s in each.sequences]
-        # A target without a row has no buffers yet: a prompt of one token.
+        # After a prompt of one token a target has no rows, and so no buffers yet.
         if self.target_batch is None or not min(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
@@ -340,7 +340,7 @@ class Batch:
         group.sequences += single.sequences
 
     def _leave(self, entry: Entry) -> None:
-        """Remove a sequence from its group. The last one left goes on as a single one."""
+        """Remove a sequence from its group. If one is left, it goes on as a single sequence."""
         entry.sequence.end()
         del self._decoding[entry.sequence]
         group = next(group for group in self._groups if entry.sequence in group.sequences)

@@ -1,4 +1,4 @@
-"""A sequence that is kept between generations, and what its caches hold."""
+"""A sequence that is kept between generations, and the tokens that its caches hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """The parts of one sequence. They keep their caches from one generation to the next."""
+    """The target, the drafters and the policy of one sequence. They keep their caches between generations."""
 
     target: LMTarget
     drafters: tuple[Drafter, ...]
@@ -21,20 +21,20 @@ class SequenceParts:
 
 
 class CachedSequence:
-    """The parts of one sequence, and the identity of the tokens that its caches hold.
+    """A sequence, and the identity of the tokens that its caches hold.
 
     Call `rewind_to_prefix` before a generation and `append` with the tokens that it emits. The generation may
-    be closed at any time: the target knows how many of those tokens it holds.
+    be closed at any time: the target knows how many of its tokens it holds.
     """
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts
-        self._identity: list[int] = []  # what the target's cache holds is a prefix of it
+        self._identity: list[int] = []  # begins with the identity of the tokens in the target's cache
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
     @property
     def identity(self) -> list[int]:
-        """Return what the caches hold: tokens, and numbers below 0 for rows that are not text."""
+        """Return the tokens in the caches, with numbers below 0 for rows that are not text."""
         return self._identity[: self.parts.target.size]
 
     @property
@@ -43,9 +43,9 @@ class CachedSequence:
         return self.parts.target.nbytes + sum(drafter.nbytes for drafter in self.parts.drafters)
 
     def shared(self, prompt: Prompt) -> int:
-        """Return how many tokens of a prompt need not be processed again; they end in no span.
+        """Return how many tokens of a prompt the caches already hold, without cutting a span.
 
-        At least one row is written anew, so that a drafter has features of this prompt.
+        At least one row is left to write, so that a drafter gets features of this prompt.
         """
         return prompt.whole(min(common_prefix(self.identity, prompt.identity), max(len(prompt) - 2, 0)))
 
@@ -59,17 +59,17 @@ class CachedSequence:
         return CacheState.join({"target": self.parts.target.state(), **drafters})
 
     def restore(self, identity: Sequence[int], state: CacheState) -> None:
-        """Take over a state and its identity; this sequence is new and has the same parts."""
+        """Take over a state and its identity. This sequence must be new, with the same kinds of parts."""
         self.parts.target.restore(state.part("target"))
         for i, drafter in enumerate(self.parts.drafters):
             drafter.restore(state.part(str(i)))
         self._identity = list(identity)
 
     def rewind_to_prefix(self, prompt: Prompt) -> int:
-        """Forget all that `prompt` does not begin with. Return how many of its tokens are kept.
+        """Forget all tokens after the common prefix with `prompt`. Return how many tokens are kept.
 
-        They are fewer than `shared` if the target cannot go back that far. From here on the tokens of the
-        prompt count as held, as far as the target has processed them.
+        They are fewer than `shared` if the target cannot go back that far. From then on the identity is that
+        prompt's, as far as the target has processed it.
         """
         kept = self.parts.target.rewind(self.shared(prompt))
         self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)

@@ -22,7 +22,7 @@ from mlx_spec.model.layer_caches import capacity_for
 from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 
-class Rows:
+class DrafterCache:
     """K and V of one layer of a drafter. Positions have gaps where rows are missing."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ConditionedDrafter(SequenceDrafter, ABC):
     def __init__(self, network: nn.Module, parts: TargetParts, needs: FeatureSpec) -> None:
         self.needs = needs
         self._network, self._parts = network, parts
-        self._caches = [Rows() for _ in network.layers]
+        self._caches = [DrafterCache() for _ in network.layers]
         self._positions: list[int] = []  # of all rows, ascending
         self._tokens: list[int] = []  # the token after each of them
         self._waiting: list[mx.array] = []  # features [T, F] of the last rows, contiguous

@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.drafters.checkpoint import CONFIG, mask_token, number_of, required
-from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, network_source
+from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, network_source
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
 from mlx_spec.drafters.layers import (
     LAYER_CONFIG,
@@ -97,13 +97,13 @@ class DFlashNetwork(nn.Module):
         """Return layer `index`."""
         return DrafterLayer(config, BlockAttention(config, index, view))
 
-    def remember(self, rows: mx.array, caches: Sequence[Rows]) -> None:
+    def remember(self, rows: mx.array, caches: Sequence[DrafterCache]) -> None:
         """Append K and V of context rows [T, F] to the caches."""
         context = self.hidden_norm(self.fc(rows.astype(self.norm.weight.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.self_attn.append(context[None], cache, cache.offset)
 
-    def __call__(self, embedded: mx.array, caches: Sequence[Rows]) -> mx.array:
+    def __call__(self, embedded: mx.array, caches: Sequence[DrafterCache]) -> mx.array:
         """Return the head's input [B, D] for a block [B, D], which stays in the caches."""
         x = embedded.astype(self.norm.weight.dtype)[None]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -132,7 +132,7 @@ class BlockAttention(DrafterAttention):
         super().__init__(config, config.hidden_size, f"layers.{index}.self_attn", normed=True)
         self._view = view
 
-    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+    def __call__(self, x: mx.array, cache: DrafterCache) -> mx.array:
         before, position = cache.size, cache.offset
         keys, values = self.append(x, cache, position)
         low, mask = self._view.mask(before, x.shape[1])

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.drafters.checkpoint import CONFIG, required
-from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
@@ -80,7 +80,7 @@ class ConvolvedLayer(DrafterLayer):
         super().__init__(config, attention)
         self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
-    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+    def __call__(self, x: mx.array, cache: DrafterCache) -> mx.array:
         y, moves = self.attention_conv.before(self.input_layernorm(x))
         x = x + self.attention_conv.after(self.self_attn(y, cache), moves)
         y, moves = self.mlp_conv.before(self.post_attention_layernorm(x))

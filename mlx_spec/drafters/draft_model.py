@@ -51,7 +51,7 @@ class VocabularySizes:
 
 # The tokens that a verification adds to a history: accepted draft tokens, and the one after them.
 Outcome = tuple[int, ...]
-Found = Mapping[Outcome, Draft]
+Branches = Mapping[Outcome, Draft]
 
 
 class BranchRequest(Protocol):
@@ -139,7 +139,7 @@ class DraftModel(SequenceDrafter):
         """Return True if its model reads trees."""
         return self._model.tree_obstacle is None
 
-    def draft_branches(self, request: BranchRequest) -> Found:
+    def draft_branches(self, request: BranchRequest) -> Branches:
         """Return drafts after several outcomes of a draft, as branches of a tree; none if cancelled."""
         self.write(request.history)
         chain = [request.history[-1], *request.drafted]
@@ -149,7 +149,7 @@ class DraftModel(SequenceDrafter):
         self._written = [*request.history, *request.drafted]
         return found
 
-    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Found:
+    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Branches:
         """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
         builders = [DraftBuilder(request.history, request.sampler, outcome) for outcome in outcomes]
         parents = [*range(len(request.drafted)), *(len(outcome) - 1 for outcome in outcomes)]
@@ -223,7 +223,7 @@ class Pard(DraftModel):
         self._written += history[len(self._written) :]
         return draw_rows(self._vocabulary.fit(logits), history, sampler)
 
-    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Found:
+    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Branches:
         """Draft after each outcome, all of them in one pass."""
         rows, parents = list[mx.array](), list(range(len(request.drafted)))
         for outcome in outcomes:

@@ -41,10 +41,10 @@ class SequenceDrafter(Drafter):
         return CacheState()
 
     def restore(self, state: CacheState) -> None:
-        """Take over a state of the same drafter; this one is new."""
+        """Do nothing: there are no caches."""
 
-    def parts(self) -> tuple[SequenceDrafter, ...]:
-        """Return the drafters that are proposals to a policy, each with its own belief: itself alone."""
+    def proposals(self) -> tuple[SequenceDrafter, ...]:
+        """Return the drafters among which a policy chooses, each with its own belief: by default itself."""
         return (self,)
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
@@ -59,7 +59,7 @@ class SequenceDrafter(Drafter):
 
 
 class DrafterWrapper(SequenceDrafter):
-    """Passes on to another drafter what it does not override."""
+    """Passes calls that it does not override on to another drafter."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.needs = inner, inner.needs
@@ -95,14 +95,15 @@ class DrafterSource:
     needs: FeatureSpec  # what its drafters read from the target
     make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
-    gains: Callable[[], Sequence[float]] | None = None  # see `policy`; None if the policy learns them
+    # Returns the expected accepted tokens that each further draft token adds; None if the policy learns them.
+    gains: Callable[[], Sequence[float]] | None = None
     drafts_trees: bool = False
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     folder: Path | None = None  # of its checkpoint, if it has one
-    remake: Callable[[Any], DrafterSource] | None = None  # returns the same drafters with a copy of `network`
-    own_costs: RoundCosts | None = None  # what its rounds take, if drafters work while a pass runs
+    remake: Callable[[Any], DrafterSource] | None = None  # returns a source with another copy of `network`
+    own_costs: RoundCosts | None = None  # costs of its rounds, if its drafters work while a pass runs
     drafts_together: bool = False  # one pass drafts for several sequences
-    proposals: tuple[str, ...] = ()  # names of the parts of its drafters; empty: they have one, of its name
+    proposals: tuple[str, ...] = ()  # names of its drafters' proposals; empty if the only one has its name
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ class DraftBuilder:
     """Draws one token after the other and collects them with their distributions.
 
     The device begins with a token while the host prepares the next one; the host never waits. `guess` are
-    tokens that are taken to follow the history.
+    tokens that are assumed to follow the history.
     """
 
     def __init__(self, history: Sequence[int], sampler: Sampler, guess: Sequence[int] = ()) -> None:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.drafters.checkpoint import CONFIG, required, widened
-from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
@@ -103,7 +103,7 @@ class Gemma4DSparkNetwork(DSparkNetwork):
     def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
         return Gemma4Layer(config, Gemma4BlockAttention(config, index, view))
 
-    def __call__(self, embedded: mx.array, caches: Sequence[Rows]) -> mx.array:
+    def __call__(self, embedded: mx.array, caches: Sequence[DrafterCache]) -> mx.array:
         return super().__call__(embedded * self._scale, caches)
 
 
@@ -132,7 +132,7 @@ class Gemma4BlockAttention(BlockAttention):
         if f"layers.{index}.self_attn.v_proj.weight" not in config.tensors:
             del self.v_proj
 
-    def append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
+    def append(self, x: mx.array, cache: DrafterCache, position: int) -> tuple[mx.array, mx.array]:
         keys = self.k_proj(x)
         values = self._split(self.v_proj(x) if "v_proj" in self else keys, self._groups)
         turned = self._rope(self.k_norm(self._split(keys, self._groups)), offset=position)

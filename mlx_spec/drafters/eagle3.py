@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, number_of, required
-from mlx_spec.drafters.conditioned import ConditionedDrafter, Rows, check_conventions, network_source
+from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import (
     LAYER_CONFIG,
@@ -62,7 +62,9 @@ class Eagle3Network(nn.Module):
             features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1)
         return self.fc(features)
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[Rows]) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, embedded: mx.array, hidden: mx.array, caches: list[DrafterCache]
+    ) -> tuple[mx.array, mx.array]:
         """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         first, *rest = self.layers
         own, *others = caches
@@ -81,7 +83,7 @@ class _FirstLayer(DrafterLayer):
         self._normed_residual = required(config.written, "norm_before_residual", bool, CONFIG)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def read(self, embedded: mx.array, hidden: mx.array, cache: Rows) -> mx.array:
+    def read(self, embedded: mx.array, hidden: mx.array, cache: DrafterCache) -> mx.array:
         """Run it on an embedding and a hidden state, [1, T, D] each."""
         normed = self.hidden_norm(hidden)
         x = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
@@ -92,7 +94,7 @@ class _Attention(DrafterAttention):
     def __init__(self, config: LayerConfig, inputs: int, name: str) -> None:
         super().__init__(config, inputs, name, normed=f"{name}.q_norm.weight" in config.tensors)
 
-    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+    def __call__(self, x: mx.array, cache: DrafterCache) -> mx.array:
         mask, position = cache.mask(x.shape[1]), cache.offset
         return self.attend(self.queries(x, position), *self.append(x, cache, position), mask)
 

@@ -366,7 +366,7 @@ class Gemma4Assistant(SequenceDrafter):
 
     # The hidden state before the last prompt token says nothing about the answer: the first token comes
     # without a draft, and a prefill can skip the layers that only feed its hidden states.
-    needs = FeatureSpec(final_hidden=True, shared_kv=True, prompt=False)
+    needs = FeatureSpec(final_hidden=True, shared_kv=True, prompt_hidden=False)
 
     def __init__(self, network: AssistantNetwork, sliding_window: int, parts: TargetParts) -> None:
         self._network = network

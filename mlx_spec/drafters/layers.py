@@ -25,7 +25,7 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import Rows
+from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 LAYER_CONFIG = f"layer_config in {CONFIG}"
@@ -152,7 +152,7 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 
-    def __call__(self, x: mx.array, cache: Rows) -> mx.array:
+    def __call__(self, x: mx.array, cache: DrafterCache) -> mx.array:
         return self.finish(x, self.self_attn(self.input_layernorm(x), cache))
 
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
@@ -163,7 +163,7 @@ class DrafterLayer(nn.Module):
 
 
 class DrafterAttention(nn.Module):
-    """Grouped-query attention over `Rows`; projections have biases if the checkpoint has them."""
+    """Grouped-query attention over `DrafterCache`; projections have biases if the checkpoint has them."""
 
     def __init__(self, config: LayerConfig, inputs: int, name: str, *, normed: bool) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class DrafterAttention(nn.Module):
         turned: mx.array = self._rope(normed, offset=position)
         return turned
 
-    def append(self, x: mx.array, cache: Rows, position: int) -> tuple[mx.array, mx.array]:
+    def append(self, x: mx.array, cache: DrafterCache, position: int) -> tuple[mx.array, mx.array]:
         """Append K and V of rows [1, T, D] from `position` on. Return all rows of the cache."""
         keys = self._split(self.k_proj(x), self._groups)
         keys = self._rope(self.k_norm(keys) if "k_norm" in self else keys, offset=position)

@@ -42,8 +42,8 @@ class Lookup(SequenceDrafter):
         self._found: tuple[int, list[int], tuple[EarlierTexts | None, int, int]] | None = None
         self._forget()
 
-    def parts(self) -> tuple[SequenceDrafter, ...]:
-        """Return a drafter for each range of lengths."""
+    def proposals(self) -> tuple[SequenceDrafter, ...]:
+        """Return a drafter for each range of match lengths."""
         return tuple(MatchRange(self, *lengths) for lengths in RANGES.values())
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:

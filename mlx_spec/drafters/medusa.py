@@ -165,8 +165,8 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
     """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
     conventions = Conventions.from_config(config)
     known = {  # The hidden states of a prompt are not worth their memory: the first token gets no draft.
-        POST_NORM: FeatureSpec(final_hidden=True, prompt=False),
-        PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt=False),
+        POST_NORM: FeatureSpec(final_hidden=True, prompt_hidden=False),
+        PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt_hidden=False),
     }
     if conventions.hidden not in known:
         raise BadCheckpoint(

@@ -129,7 +129,7 @@ class ShiftedNorm(nn.Module):
 class MLPSpeculator(SequenceDrafter):
     """Drafts for one sequence. Keeps the newest hidden state of the target."""
 
-    needs = FeatureSpec(final_hidden=True, prompt=False)  # the first token comes without a draft
+    needs = FeatureSpec(final_hidden=True, prompt_hidden=False)  # the first token comes without a draft
 
     def __init__(self, network: MLPSpeculatorNetwork) -> None:
         self._network = network

@@ -27,7 +27,7 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import Rows, check_conventions, network_source
+from mlx_spec.drafters.conditioned import DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
@@ -95,7 +95,9 @@ class MTPNetwork(nn.Module):
     def fuse(self, features: mx.array) -> mx.array:
         return features
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[Rows]) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, embedded: mx.array, hidden: mx.array, caches: list[DrafterCache]
+    ) -> tuple[mx.array, mx.array]:
         """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
         dtype = self.norm.weight.dtype
         inputs = [self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))]

@@ -150,7 +150,7 @@ class LMTarget:
             self._write(rows[:early], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint())
         self._write(rows[max(early, 0) :], reads_prompt=True, spans=spans)
-        if not self._needs.prompt:
+        if not self._needs.prompt_hidden:
             self._captured = []  # before they are computed
         return self._features(len(tokens)), points
 

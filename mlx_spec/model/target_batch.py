@@ -96,7 +96,7 @@ class TargetBatch:
         Returns their features, evaluated. No state may be recurrent: checkpoints would be missing.
         """
         self._write(tokens, sizes, [0] * len(sizes), reads_prompt=True)
-        if not self._needs.prompt:
+        if not self._needs.prompt_hidden:
             self._captured = []  # before they are computed
         features = self._commit(sizes, reads_prompt=True)
         hidden = [

@@ -94,10 +94,10 @@ def test_the_longer_match_wins(
     ring.add([2, 3, 4, 5])
     ring.add([50, 60, 70, 80, 81, 82])
     lookup.copy_from(ring)
-    drafts = [part.draft(history, limit, SAMPLER) for part in (lookup, *lookup.parts())]
+    drafts = [part.draft(history, limit, SAMPLER) for part in (lookup, *lookup.proposals())]
     assert drafts[0].tokens.tolist() == expected and drafts[0].source == source
     assert [d.tokens.tolist() for d in drafts[1:] if d.tokens.size] == ([expected] if expected else [])
-    lengths = [part.available(history) for part in lookup.parts()]
+    lengths = [part.available(history) for part in lookup.proposals()]
     assert all(low <= n <= high for n, (low, high) in zip(lengths, RANGES.values(), strict=True) if n)
     lookup.copy_from(None)
     assert lookup.draft(history, limit, SAMPLER).source != "earlier"

@@ -60,7 +60,7 @@ def check(found: Sequence[TokenLogprob], rows: np.ndarray, emitted: list[int], w
         assert [-a.logprob for a in each.top] == pytest.approx([o for o in order if o < math.inf], abs=within)
         assert all(abs(a.logprob - row[a.token]) < within for a in each.top)
         assert len({a.token for a in each.top}) == len(each.top)
-        assert each.written == TEXT.token_bytes(each.token)
+        assert each.token_bytes == TEXT.token_bytes(each.token)
 
 
 POLICIES = {

@@ -140,7 +140,7 @@ def test_ends_of_an_answer(engine: EngineThread) -> None:
     ended = answer(engine, chat(QUESTION, max_tokens=32, sampling=Sampling(min_tokens=5)))
     assert text_of(ended) == text
     tokens = [one for event in plain if isinstance(event, TextDelta) for one in event.logprobs]
-    stop, before = tokens[6], b"".join(one.written for one in tokens[:6]).decode()
+    stop, before = tokens[6], b"".join(one.token_bytes for one in tokens[:6]).decode()
     events = answer(engine, chat(QUESTION, stop_tokens=(stop.token, 10**6)))
     assert text_of(events) == before and closed(events).usage.completion_tokens == 7
     assert [e.reason for e in events if isinstance(e, ChoiceEnded)] == ["stop"]

@@ -297,8 +297,8 @@ def finite(logprob: float) -> float:
 
 
 def _token_json(token: TokenLogprob) -> dict[str, Any]:
-    text = token.written.decode("utf-8", "replace")
-    return {"token": text, "logprob": finite(token.logprob), "bytes": list(token.written)}
+    text = token.token_bytes.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite(token.logprob), "bytes": list(token.token_bytes)}
 
 
 def _milliseconds(seconds: float) -> float:

@@ -88,7 +88,7 @@ def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
     """Return the logprobs of tokens. The first token of a prompt has none: its logprob is nan."""
     scored = [None if math.isnan(token.logprob) else token for token in tokens]
     return {
-        "tokens": [_token_text(token.written) for token in tokens],
+        "tokens": [_token_text(token.token_bytes) for token in tokens],
         "token_logprobs": [token and answers.finite(token.logprob) for token in scored],
         "top_logprobs": [token and _top_json(token) for token in scored],
         "text_offset": [token.offset for token in tokens],
@@ -99,7 +99,7 @@ def _top_json(token: TokenLogprob) -> dict[str, float]:
     """Return the likeliest tokens; of two with the same text, the likelier one."""
     found: dict[str, float] = {}
     for other in token.top:
-        found.setdefault(_token_text(other.written), answers.finite(other.logprob))
+        found.setdefault(_token_text(other.token_bytes), answers.finite(other.logprob))
     return found
 
 
