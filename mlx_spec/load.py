@@ -1,7 +1,7 @@
 """Load a pair: find both checkpoints, check them and that they fit, load them.
 
-`import mlx_spec` imports this file and must be quick and work without MLX, so whatever needs MLX is imported
-inside functions.
+`import mlx_spec` imports this file. It must be quick and work without MLX, so functions import the modules
+that need MLX.
 """
 
 from __future__ import annotations
@@ -61,15 +61,14 @@ def load(
     """Load a target and a drafter, ready to generate.
 
     `target` is a folder, a repository on Hugging Face or "demo", the bundled pair. `drafter` is a folder, a
-    repository, "lookup" (copies from the text so far, needs no weights) or "none". Left out, it is the
-    target's own: the one in the folder's pair.json or the one published for the repository, else lookup.
-    `num_draft_tokens`, 0 to 16, fixes the draft tokens of a round, but for a few plain tokens, timed to tell
-    the gain. Left out, they follow what pays, and the first load on a device takes a second to measure
-    that. `kv_bits`, 4 or 8, quantizes the K/V of full
-    attention. With `ahead`, the drafter also drafts on the CPU while the target verifies, for the likely
-    outcomes, as long as that is measured to pay; with `num_draft_tokens`, always. With `draft_ranks`, two of
-    them, rank 1 does so in place of the CPU; run `draft_for` there. With `ranks`, this is rank 0 and has a
-    part of the target; run `follow` on the others.
+    repository, "lookup" (copies from the text so far, needs no weights) or "none". By default it is the
+    target's own: the drafter in the folder's pair.json, or the one published for the repository, else lookup.
+    `num_draft_tokens`, 0 to 16, fixes the draft length; a few plain tokens are decoded to measure the gain.
+    By default the policy adapts the length, and the first load on a device takes a second to measure costs.
+    `kv_bits`, 4 or 8, quantizes the K/V of full attention. With `ahead`, the drafter also drafts on the CPU
+    for likely outcomes while the target verifies, as long as that is measured to pay; with
+    `num_draft_tokens`, always. With `draft_ranks`, rank 1 of the two drafts ahead in place of the CPU; run
+    `draft_for` there. With `ranks`, this is rank 0 and has a part of the target; run `follow` on the others.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
@@ -89,25 +88,25 @@ def load(
         model = _load_target(folder, config)
         mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
     tokenizer = read_tokenizer(folder, config)
-    found = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
-    if ranks is not None and found is not None and found.needs.shared_kv:
+    source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
+    if ranks is not None and source is not None and source.needs.shared_kv:
         why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
         if drafter is not None:
             raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
         print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
         shown = replace(shown, drafter=LOOKUP)
-        found = _open_drafter(shown, LOOKUP, folder, config, tokenizer)
+        source = _open_drafter(shown, LOOKUP, folder, config, tokenizer)
     vision = _vision(folder, tokenizer, ranks)
     sizes = (
         size // (1 if ranks is None else ranks.size),
-        int(sizes_of(read_checkpoint(found.folder), 0).held) if found and found.folder else 0,
+        int(sizes_of(read_checkpoint(source.folder), 0).held) if source and source.folder else 0,
         0 if isinstance(vision, NoVision) else vision.nbytes,
     )
-    own = None if shown.drafter == NONE else shown.drafter
-    info = PairInfo(shown.target, own, _vocab_size(config, tokenizer), context_length(config), *sizes)
+    name = None if shown.drafter == NONE else shown.drafter
+    info = PairInfo(shown.target, name, _vocab_size(config, tokenizer), context_length(config), *sizes)
     if draft_ranks is not None:
-        _compared(draft_ranks, shown, found)
-    offered = _offered(found, spec, draft_ranks)
+        _check_same_drafter(draft_ranks, shown, source)
+    offered = _offered(source, spec, draft_ranks)
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, spec)
     model = _load_target(folder, config, ranks) if model is None else model
@@ -127,7 +126,7 @@ def _measure(pair: Pair) -> None:
 
     policies = pair.policies
     is_first = isinstance(policies, AdaptivePolicies) and bool(policies.names) and policies.costs is None
-    name = pair.info.target.rstrip("/").rpartition("/")[2]  # a line that is rewritten has to be short
+    name = pair.info.target.rstrip("/").rpartition("/")[2]  # short, because the line is rewritten
     text = f"measuring what {name} takes on this machine, once"
     is_terminal = sys.stderr.isatty()
     if is_first and not is_terminal:
@@ -156,12 +155,12 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
     folder = find(paths.target)
     config = read_config(folder)
     tokenizer = read_tokenizer(folder, config)
-    source = _compared(ranks, shown, _open_drafter(shown, paths.drafter, folder, config, tokenizer))
-    return draft_for_rank_0(ranks, source, _vocab_size(config, tokenizer))
+    source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
+    return draft_for_rank_0(ranks, _check_same_drafter(ranks, shown, source), _vocab_size(config, tokenizer))
 
 
-def _compared(ranks: Ranks, shown: PairSpec, source: DrafterSource | None) -> DrafterSource:
-    """Return a drafter that both ranks have. Raises InvalidValue if it has no weights."""
+def _check_same_drafter(ranks: Ranks, shown: PairSpec, source: DrafterSource | None) -> DrafterSource:
+    """Return the drafter. Raises InvalidValue without weights; ends all ranks if rank 1 has another one."""
     if source is None or source.folder is None:
         raise InvalidValue(
             f"{shown.target} has no drafter with weights that another rank could run: give a draft model"
@@ -181,13 +180,13 @@ def folders(spec: PairSpec) -> tuple[str, str | None]:
 
 
 def _located(spec: PairSpec) -> tuple[PairSpec, PairSpec]:
-    """Return a pair with the names to show, and with paths: its own drafter is filled in, also by a manifest.
+    """Return the pair twice: with names to show, and with paths or repositories to load.
 
-    Without a checkpoint that drafts, the drafter of both is "lookup" or "none".
+    If no drafter is named, both have the target's own. A drafter without a checkpoint is "lookup" or "none".
     """
-    meant, drafter = resolve(spec.target), spec.drafter
-    published = made_for(meant.target) or (None if "/" in spec.target else meant.drafter)
-    target = meant.target
+    resolved, drafter = resolve(spec.target), spec.drafter
+    target = resolved.target
+    published = made_for(target) or (None if "/" in spec.target else resolved.drafter)
     if drafter is not None and drafter.lower() in (LOOKUP, NONE):
         drafter = drafter.lower()
     elif drafter is not None:
@@ -208,7 +207,7 @@ def _located(spec: PairSpec) -> tuple[PairSpec, PairSpec]:
 
 
 def _from_manifest(target: str) -> tuple[str, str | None]:
-    """Return the paths of target and drafter in `target`/pair.json; `target` and None without such a file."""
+    """Return target and drafter as paths, from `target`/pair.json; `target` and None without that file."""
     folder = typed_path(target)
     if not (folder / MANIFEST).is_file():
         return target, None
@@ -220,7 +219,7 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
 
 
 def _find_target(paths: PairSpec, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
-    """Return the folder, the config and the loaded bytes of a target. All ranks must have the same."""
+    """Return the folder, the config and the loaded bytes of a target. Ends all ranks if theirs differ."""
     checkpoint = read_checkpoint(find(paths.target))
     checkpoint.check_weights()
     checkpoint.check_kind()
@@ -231,7 +230,7 @@ def _find_target(paths: PairSpec, ranks: Ranks | None) -> tuple[Path, Mapping[st
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """Return what has to be equal on all ranks, by name: of the checkpoint in `folder`, and versions."""
+    """Return by name what must be equal on all ranks: package versions, and digests of the checkpoint."""
     samples, sample_bytes = 64, 4096  # of each weight file: a fine-tune differs in most of them
     found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
     files = [folder / name for name in ("config.json", *TOKENIZERS)]
@@ -294,7 +293,7 @@ def _refuse_unconverted(shown: PairSpec, folder: Path) -> None:
 def _source(
     folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
 ) -> DrafterSource:
-    """Return the drafter in `folder`, with the config `own`. It shares the target's tokens, or its text."""
+    """Return the drafter in `folder`, whose config is `own`. With another tokenizer it drafts by text."""
     from mlx_spec.drafters import open_drafter, open_retokenized
     from mlx_spec.tokenizer import differing_token, has_tokenizer, read_tokenizer
 
@@ -313,17 +312,17 @@ def _source(
     return open_retokenized(folder, own, read_tokenizer(folder, own), tokenizer)
 
 
-def _offered(found: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | None) -> list[DrafterSource]:
-    """Return the drafters among which the policy chooses. If it is free to choose, lookup is one of them."""
+def _offered(source: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | None) -> list[DrafterSource]:
+    """Return the drafters among which the policy chooses. Lookup is one of them unless a length is fixed."""
     from mlx_spec.ahead import drafting_ahead
     from mlx_spec.drafters.lookup import lookup_source
 
-    if found is None:
+    if source is None:
         return []
-    offered = [drafting_ahead(found, draft_ranks) if spec.ahead or draft_ranks else found]
-    if spec.num_draft_tokens is None and found.folder is not None:
-        if found.trees is not None:
-            offered.append(replace(found.trees, folder=found.folder))
+    offered = [drafting_ahead(source, draft_ranks) if spec.ahead or draft_ranks else source]
+    if spec.num_draft_tokens is None and source.folder is not None:
+        if source.trees is not None:
+            offered.append(replace(source.trees, folder=source.folder))
         offered.append(lookup_source())
     return offered
 
@@ -331,7 +330,7 @@ def _offered(found: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | N
 def _policies(
     target: Path, offered: list[DrafterSource], quantization: str, spec: PairSpec
 ) -> AdaptivePolicies | FixedPolicy:
-    """Return what makes the policy of a sequence: the draft length that pays, or the one the user wants."""
+    """Return the maker of policies: adaptive, or with the draft length that the user fixed."""
     from mlx_spec.device import device_name
     from mlx_spec.policy import FixedPolicy, Key, saved_costs
     from mlx_spec.policy.batch import BatchPolicies
@@ -362,7 +361,7 @@ def _quantization(config: Mapping[str, Any]) -> str:
 
 
 def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
-    """Load the model with mlx-lm, of several ranks a part of it. Raises BadCheckpoint."""
+    """Load the model with mlx-lm. With `ranks`, keep this rank's part. Raises BadCheckpoint."""
     from mlx_spec.model.dense import dequantized
     from mlx_spec.model.read import read_model
 
@@ -380,7 +379,7 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
 
 
 def _vision(folder: Path, tokenizer: Tokenizer, ranks: Ranks | None) -> Vision | NoVision:
-    """Return what reads the pictures of a target, or why nothing does."""
+    """Return the reader of pictures for a target, or the reason why there is none."""
     from mlx_spec.vision.vision import read_vision
 
     if ranks is not None:

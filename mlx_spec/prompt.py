@@ -1,8 +1,8 @@
 """A prompt: its tokens, and the spans of it that are not text.
 
-A span has as many positions of a prompt as it has rows. The tokens hold the model's placeholder there, so
-whoever reads tokens finds one that the vocabulary has. Whoever computes with tokens reads the prompt.
-Whoever compares tokens to reuse something reads its identity.
+A span takes one position for each of its rows. The tokens hold the model's placeholder there, which the
+vocabulary has. Code that computes with tokens reads the prompt. Code that compares tokens, to reuse
+something, reads its identity.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LazyRows:
         return self._rows is not None
 
     def steps(self) -> Iterator[mx.array]:
-        """Compute the rows. Yield what is to be evaluated in each step; nothing if they are there."""
+        """Compute the rows. Yield the array to evaluate in each step; nothing if they are computed."""
         if self._rows is None:
             rows = yield from self._encode()
             yield rows
@@ -54,7 +54,7 @@ class Span:
 
     start: int
     count: int
-    digest: bytes  # of all that its rows depend on besides the weights
+    digest: bytes  # of everything that its rows depend on, except the weights
     rows: LazyRows
     grid: tuple[int, int] | None = None  # rows and columns, for models with positions in the plane
 
@@ -69,8 +69,8 @@ class Sight:
     """How a language model reads spans of its prompts."""
 
     pad_token: int  # what its per-layer embeddings read in place of the placeholder
-    scale: float = 1.0  # the factor for embeddings, which must not multiply rows
-    # The layers in which rows of a span see later ones of it: those with a sliding window, all, or none.
+    scale: float = 1.0  # the factor of token embeddings, which must not multiply rows of a span
+    # The layers with bidirectional attention within a span: sliding-window layers, all, or none.
     together: Literal["sliding", "all"] | None = None
 
 
@@ -100,8 +100,8 @@ class Prompt(Sequence[int]):
     def identity(self) -> tuple[int, ...]:
         """Return what caches compare: the tokens, and for each row of a span a number below 0.
 
-        The number depends on the digest, and is another one in each row. So other pixels differ from their
-        first row on. A text is its own identity.
+        The numbers are drawn from the digest, one for each row. So two pictures differ from their first row
+        on. A text is its own identity.
         """
         found = list(self.tokens)
         for span in self.spans:
@@ -110,13 +110,13 @@ class Prompt(Sequence[int]):
         return tuple(found) if self.spans else self.tokens
 
     def whole(self, size: int) -> int:
-        """Return the largest number of positions, at most `size`, that ends in no span."""
+        """Return the largest number of positions, at most `size`, that cuts no span."""
         return next((span.start for span in self.spans if span.start < size < span.end), size)
 
     def whole_chunk(self, low: int, high: int) -> int:
-        """Return the end of a chunk from `low` on, which ends in no span, that is closest to `high`.
+        """Return the end of a chunk that begins at `low` and cuts no span, near `high`.
 
-        It is less than asked for, or more by a part of a span that begins at `low`.
+        It is at most `high`, unless a span begins at `low` and ends later.
         """
         shorter = self.whole(high)
         return shorter if shorter > low else next(s.end for s in self.spans if s.start < high < s.end)

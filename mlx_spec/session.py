@@ -1,6 +1,6 @@
-"""The generation of one answer, with its counts and times, and a conversation of such answers.
+"""The generation of one answer, its statistics, and a conversation of answers.
 
-Servers and sessions run generations; each belongs to one request.
+Servers and sessions run generations. Each generation belongs to one request.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
-    drafter_cold: int = 0  # of those reused, not processed by the drafter: it is accepted less often
+    drafter_cold: int = 0  # reused tokens that the drafter has not processed: its acceptance is lower
     generated_tokens: int = 0
     rounds: int = 0
     batch_size_sum: int = 0  # sequences in the passes of these rounds, added up
-    speculative_rounds: int = 0  # those that drafted
-    speculative_tokens: int = 0  # generated in those rounds
+    speculative_rounds: int = 0  # rounds that drafted
+    speculative_tokens: int = 0  # generated in speculative rounds
     drafted: int = 0
     accepted: int = 0
     ahead_hits: int = 0  # drafts that were made while the pass before them ran
-    ahead_misses: int = 0  # drafts for another outcome than those that were drafted ahead
+    ahead_misses: int = 0  # drafts whose history was not among the outcomes that were drafted ahead
     by_drafter: Mapping[str, Positions] = field(default_factory=dict)
     prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0  # of all rounds, in the engine, not in whoever reads the answer
+    decode_seconds: float = 0.0  # of all rounds, without the time that the reader of the answer takes
     compared_tokens: int = 0  # tokens of the rounds whose cost in plain tokens is known
     costs: Mapping[Hashable, tuple[int, Cost]] = field(default_factory=dict)  # rounds by shape, and the cost
-    finish_reason: Literal["stop", "length"] | None = None  # None: interrupted
-    reasons: Mapping[Reason, int] = field(default_factory=dict)  # tokens by why their round drafted or not
+    finish_reason: Literal["stop", "length"] | None = None  # None while it goes on, or if interrupted
+    reasons: Mapping[Reason, int] = field(default_factory=dict)  # tokens by the reason of their round
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,7 +81,7 @@ class Statistics:
 
     @property
     def prompt_per_second(self) -> float | None:
-        """Return the tokens of the prompt that were read, by the seconds of that."""
+        """Return how many prompt tokens were read a second; None before any were."""
         read = self.prompt_tokens - self.reused_tokens
         return read / self.prefill_seconds if self.prefill_seconds > 0 else None
 
@@ -89,8 +89,8 @@ class Statistics:
     def gain(self) -> float | None:
         """Return the speed as a multiple of plain decoding: exactly 1 if nothing was drafted.
 
-        It does not depend on the load of the machine. None if it may be wrong by 15 %, or by more than what
-        was gained.
+        It does not depend on the load of the machine. None if it may be wrong by more than 15 %, or by more
+        than the gain itself.
         """
         if not self.drafted:
             return 1.0 if self.generated_tokens else None
@@ -112,7 +112,7 @@ class Statistics:
 
     @property
     def reason(self) -> Reason:
-        """Return the reason of most tokens. Of drafts it depends on what they gained."""
+        """Return the reason of most tokens. If they were drafted, the gain decides what it says."""
         reason = max(self.reasons, key=self.reasons.__getitem__, default=Reason.NO_DRAFTER)
         if reason not in (Reason.PAYS, Reason.LEARNING) or not self.drafted:
             return reason
@@ -121,23 +121,23 @@ class Statistics:
 
     @property
     def drafted_at(self) -> tuple[int, ...]:
-        """Return by position the rounds of all drafters that drafted a token there."""
+        """Return by position how many rounds drafted a token there, with any drafter."""
         return _sums([positions.drafted for positions in self.by_drafter.values()])
 
     @property
     def accepted_at(self) -> tuple[int, ...]:
-        """Return by position the rounds of all drafters that had a token accepted there."""
+        """Return by position how many rounds had a token accepted there, with any drafter."""
         return _sums([positions.accepted for positions in self.by_drafter.values()])
 
     @property
     def draft_length(self) -> int:
-        """Draft tokens of most speculative rounds; 0 if there were none."""
+        """Return the most frequent draft length of speculative rounds; 0 if there were none."""
         longer = (*self.drafted_at[1:], 0)
         exactly = [a - b for a, b in zip(self.drafted_at, longer, strict=False)]
         return exactly.index(max(exactly)) + 1 if exactly else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name as JSON takes them: no program has names of its own."""
+        """Return all figures by name, ready for JSON. All programs use these names."""
         by_drafter = {
             name: {"drafted_at": list(each.drafted), "accepted_at": list(each.accepted)}
             for name, each in self.by_drafter.items()
@@ -185,7 +185,7 @@ class Statistics:
 
 
 def source_words(source: str) -> str:
-    """Return what users read for a drafter: of models, families do not matter."""
+    """Return the words that users read for a source. All drafters with a model are "drafter"."""
     others = {
         "lookup": "copied from the text",
         "earlier": "from earlier answers",
@@ -219,7 +219,7 @@ def added(parts: Sequence[Statistics]) -> Statistics:
 def _merged(
     costs: Mapping[Hashable, tuple[int, Cost]], newer: Mapping[Hashable, tuple[int, Cost]]
 ) -> dict[Hashable, tuple[int, Cost]]:
-    """Return the rounds of both by shape, with the newer cost."""
+    """Return the sums of the rounds by shape, each with the newer cost."""
     return {**costs, **{shape: (costs.get(shape, (0,))[0] + n, cost) for shape, (n, cost) in newer.items()}}
 
 
@@ -234,9 +234,10 @@ def _sums(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 class Generation:
     """The answer to one prompt, round by round.
 
-    It continues `sequence`, rewound to what that shares with the prompt. Rounds come from `decode` or
-    a batch, with the same parts and prompt, and have not begun. `answer` reads their tokens. Any round may be
-    the last: once the rounds are closed, and then the generation, the sequence can be used again.
+    It continues `sequence`, which it rewinds to its common prefix with the prompt. The caller decodes that
+    sequence, alone or in a batch, and calls `add` with each round. `answer` turns tokens into text. The
+    caller may stop after any round: it closes the rounds, then the generation, and can use the sequence
+    again.
     """
 
     def __init__(self, sequence: CachedSequence, prompt: Prompt, answer: AnswerStream) -> None:
@@ -263,11 +264,11 @@ class Generation:
         return self._answer.ended or self.statistics.finish_reason is not None
 
     def count_prefill(self, seconds: float) -> None:
-        """Add to the time that reading the prompt took."""
+        """Add seconds that the prefill took."""
         self.statistics = replace(self.statistics, prefill_seconds=self.statistics.prefill_seconds + seconds)
 
     def add(self, round: Round, seconds: float = 0.0) -> list[TextPart]:
-        """Add a round, for which the caller waited. Return the text that it completed."""
+        """Add a round, for which the caller waited `seconds`. Return the text that it completed."""
         self.statistics = self.statistics.plus(round, seconds)
         self._sequence.append(round.tokens)
         self._tokens += round.tokens
@@ -278,7 +279,7 @@ class Generation:
         return self._answer.end()
 
     def close(self) -> None:
-        """Let the sequence hold the prompt and the tokens of the answer, and no others."""
+        """Cut the sequence to the prompt and the tokens of the answer."""
         self._sequence.truncate(len(self._prompt) + len(self.tokens))
 
 
@@ -291,15 +292,15 @@ class Piece:
 
     text: str  # may be empty: a round of half a character, or of hidden tokens only
     kind: TextKind
-    round: Round | None  # the round that brought it, on its last piece; None on the others
+    round: Round | None  # on the last piece of each round; None on the others
     spans: tuple[TokenText, ...] = ()  # where its tokens came from: their texts make up `text`
 
 
 class Session:
-    """A conversation. What the target has already read is read again only where it changed.
+    """A conversation. Its cache is reused: only tokens after the first change are read again.
 
-    Made by `Pair.session`. `prepare` is its `Pair.prepare`; `sequence` is for this conversation alone.
-    `vision` is the pair's.
+    Made by `Pair.session`. `prepare` is `Pair.prepare`, `vision` is the pair's. `sequence` belongs to this
+    conversation alone.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Session:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return a copy of the conversation so far; thinking stands apart, as `reasoning_content`."""
+        """Return a copy of the conversation so far. Thinking is under the key `reasoning_content`."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, *(dict(message) for message in self._messages)]
 
@@ -340,14 +341,14 @@ class Session:
         self._messages.clear()
 
     def change_policy(self, policy: DraftLengthPolicy) -> None:
-        """Decide draft lengths by another policy from the next answer on; the caches stay."""
+        """Use another policy from the next answer on; the caches stay."""
         self._stop()
         self._sequence.parts = replace(self._sequence.parts, policy=policy)
 
     def resume(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        """Continue these turns, a message of the user and an answer each, instead of the conversation so far.
+        """Replace the conversation by these turns: a message of the user and an answer each.
 
-        The system prompt stays. Raises InvalidValue if they are not in turns.
+        The system prompt stays. Raises InvalidValue if users and answers do not take turns.
         """
         roles = [turn.get("role") for turn in turns]
         if roles != ["user", "assistant"] * (len(turns) // 2):
@@ -356,7 +357,7 @@ class Session:
         self._messages = [dict(turn) for turn in turns]
 
     def undo(self) -> list[dict[str, Any]]:
-        """Forget the last turn. Return its two messages, none if there was no turn."""
+        """Forget the last turn. Return its two messages; empty if there was no turn."""
         self._stop()
         turn = self._messages[-2:]
         del self._messages[-2:]
@@ -372,11 +373,11 @@ class Session:
     ) -> Generator[Piece, None, None]:
         """Answer a message of the user, piece by piece.
 
-        It is a text, or parts: {"type": "text", "text": ...} and {"type": "image", "image": bytes of a file}.
-        The message and the answer become part of the conversation when the stream ends. If it is closed
-        early, the answer counts as far as it came, and without any of it the message is forgotten. An
-        answer that is still streaming is closed. Raises InvalidValue or PromptTooLong at once, and then the
-        conversation is as before.
+        The message is a text or a list of parts: {"type": "text", "text": ...} and {"type": "image", "image":
+        bytes of a file}. It joins the conversation with the answer when the stream ends. If the stream is
+        closed early, the conversation keeps the begun answer; without a round it forgets the message. An
+        earlier stream is closed first. Raises InvalidValue or PromptTooLong at once; then the conversation
+        stays as it was.
         """
         self._stop()
         content = message if isinstance(message, str) else prepared(message, self._vision)
