@@ -31,7 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-PATIENCE = 30.0  # seconds
+PATIENCE = 120.0  # seconds
 KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, "")}  # code, virtual key, text
 SHIFT = 8
 
@@ -228,7 +228,7 @@ def browser(binary: str) -> Iterator[Browser]:
         finally:
             process.stdin.close()  # the browser ends when nobody drives it
             try:
-                process.wait(10)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
