@@ -1,4 +1,4 @@
-"""The `mlx-spec` command: it picks a program and gives it the rest of the command line."""
+"""Run the `mlx-spec` command: pick a program and give it the rest of the command line."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Panel = Literal["Talk to a model", "Get models", "Measure and check"]  # of the 
 
 @dataclass(frozen=True)
 class Program:
-    """Where a program and its options are: names in mlx_spec that are imported when they are needed."""
+    """The names of a program and of its options within mlx_spec; imported only when they are needed."""
 
-    main: str  # (arguments) -> exit status
-    options: str  # what typer reads help and completion from
+    main: str  # a function: arguments -> exit status
+    options: str  # a class or function from which typer reads help and completion
     panel: Panel
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        # The scripts of --install-completion set it.
+        # A shell sets this variable, by the script that --install-completion wrote.
         if "_MLX_SPEC_COMPLETE" in os.environ:
             get_command(app()).main(prog_name=NAME)  # answers the shell and exits
         if words and words[0] in PROGRAMS:

@@ -41,7 +41,7 @@ def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
 def run_conversion(options: ConversionOptions) -> int:
     """Convert, and show what was measured. Returns the exit status."""
     require_backend()
-    from mlx_spec.convert.convert import convert
+    from .convert import convert
 
     with long_run(options.out, "interrupted, nothing was written") as progress:
         manifest = convert(options, progress)
@@ -98,7 +98,7 @@ def _describe_acceptance(found: Mapping[str, Any]) -> str:
 def run_training(options: TrainingOptions) -> int:
     """Train, and show what the drafter accepts. Returns the exit status."""
     require_backend()
-    from mlx_spec.convert.train.train import WORK, train
+    from .train.train import WORK, train
 
     interrupted = f"interrupted; the same command goes on from {options.out}{WORK}"
     with long_run(options.out, interrupted) as progress:

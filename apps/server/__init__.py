@@ -15,7 +15,7 @@ from .settings import Settings, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mlx-spec serve` and return its exit status: 0, or 1 on an error of ours.
+    """Run `mlx-spec serve` and return its exit status: 0, or 1 if it fails.
 
     Raises SystemExit with status 2 if the command line makes no sense.
     """
@@ -28,10 +28,10 @@ def _serve(settings: Settings) -> int:
     from mlx_spec.distributed.ranks import join
 
     try:
-        from .app import run  # imports MLX and what only servers need
+        from .app import run  # imports MLX and the packages that only servers need
         from .engine.models import load_served
     except ModuleNotFoundError as error:
-        needed = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # only servers need these
+        needed = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # the extra `server`
         if (error.name or "").split(".")[0] not in needed:
             raise
         raise NotFound(f"{error.name} is missing: pip install 'mlx-spec[server]'") from error

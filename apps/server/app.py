@@ -1,4 +1,4 @@
-"""The server: its routes behind guards, and its run from the first line to the exit status."""
+"""Add the routes and guards of the server, and run it from its first line to its exit status."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_spec import __version__
-from mlx_spec.apps.server import page
-from mlx_spec.apps.server.page import race
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.cli.command import tell
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
 
+from . import page
 from .engine.engine_thread import EngineThread
 from .engine.metrics import RequestCounter
 from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
 from .errors import LOG, Failure
 from .http import answer, answer_error
+from .page import race
 from .protocols import (
     anthropic_messages,
     ollama,
@@ -52,10 +52,11 @@ from .protocols import (
 from .security import Bodies, Guards, PlainPaths
 from .settings import CANNOT_LISTEN, Settings
 
-RESPONSE_TIMEOUT_S = 2  # for responses to end once their requests have
-# For the head of a request. Clients keep a connection and fail if it closes: httpx for 5 s, aiohttp for 15 s.
+RESPONSE_TIMEOUT_S = 2  # until the last bytes of a response are sent, after its request ended
+# Until the head of a request comes. Clients reuse a connection, httpx within 5 s and aiohttp within 15 s: if
+# the server closed it before, their request would fail.
 IDLE_CONNECTION_S = 75
-WRITE_TIMEOUT_S = 30.0  # for it to write prompts: 10 s, and what began is completed
+WRITE_TIMEOUT_S = 30.0  # to write prompts to files: they begin for 10 s, and the last one is completed
 
 
 # --- routes
@@ -96,7 +97,7 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
-    # As a handler of the application, one of all exceptions would let Starlette raise them again.
+    # Starlette raises an exception again after a handler of the application for all exceptions.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: answer_error})
     app.add_middleware(Guards, settings=settings, bodies=bodies or Bodies())
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
@@ -107,7 +108,7 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
 
 
 def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
-    def models(_: Request) -> Response:  # not async, and so on a thread: this may read files
+    def models(_: Request) -> Response:  # not async, so it runs on a thread: it may read files
         cards = engine.models()
         listed = [_model_json(card.name, card) for card in cards]
         listed += [_model_json(alias, card) for card in cards for alias in card.aliases]
@@ -187,12 +188,12 @@ class Connection(H11Protocol):
     """A connection that is closed if no request comes in time. uvicorn waits for the first one forever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait."""
+        """Start the timeout for the first request."""
         super().connection_made(transport)
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
-        """Read, and wait on unless a request has begun."""
+        """Read data. Start the timeout again unless a request is being answered."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._await_request()
@@ -205,7 +206,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends requests before connections: on a signal, streams get an error and then their end."""
+    """Closes requests before connections: on a signal, streams get an error and then end."""
 
     def __init__(self, settings: Settings, engine: EngineThread) -> None:
         self._bodies = Bodies()
@@ -229,16 +230,16 @@ class Server(uvicorn.Server):
         self.problem: str | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal without uvicorn, which would raise it again in the end.
+        """End the server on a signal. uvicorn's own handler would raise the signal again in the end.
 
-        A second one changes nothing: uvicorn would log it as an error, and what is left takes seconds.
+        A second signal changes nothing: the rest takes seconds only.
         """
         self.should_exit = True
         # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
         threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, also for clients that have sent half a request."""
+        """Shut down, without waiting for clients that have sent half a request."""
         self._bodies.end()
         await super().shutdown(sockets)
 
@@ -247,7 +248,7 @@ class Server(uvicorn.Server):
         began, seconds, shows = time.monotonic(), 0, sys.stdout.isatty()
         while not (is_loaded := self._engine.wait_loaded(1.0)) and self._engine.status().state == "loading":
             seconds = round(time.monotonic() - began)
-            if shows:  # measuring costs writes its share over this line
+            if shows:  # the progress of measuring costs is written over this line
                 print(f"\rmlx-spec: loading, {seconds} s ", end="", flush=True)
         if is_loaded:
             start = "\r\x1b[K" if shows and seconds else ""
@@ -270,10 +271,10 @@ def _bind(host: str, port: int) -> socket.socket:
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         backlog = 128  # connections that wait to be accepted
         return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=dual)
-    except UnicodeError as error:  # of the encoding of names
+    except UnicodeError as error:  # a name that IDNA cannot encode
         raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is not a name; choose another --host") from error
     except OSError as error:
-        is_name = isinstance(error, socket.gaierror)  # the others name the address a second time
+        is_name = isinstance(error, socket.gaierror)  # the text of other errors repeats the address
         reason = str(error.strerror if is_name else os.strerror(error.errno or 0)).lower()
         raise InvalidValue(f"{CANNOT_LISTEN} {host}, port {port}: {reason}; choose another --port") from error
 
@@ -287,7 +288,7 @@ class DiscreetFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
         """Return one line."""
         kind, _, trace = ei
-        max_frames = 6  # innermost places of an exception that are named; the outer ones are always the same
+        max_frames = 6  # innermost frames that are named; the outer ones are always the same
         frames = traceback.extract_tb(trace)[-max_frames:]
         places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
         return f"{kind.__name__ if kind else 'no exception'} at {places}"

@@ -1,4 +1,4 @@
-"""Failures of requests, the error objects of both dialects (OpenAI's and Anthropic's), and the log."""
+"""Failures of requests, the error objects of OpenAI and Anthropic, and the log."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Failure(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds, sent as a header
-    details: Mapping[str, Any] | None = None  # by which Anthropic's clients find another way
+    details: Mapping[str, Any] | None = None  # of Anthropic's error object, for its SDK to react
 
     def __post_init__(self) -> None:
-        """Cut the middle of a message that repeats much of a request: field and way out stay."""
+        """Cut the middle out of a long message: the field and the way out are at its ends."""
         if len(self.message) > 600:
             self.message = f"{self.message[:400]} ... {self.message[-195:]}"
         self.param = self.param and self.param[:MAX_NAME_CHARS]
@@ -96,13 +96,13 @@ def shutting_down() -> Failure:
 
 
 def internal_error() -> Failure:
-    """Return the failure for a bug of ours: 500, without details."""
+    """Return the failure for a bug of the server: 500, without details."""
     message = "the server failed on this request; its log says why"
     return Failure(500, message, type="server_error", code="internal_error")
 
 
 def hung_up() -> Failure:
-    """Return the failure of a request whose client hung up: 499, which no client reads."""
+    """Return the failure for a request whose client hung up: 499, which no client reads."""
     return Failure(499, "the client hung up", code="disconnected")
 
 

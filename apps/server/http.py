@@ -1,6 +1,6 @@
-"""From the engine thread to HTTP: events to the event loop, streams, and failures as responses.
+"""Answer HTTP requests: read a body, hand it to the engine thread, and write its events or its failure.
 
-Each protocol is an `Api`: a body, its parser, and a `Writer` for its answers.
+Each protocol is an `Api`: a body, its parser, and a `Writer` for its answers. `answer` is the route of all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from .engine.answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine.engine_thread import EngineThread
-from .engine.generation import Job
+from .engine.job import Job
 from .errors import LOG, Failure, anthropic_body, hung_up, internal_error
 from .requests.parameters import OpenFields, check_unknown
 from .requests.parsing import check_limits, read_body
@@ -42,7 +42,7 @@ from .requests.request import GenerationRequest
 from .settings import Settings
 
 OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
-# Beginnings of paths that clients know from others -> why there is nothing.
+# Beginnings of paths of other servers -> what the error says.
 NOT_HERE = {
     "/v1/embeddings": "there are no embeddings here",
     "/embedding": "there are no embeddings here",
@@ -64,7 +64,7 @@ Events = AsyncGenerator[Event | None, None]  # None stands for silence
 
 
 class Writer(Protocol):
-    """Writes the events of one answer as a protocol has them."""
+    """Writes the events of one answer in the form of a protocol."""
 
     def frames(self, event: Event | None) -> Iterable[str]:
         """Return the text of a stream for an event; None stands for silence."""
@@ -77,15 +77,15 @@ class Writer(Protocol):
 
 
 LoopCall = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
-_loop_calls: SimpleQueue[LoopCall] = SimpleQueue()  # what event loops are to call
+_loop_calls: SimpleQueue[LoopCall] = SimpleQueue()  # functions that event loops shall call
 
 
 @cache
 def _start_waking() -> None:
     """Start the thread that wakes event loops, once.
 
-    `call_soon_threadsafe` releases the GIL, and the loop could then delay the engine by one chunk. The engine
-    only puts a note into a queue.
+    `call_soon_threadsafe` releases the GIL. If the engine called it, the loop could then delay the engine. So
+    the engine only puts the call into a queue.
     """
 
     def wake() -> None:
@@ -100,7 +100,7 @@ def _start_waking() -> None:
 class EventQueue:
     """The events of one request, in order. Create it on the event loop that reads them.
 
-    Only events of the types in `wakes` wake the loop, and only once until it looks; the others wait for one.
+    Only events of the types in `wakes` wake the loop, once until it looks. Other events wait for these.
     """
 
     def __init__(self, wakes: Collection[type[Event]], silence_s: float | None) -> None:
@@ -109,7 +109,7 @@ class EventQueue:
         self._wakes = wakes
         self._silence_s = silence_s  # seconds without an event after which `get` returns None
         self._events: deque[Event] = deque()
-        self._notified = False  # the loop will look
+        self._notified = False  # the loop has been told to look, and has not looked yet
         self._arrived = asyncio.Event()
 
     def put(self, event: Event) -> None:
@@ -130,7 +130,7 @@ class EventQueue:
 
     def _look(self) -> None:
         self._notified = False
-        if self._events:  # else they were read already, and waking would count as silence
+        if self._events:  # else `get` has read them already, and would return None as after a silence
             self._arrived.set()
 
 
@@ -152,7 +152,7 @@ async def read_events(
         while not isinstance(event, Finished | Failed):
             event = await queue.get()
             if not request.shows_thinking and isinstance(event, TextDelta) and event.kind == "thinking":
-                event = TextDelta(event.index, "thinking", "")  # time passes, but it is not silent
+                event = TextDelta(event.index, "thinking", "")  # hidden, but it does not count as silence
             yield event
     finally:
         job.cancel()
@@ -169,9 +169,9 @@ class Api:
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
     writer: Callable[[Any, GenerationRequest], Writer]
     media_type: str = "text/event-stream"  # of a stream
-    checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # its objects with parameters
-    is_done: Callable[[GenerationRequest], bool] = lambda request: False  # it needs no engine
-    job: type[Job] = Job  # what answers a request
+    checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # objects with parameters to check
+    is_done: Callable[[GenerationRequest], bool] = lambda request: False  # the engine has nothing to do
+    job: type[Job] = Job  # the class that answers a request
 
 
 async def answer(http_request: Request, *, engine: EngineThread, settings: Settings, api: Api) -> Response:
@@ -199,7 +199,7 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
 
 
 def given_keys(headers: Headers) -> tuple[str, str]:
-    """Return the keys that a request brings, empty where it has none."""
+    """Return the keys of a request, as `x-api-key` and as Bearer token; "" for a missing one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
 
@@ -222,7 +222,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def _frames(self, event: Event | None) -> AsyncIterator[str]:
-        """Yield the text from an event on. Events that write nothing, as in a tool call, count as silence."""
+        """Yield the text of `event` and of all later ones. Events without text count as silence."""
         try:
             for text in self._writer.frames(event):
                 yield text
@@ -235,7 +235,7 @@ class EventStream(StreamingResponse):
                     yield text
                 if texts:
                     written = time.monotonic()
-        except Exception as error:  # a bug of ours: written as this protocol writes failures
+        except Exception as error:  # a bug: the client gets a failure in the form of its protocol
             LOG.error("a stream failed", exc_info=error)
             for text in self._writer.frames(Failed(internal_error())):
                 yield text
@@ -252,7 +252,7 @@ def data_event(content: Mapping[str, Any]) -> str:
 
 
 def json_line(content: Mapping[str, Any]) -> str:
-    """Return JSON without any character that a client may take for the end of a line."""
+    """Return JSON without characters that a client may take for the end of a line."""
     line_ends = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # JSON escapes all others
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(line_ends)
 
@@ -303,19 +303,19 @@ def error_response(path: str, failure: Failure) -> Response:
     if failure.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if failure.status == 408:
-        response.headers["connection"] = "close"  # what comes later would be read as another request
+        response.headers["connection"] = "close"  # the rest of the body would be read as another request
     return response
 
 
 def is_base_in_browser(path: str, headers: Headers) -> bool:
-    """Return True if a browser opens the API's base URL, which the server prints: it is led to the page."""
+    """Return True if a browser opens the API's base URL, which the server prints: it gets the page."""
     return path == "/v1" and "text/html" in headers.get("accept", "")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Return the response to a request whose route raised an error, or that has no route.
 
-    A bug of ours becomes a 500 without details.
+    An unexpected exception becomes a 500 without details.
     """
     path = request.url.path
     if isinstance(error, Failure):
@@ -324,7 +324,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         LOG.error("a request failed", exc_info=error)
         return error_response(path, internal_error())
     message, code = str(error.detail), None
-    shown = path[:128]  # of a path that may be as long as a client likes
+    shown = path[:128]  # a client may send a path of any length
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
         if request.method in ("GET", "HEAD") and is_base_in_browser(path, request.headers):

@@ -1,8 +1,8 @@
 """Guards in front of the routes: paths, host names, origins of web pages, the API key, sizes of bodies.
 
-Starlette's TrustedHostMiddleware and CORSMiddleware are not enough: the first knows no IPv6 addresses and
-answers in plain text, the second lets requests of foreign pages pass and only hides the response. Its
-`max_body_size` answers in plain text, too, whatever the handlers of the application say.
+Starlette's own middleware is not enough. TrustedHostMiddleware knows no IPv6 addresses and answers in plain
+text. CORSMiddleware passes the requests of foreign pages on and only hides the response. `max_body_size`
+answers in plain text, without the handlers of the application.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .settings import (
     origin_names,
 )
 
-BODY_TIMEOUT_S = 75.0  # until more of a body comes; a client on this machine sends it at once
+BODY_TIMEOUT_S = 75.0  # between two parts of a body; a client on this machine needs milliseconds
 
 
 class PlainPaths:
-    """ASGI middleware: pass paths on with single slashes, none at the end, and without the server's address.
+    """ASGI middleware: normalize paths to single slashes, none at the end, and no scheme and host in front.
 
-    Clients join a base URL and a path with one slash too many. The name in an absolute form replaces the
-    header.
+    Clients join a base URL and a path with one slash too many. Proxies send an absolute URL; its host
+    replaces the header `host`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -46,7 +46,7 @@ class PlainPaths:
         """Pass a request on."""
         if scope["type"] == "http":
             path, headers = scope["path"], scope["headers"]
-            # Requests to a proxy have the host in their path.
+            # An absolute URL, as in a request to a proxy.
             if found := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
                 path, host = found[2], found[1].encode("latin-1", "replace")
                 headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]
@@ -83,7 +83,7 @@ class Bodies:
             coming.cancel()
 
     def end(self) -> None:
-        """Fail the requests whose bodies are not there yet: the server ends."""
+        """Fail the requests whose bodies are incomplete, because the server ends."""
         self._ended = True
         for ended in self._waiting:
             if not ended.done():
@@ -91,9 +91,9 @@ class Bodies:
 
 
 class Guards:
-    """ASGI middleware: refuse what is not for us, in the order of the checks below.
+    """ASGI middleware: check host, origin, API key and size of the body, in this order.
 
-    The name of the host comes first: a web page may rebind its own name to us (DNS rebinding).
+    The host is checked because a web page may point its own name to this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, bodies: Bodies) -> None:
@@ -104,8 +104,7 @@ class Guards:
         names = (*loopback_names, settings.host, *settings.hosts, *own)
         as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
-        # Installed applications have these schemes, and no page of the web. Ollama serves them without being
-        # told.
+        # Installed applications have these schemes, and no page of the web. Ollama allows the same ones.
         schemes = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
         apps = [scheme + ANY_NAME for scheme in schemes]
         self._origins = frozenset([*apps, *map(normal_origin, settings.origins)]) - {""}
@@ -126,7 +125,7 @@ class Guards:
                     await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
                     return
             path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
-            open_paths = ("/health", "/")  # need no key: the page shows nothing until it has one
+            open_paths = ("/health", "/")  # need no key: the page has no data until the user gives it one
             is_open = path in open_paths or path.startswith("/page/") or is_base_in_browser(path, headers)
             if not (reads and is_open):
                 self._check_key(headers)
@@ -150,15 +149,18 @@ class Guards:
 
     def _check_host(self, headers: Headers) -> None:
         name = re.sub(r":\d*$", "", headers.get("host", "").lower()).rstrip(".")  # without the port
-        is_address = self._is_public and ip_address(name.strip("[]"))  # none can be rebound
-        # A request without the header is HTTP/1.0, as of monitors: browsers always send one.
+        is_address = self._is_public and ip_address(name.strip("[]"))  # DNS cannot rebind an address
+        # Browsers always send the header; HTTP/1.0 clients such as monitors do not.
         if name in self._names or is_address or "host" not in headers:
             return
         message = "the server does not go by this name: start it with --allow-host NAME"
         raise Failure(403, message, type="permission_error", code="host_not_allowed")
 
     def _foreign_origin(self, headers: Headers) -> dict[str, str]:
-        """Return the headers that let a foreign page read the response; none for our own page."""
+        """Return the headers that let a foreign page read the response; {} for the server's own page.
+
+        Raises Failure (403) for an origin that is not allowed.
+        """
         origin = headers.get("origin")
         if origin is None or is_same_origin(origin, headers.get("host", "")):
             return {}
@@ -169,7 +171,7 @@ class Guards:
         return {"access-control-allow-origin": shown, "vary": "Origin"}
 
     def _check_key(self, headers: Headers) -> None:
-        """Look for the key as `Authorization: Bearer` or `x-api-key`."""
+        """Raise Failure (401) unless `Authorization: Bearer` or `x-api-key` has the key."""
         if self._key is None:
             return
         matches = [secrets.compare_digest(one.encode(), self._key) for one in given_keys(headers)]
@@ -183,7 +185,7 @@ class Guards:
 
 
 def _marked(send: Send, headers: dict[str, str]) -> Send:
-    """Return a `send` that adds headers to the response."""
+    """Return `send`, wrapped so that it adds headers to the response."""
 
     async def marked(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -43,21 +43,21 @@ class ServedModel:
     name: str
     spec: PairSpec
     pinned: bool = False  # never unloaded
-    ranks: int = 1  # machines that have a part of the target each
+    ranks: int = 1  # machines over which the target is split
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one request, and of all requests together."""
 
-    waiting: int = 32  # requests in the queue, without those that run
-    running: int | None = None  # choices that decode at a time; None: as measured costs say
+    waiting: int = 32  # requests in the queue, running ones not included
+    running: int | None = None  # choices that decode at a time; None: derived from measured costs
     body_bytes: int = 32 * 2**20  # a photo in base64 is 11 MB
     choices: int = 16  # n, or prompts times n
-    stop_strings: int = 64  # editors send all ends of code that they know
+    stop_strings: int = 64  # completion in editors sends long lists
     schema_bytes: int = 256 * 2**10  # of the output format, and of each tool
     tools: int = 128
-    grammar_seconds: float = 10.0  # of a CPU, for compiling a grammar
+    grammar_seconds: float = 10.0  # CPU time for compiling a grammar
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Settings:
     memory_bytes: int | None = None  # for weights and caches; None: a share of the machine's
     idle_seconds: float | None = None  # unload an unpinned model after this time; None: never
     conversations: int = 8  # sequences kept with their caches, per model
-    cache_folder: Path | None = None  # where long prompts outlive the server; None: nowhere
+    cache_folder: Path | None = None  # keeps the caches of long prompts across restarts; None: nothing does
     cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
     earlier_answers: bool = True  # lookup copies from earlier answers with the same API key
     keepalive_seconds: float = 10.0  # between comments on a silent stream
@@ -82,7 +82,7 @@ class Settings:
     allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
     log_file: Path | None = None
     store: Path | None = None  # folder of stored responses; None: in memory only
-    draft_rank: int | None = None  # of two ranks the one that only drafts ahead; None: none does
+    draft_rank: int | None = None  # the rank that only drafts ahead; None if there is no such rank
 
 
 def is_loopback(host: str) -> bool:
@@ -100,11 +100,11 @@ def ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def normal_origin(origin: str) -> str:
-    """Return an origin for comparison: lower case, with a port; empty if it is none.
+    """Return an origin for comparison: lower case, with a port; "" if the text is not an origin.
 
-    SCHEME://* stands for all of a scheme that no page of the web has, and so does SCHEME:// without a name.
+    SCHEME://* and SCHEME:// stand for all origins with a scheme that no page of the web has.
     """
-    no_origin = "null"  # of local files in a browser, and of a frame in any page that is shut off from it
+    no_origin = "null"  # what a browser sends for local files, and for sandboxed frames of any page
     if origin in (ANY_ORIGIN, no_origin):
         return origin
     scheme, separator, name = origin.lower().partition("://")
@@ -118,7 +118,7 @@ def normal_origin(origin: str) -> str:
 
 
 def origin_names(origin: str) -> set[str]:
-    """Return what may stand for an origin among those that are allowed: itself, and its scheme."""
+    """Return the entries of a list of allowed origins that would allow `origin`: itself, and its scheme."""
     found = normal_origin(origin)
     return {found, found.partition("://")[0] + ANY_NAME} if found else set()
 
@@ -130,7 +130,7 @@ def is_same_origin(origin: str, host: str) -> bool:
 
 
 def _name_and_port(url: str) -> tuple[str, int] | None:
-    """Return the name of a host, in lower case, and its port; None if a URL is more than an origin."""
+    """Return the host of an origin, in lower case, and its port; None if the URL has more parts."""
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
@@ -252,7 +252,7 @@ class Options(LoadOptions):
             _check_known("--alias", name, names)
             if alias in names:
                 raise BadOptions(f"--alias {alias}: a model goes by that name")
-        # Options that are settings as they are.
+        # Options whose value becomes the setting of the same name.
         unchanged = (
             "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
         )

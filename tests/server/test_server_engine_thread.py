@@ -49,7 +49,7 @@ from mlx_spec.apps.server.engine.answers import (
     ToolCall,
 )
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
-from mlx_spec.apps.server.engine.generation import BatchRow
+from mlx_spec.apps.server.engine.job import BatchRow
 from mlx_spec.apps.server.engine.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.errors import Failure, unavailable

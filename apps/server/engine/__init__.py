@@ -1,1 +1,1 @@
-"""Answer requests: models, their caches, the thread that uses MLX, and tool calls in a model's syntax."""
+"""Answer requests on the thread that uses MLX: jobs and their events, models, caches, tool calls, metrics."""

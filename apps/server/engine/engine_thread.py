@@ -21,7 +21,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 from ..errors import queue_full, shutting_down, to_failure, unavailable
 from ..requests.request import GenerationRequest
 from ..settings import Settings
-from .generation import Job, Send
+from .job import Job, Send
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
 from .preparation import find_prompts

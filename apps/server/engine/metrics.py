@@ -32,7 +32,7 @@ class ModelStatus:
     weights: int  # bytes
     caches: int  # bytes of its cached sequences
     batch: tuple[int, ...]  # sequences in each pass of a round
-    alone: str | None  # why sequences do not share passes; None if they do
+    obstacle: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
 
 
@@ -174,7 +174,7 @@ class Metrics(Collector):
             models.setdefault(model, {})["last"] = last
         status = self._status()
         for one in status.models:
-            models.setdefault(one.name, {})["batch"] = {"sizes": list(one.batch), "obstacle": one.alone}
+            models.setdefault(one.name, {})["batch"] = {"sizes": list(one.batch), "obstacle": one.obstacle}
         return {
             "models": models,
             "loading": status.loading,

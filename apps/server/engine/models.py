@@ -15,7 +15,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import load
-from mlx_spec.apps.server.engine.tool_formats import find_tool_format
 from mlx_spec.checkpoint.config import context_length, fingerprint, read_checkpoint, read_config
 from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.weights import MemoryNeed, memory_need
@@ -34,6 +33,7 @@ from mlx_spec.vision.vision import Vision, read_vision
 from ..errors import LOG, Failure, unavailable, unknown_model
 from ..settings import ServedModel, Settings
 from .prefix_cache import MAX_AGE_S, CacheFolder, PrefixCache, PrefixFiles, model_key
+from .tool_formats import find_tool_format
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names

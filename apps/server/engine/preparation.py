@@ -9,13 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_spec.apps.server.engine.tool_formats import ToolFormat, chat_prompt, find_tool_format
-from mlx_spec.apps.server.engine.tool_grammar import (
-    answer_grammar,
-    compile_failure,
-    compile_format,
-    is_optional,
-)
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.grammar import Grammar
 from mlx_spec.prompt import Prompt, text_prompt
@@ -37,6 +30,13 @@ from ..requests.request import (
     ToolUse,
 )
 from .models import CompileGrammar
+from .tool_formats import ToolFormat, chat_prompt, find_tool_format
+from .tool_grammar import (
+    answer_grammar,
+    compile_failure,
+    compile_format,
+    is_optional,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PreparedRequest:
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
-    dialect: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
+    tool_format: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
     prediction: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
@@ -63,7 +63,7 @@ def prepare(
     prompts = find_prompts(request, tokenizer, vision)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
-    dialect = None if use is None else find_tool_format(tokenizer)
+    tool_format = None if use is None else find_tool_format(tokenizer)
     raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
     fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
     controls = tokenizer.controls.intersection(
@@ -71,17 +71,17 @@ def prepare(
     )  # no text has their names
     ends = (*request.stop_tokens, *controls, *(fill_in_ends(tokenizer) if fills_in else ()))
     banned = tokenizer.eos if request.ignore_eos else frozenset[int]()
-    if use is not None and dialect is not None and use.choice == "none":
-        banned |= frozenset(() if dialect.open is None else (dialect.open,))
+    if use is not None and tool_format is not None and use.choice == "none":
+        banned |= frozenset(() if tool_format.open is None else (tool_format.open,))
     ban = dict.fromkeys(banned, float("-inf"))
     sampling = replace(
         request.sampling,
         logit_bias={**(request.sampling.logit_bias or {}), **ban} or None,
         late_tokens=tokenizer.eos | frozenset(ends),
-        grammar=_grammar(request, tokenizer, use, dialect, compile),
+        grammar=_grammar(request, tokenizer, use, tool_format, compile),
     )
     reads_calls = use is not None and use.choice != "none"
-    return PreparedRequest(prompts, sampling, dialect if reads_calls else None, prediction, ends)
+    return PreparedRequest(prompts, sampling, tool_format if reads_calls else None, prediction, ends)
 
 
 def find_prompts(
@@ -137,7 +137,7 @@ def _grammar(
     request: GenerationRequest,
     tokenizer: Tokenizer,
     use: ToolUse | None,
-    dialect: ToolFormat | None,
+    tool_format: ToolFormat | None,
     compile: CompileGrammar,
 ) -> Grammar | None:
     """Return the grammar of what the request asks for, combined with what its tools need.
@@ -145,8 +145,8 @@ def _grammar(
     None if all is free, or if a grammar of calls was only wanted and does not compile.
     """
     format = request.format
-    if use is not None and dialect is not None:
-        calls = answer_grammar(dialect, use, format)
+    if use is not None and tool_format is not None:
+        calls = answer_grammar(tool_format, use, format)
         if calls is not None:
             format = OutputFormat("lark", calls, "tools" if format is None else format.param)
     if format is None:
@@ -154,7 +154,7 @@ def _grammar(
     try:
         found = compile_format(format, compile)
     except InvalidValue as error:
-        if use is not None and dialect is not None and is_optional(use, request.format):
+        if use is not None and tool_format is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")
             return None
         if format is not request.format:
@@ -162,9 +162,9 @@ def _grammar(
         raise invalid(str(error), format.param) from error
     thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not tokenizer.thinks)
     found = found.thinking(thinks)  # some models cannot be asked not to
-    if use is None or dialect is None or format is request.format:
+    if use is None or tool_format is None or format is request.format:
         return found
-    if dialect.open is None:
+    if tool_format.open is None:
         return found.with_thinking()
     is_free = use.choice == "auto" and request.format is None
-    return found.with_calls(dialect.open, dialect.close) if is_free else found
+    return found.with_calls(tool_format.open, tool_format.close) if is_free else found

@@ -18,19 +18,6 @@ from itertools import product, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_spec.apps.server.engine.answers import Event, TextDelta, ToolCall
-from mlx_spec.apps.server.engine.tool_syntaxes import (
-    DECODER,
-    JSON_SYNTAXES,
-    SURROGATE,
-    ParsedCall,
-    ReadCalls,
-    Syntax,
-    to_json,
-)
-from mlx_spec.apps.server.errors import Failure, invalid, unsupported
-from mlx_spec.apps.server.requests.parsing import check_schema
-from mlx_spec.apps.server.requests.request import Chat, Tool
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import Prompt
 from mlx_spec.tokenizer import Tokenizer
@@ -39,6 +26,20 @@ from mlx_spec.tokenizer.stream import TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks
 from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
 from mlx_spec.vision.vision import Vision
+
+from ..errors import Failure, invalid, unsupported
+from ..requests.parsing import check_schema
+from ..requests.request import Chat, Tool
+from .answers import Event, TextDelta, ToolCall
+from .tool_syntaxes import (
+    DECODER,
+    JSON_SYNTAXES,
+    SURROGATE,
+    ParsedCall,
+    ReadCalls,
+    Syntax,
+    to_json,
+)
 
 PROBE_ARGUMENTS = {"place": "Bahía", "text": "two words"}
 PROBE = Tool(

@@ -14,9 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_spec.apps.server.engine.models import CompileGrammar
-from mlx_spec.apps.server.engine.tool_formats import ToolFormat, resolve, schema_types, type_of
-from mlx_spec.apps.server.engine.tool_syntaxes import (
+from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import Grammar
+from mlx_spec.grammar.json_schema import enforceable, enforced
+
+from ..errors import LOG, Failure, invalid, unsupported
+from ..requests.parameters import warn_once
+from ..requests.request import OutputFormat, Tool, ToolUse
+from .models import CompileGrammar
+from .tool_formats import ToolFormat, resolve, schema_types, type_of
+from .tool_syntaxes import (
     FORMS,
     FREE_TEXT,
     Rules,
@@ -25,12 +32,6 @@ from mlx_spec.apps.server.engine.tool_syntaxes import (
     json_value,
     quoted,
 )
-from mlx_spec.apps.server.errors import LOG, Failure, invalid, unsupported
-from mlx_spec.apps.server.requests.parameters import warn_once
-from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
-from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar import Grammar
-from mlx_spec.grammar.json_schema import enforceable, enforced
 
 UNIONS = ("anyOf", "allOf")
 OF_TYPE: Mapping[str, tuple[str, ...]] = {

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.apps.server.requests.request import Tool
 from mlx_spec.grammar.sandbox import JSON_FORM
 from mlx_spec.tokenizer.thinking import Markers
+
+from ..requests.request import Tool
 
 WrittenCalls = list[tuple[str, str]]  # names, and arguments as JSON
 ParsedCall = tuple[str, dict[str, Any]]  # name, arguments

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mlx_spec.apps.race import NAMES, Race, race, verdict
 from mlx_spec.session import Statistics
 from mlx_spec.tokenizer.stream import AnswerStream
 
+from ...race import NAMES, Race, race, verdict
 from ..engine import answers
-from ..engine.generation import Job
+from ..engine.job import Job
 from ..engine.preparation import PreparedRequest
 from ..errors import invalid, unsupported
 from ..http import Api, Json, data_event

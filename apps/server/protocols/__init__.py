@@ -1,1 +1,1 @@
-"""The APIs of OpenAI, Anthropic and Ollama: each reads its requests and writes its answers."""
+"""The APIs of OpenAI, Anthropic, Ollama and llama.cpp: each reads its requests and writes its answers."""

@@ -1,1 +1,1 @@
-"""Read requests: bodies, the parameters that the routes share, and the request that the engine gets."""
+"""Read requests: bodies, the fields that routes share, and the `GenerationRequest` that the engine gets."""

@@ -26,7 +26,7 @@ from .thinking_fields import Effort
 Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
 
-# How the form of an answer is given.
+# How a client can say what form an answer must have -> the words for it in errors.
 FORMS = {
     "json": "a JSON schema",
     "regex": "a regular expression",
@@ -34,7 +34,7 @@ FORMS = {
     "grammar": "a Lark grammar",
 }
 GROUP = "structured_outputs"
-# The form of an answer, as vLLM, SGLang, llama.cpp and Ollama name it -> how it is given.
+# Names of vLLM, SGLang, llama.cpp and Ollama for the form of an answer -> a key of FORMS.
 CONSTRAINTS: Mapping[str, str] = {
     **{f"guided_{form}": form for form in FORMS},
     **{f"{GROUP}.{form}": form for form in FORMS},
@@ -69,7 +69,7 @@ HARMLESS = frozenset(
     ).split()
 )
 
-# Parameters that are not supported, after the values with which they have no effect. Null has none either.
+# Values without effect, and the unsupported parameters that may have them. Null has no effect either.
 _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((0,), "mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range smoothing_factor"),
     ((0,), "top_a epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size min_length n_probs"),
@@ -83,7 +83,7 @@ _NEUTRAL: Sequence[tuple[tuple[Any, ...], str]] = (
     ((True,), "f16_kv do_sample skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
     ((True,), "separate_reasoning"),
     (([],), "bad_words allowed_token_ids logits_processors lora documents plugins"),
-    (([], "edkypmxt", "edskypmxt"), "samplers"),  # llama.cpp's own order, which no `samplers` stands for, too
+    (([], "edkypmxt", "edskypmxt"), "samplers"),  # llama.cpp's default order
     (([], ["text"]), "modalities"),
     (([],), "mcp_servers"),
     (("disabled",), "truncation"),
@@ -110,7 +110,7 @@ class OpenFields(Fields):
     """An object whose unknown fields `check_unknown` judges."""
 
     model_config = ConfigDict(extra="allow")
-    takes_unknown: ClassVar[bool] = False  # one that is not known has no effect, and is not an error
+    takes_unknown: ClassVar[bool] = False  # an unknown field is a note on the answer, not an error
 
 
 class JsonSchema(Fields):
@@ -119,7 +119,7 @@ class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # refuses a schema with what no grammar enforces; else that is left out
+    strict: bool | None = None  # refuse a schema that no grammar enforces fully; else leave keywords out
 
 
 class FormatField(JsonSchema):
@@ -142,7 +142,7 @@ class SharedFields(OpenFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None  # the same
+    repeat_penalty: float | None = None  # another name of repetition_penalty
     repeat_last_n: int | None = None  # penalties count all tokens: -1
     # Vocabularies are larger, but users list few tokens by hand.
     logit_bias: Annotated[dict[str, Bias], Field(max_length=16_384)] | None = None
@@ -157,7 +157,7 @@ class SharedFields(OpenFields):
     @model_validator(mode="before")
     @classmethod
     def _open_extra_body(cls, given: Any) -> Any:
-        """Open what a client's SDK for another language would have opened itself."""
+        """Move the fields of `extra_body` beside it, as OpenAI's SDK for Python does before it sends them."""
         extra = given.get("extra_body") if isinstance(given, dict) else None
         if not isinstance(extra, dict):
             return given
@@ -185,9 +185,10 @@ class AnswerConfig(Fields):
 def parse_format(
     given: FormatField | None, field: str, place: str = "schema", *, binds: bool = False
 ) -> OutputFormat | None:
-    """Return the form of the answer. Raises Failure (400). `place` is where the protocol has the schema.
+    """Return the form of the answer; None for free text. Raises Failure (400).
 
-    A schema without `strict` is strict if the protocol `binds` the answer to it.
+    `field` is the field `given`, `place` is where the protocol has the schema within it. A schema without
+    `strict` is strict if `binds`.
     """
     strict = binds if given is None or given.strict is None else given.strict
     match given:
@@ -225,7 +226,7 @@ def start_request(
 
     `own` is the form of the answer as a field of the protocol gives it.
     """
-    idle = [NO_VERBOSITY] if body.verbosity in ("low", "high") else []
+    unused = [NO_VERBOSITY] if body.verbosity in ("low", "high") else []
     return GenerationRequest(
         model,
         prompt,
@@ -235,7 +236,7 @@ def start_request(
         format=_parse_constraint(body, own),
         keep_alive=parse_duration(body.keep_alive),
         shows_thinking=shows_thinking and body.include_reasoning is not False,
-        notes=tuple(dict.fromkeys([*notes, *idle])),
+        notes=tuple(dict.fromkeys([*notes, *unused])),
         **more,
     )
 
@@ -265,7 +266,7 @@ def _parse_sampling(body: SharedFields) -> Sampling:
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
     same = {field.name for field in fields(Sampling)} & SharedFields.model_fields.keys() - {"logit_bias"}
     values = {"temperature": 1.0, **body.model_dump(include=same, exclude_none=True)}
-    greedy_below = 1e-4  # a temperature that cannot be told from 0, as clients send that may not send 0
+    greedy_below = 1e-4  # clients that cannot send the temperature 0 send a tiny one
     values |= {"temperature": 0.0} if 0 < values["temperature"] < greedy_below else {}
     values |= {"top_k": 0} if body.top_k == -1 else {}
     values |= {"top_k": 1, "top_p": 1.0} if body.top_p == 0 else {}  # the likeliest token, as in OpenAI's API
@@ -289,9 +290,9 @@ def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
 
 
 def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
-    """Return the form of the answer: `own`, the protocol's, or the one of a parameter of others.
+    """Return the form of the answer: `own`, which a field of the protocol gives, or another field.
 
-    Raises Failure (400), also if there are several.
+    Raises Failure (400), also if several fields give a form.
     """
     shared = parse_format(body.response_format, "response_format", "json_schema.schema")
     found = [each for each in (own, shared) if each is not None]
@@ -303,7 +304,7 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
     for name, value in {**given, **grouped}.items():
         if name in CONSTRAINTS and value not in (None, "", False):
             found.append(as_format(CONSTRAINTS[name], value, name))
-        is_option = name.startswith(f"{GROUP}.disable_")  # of the backends of vLLM
+        is_option = name.startswith(f"{GROUP}.disable_")  # an option of vLLM's grammar backends
         if name in grouped and name not in CONSTRAINTS and value not in (None, False) and not is_option:
             raise unsupported(f"{name}: is not supported here", name)
     if len(found) > 1:
@@ -313,7 +314,7 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
 
 
 def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> OutputFormat:
-    """Return the form of an answer that one of FORMS gives. Raises Failure (400)."""
+    """Return the form of an answer; `kind`, a key of FORMS, says what `value` is. Raises Failure (400)."""
     match kind, value:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)
@@ -334,9 +335,9 @@ def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> Outp
 
 
 def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
-    """Return the notes on parameters that are not known. Raises Failure (400) for one that is not supported.
+    """Return a note for each unknown parameter; log it once.
 
-    Unless `allowed`, or a protocol takes any, one that is not known is refused, too. Each is logged once.
+    Raises Failure (400) for an unsupported one, and for an unknown one unless `allowed` or `takes_unknown`.
     """
     notes = []
     for name, value in (body.model_extra or {}).items():
@@ -360,7 +361,7 @@ def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
 
 
 def leave_out_tools(kinds: Iterable[str]) -> list[str]:
-    """Return the notes that hosted tools of these types are left out. Log each once."""
+    """Return a note for each type of hosted tools, which are left out; log it once."""
     why = "needs a service that does not run here and is left out"
     notes = [f"tools: {kind!r} {why}" for kind in sorted(kinds)]
     for note in notes:
@@ -377,7 +378,7 @@ def warn_once(message: str) -> None:
 
 
 def _near(body: OpenFields, name: str) -> list[str]:
-    """Return the parameter of this route that a name may stand for."""
+    """Return the parameters of this route that an unknown name may mean, the nearest first."""
     known = [field.alias or own for own, field in type(body).model_fields.items()]
     synonyms = (  # by protocol
         "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),

@@ -1,4 +1,4 @@
-"""Request bodies: reading and checking what the four protocols share."""
+"""Read and check what the bodies of all protocols share: fields, parts, tools, limits, conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PICTURES = ("image_url", "input_image")  # the types of parts in OpenAI's protocols
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
-# In JSON: a pair of surrogates, half of one, or a backslash that is escaped and begins no escape.
+# In JSON: an escaped pair of surrogates, half a pair, or an escaped backslash, after which no escape begins.
 SURROGATES = (
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|\\)"
@@ -83,7 +83,7 @@ Repeated = Annotated[Any, AfterValidator(_check_finite)]  # what an answer repea
 
 
 def from_text(make: Callable[[str], Any]) -> BeforeValidator:
-    """Return a validator that makes something of a text, and leaves everything else as it is."""
+    """Return a validator that replaces a text by `make(text)`, and leaves other values unchanged."""
     return BeforeValidator(lambda given: make(given) if isinstance(given, str) else given)
 
 
@@ -93,7 +93,7 @@ AS_TYPE = from_text(lambda word: {"type": word})
 
 
 def known_types(*types: str) -> BeforeValidator:
-    """Return a validator of a list that drops all but the type of objects whose type is not known."""
+    """Return a validator of a list: objects of other types keep their `type` only, so they can be named."""
 
     def known(each: Any) -> Any:
         kind = each.get("type") if isinstance(each, dict) else None
@@ -107,14 +107,14 @@ Texts = Annotated[list[str] | None, AS_LIST]
 
 
 def stop_strings(given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the strings that end an answer. Some clients send an empty one, which stands for none."""
+    """Return the strings that end an answer, each once. Some clients send empty ones, which are dropped."""
     return tuple(dict.fromkeys(filter(None, given or ())))
 
 
 async def read_body(request: Request, model: type[M]) -> M:
     """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit).
 
-    Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD.
+    Half a surrogate pair, as in a text that was cut within an emoji, is read as U+FFFD.
     """
     encoding = request.headers.get("content-encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
@@ -126,7 +126,7 @@ async def read_body(request: Request, model: type[M]) -> M:
         if len(body) > text_bytes and body.count(b",") > 500_000:
             message = f"the body has more than {text_bytes} bytes, and they are not pictures"
             raise Failure(413, message, code="body_too_large")
-        # Half a pair that is not an escape: no character has these bytes.
+        # Half a surrogate pair as bytes, not as an escape: UTF-8 does not have these bytes.
         body = re.sub(rb"\xed[\xa0-\xbf][\x80-\xbf]", "\ufffd".encode(), body)
         return model.model_validate_json(re.sub(SURROGATES.encode(), _whole_bytes, body))
     except ClientDisconnect as error:
@@ -222,7 +222,7 @@ class FunctionField(Fields):
 
 
 def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
-    """Return the tools of these names. Raises Failure (400) for the name of none."""
+    """Return the tools of these names. Raises Failure (400) for a name that no tool has."""
     for name in names:
         _check_named(name, tools)
     return [tool for tool in tools if tool.name in names]
@@ -234,9 +234,9 @@ def _check_named(name: str, tools: Sequence[Tool]) -> None:
 
 
 def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: bool | None) -> ToolUse | None:
-    """Return how tools may be used, None without tools. Raises Failure (400) if there is no tool to call.
+    """Return how tools may be used, None without tools. Raises Failure (400) for a call that no tool allows.
 
-    `mode` is a ToolChoice, or "function".
+    `mode` is a ToolChoice, or "function" if `named` must be called.
     """
     choice = cast(ToolChoice, "required" if mode == "function" else mode)
     if choice not in get_args(ToolChoice):
@@ -253,11 +253,11 @@ Names = Annotated[list[str], Field(min_length=1), AS_LIST]
 SubSchema = Annotated[  # true, false and a list of schemas have no keywords
     "SchemaForm", BeforeValidator(lambda given: {} if isinstance(given, bool | list) else given)
 ]
-Options = Annotated[list[SubSchema], Field(min_length=1)]
+Alternatives = Annotated[list[SubSchema], Field(min_length=1)]
 
 
 class SchemaForm(Fields):
-    """The keywords of a JSON schema that are read here, to check their form."""
+    """The keywords of a JSON schema whose form is checked, because a template may fail on it."""
 
     type: Names = []
     required: list[str] = []
@@ -266,9 +266,9 @@ class SchemaForm(Fields):
     definitions: dict[str, SubSchema] = {}
     reference: str = Field(default="", alias="$ref")
     enum: Annotated[list[Any], Field(min_length=1)] = []
-    anyOf: Options = []
-    oneOf: Options = []
-    allOf: Options = []
+    anyOf: Alternatives = []
+    oneOf: Alternatives = []
+    allOf: Alternatives = []
     items: SubSchema | None = None
     additionalProperties: SubSchema | None = None
     minItems: Count = 0
@@ -277,7 +277,7 @@ class SchemaForm(Fields):
     maxLength: Count | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Raise ValueError, which pydantic reports like a problem of a field."""
+        """Raise ValueError if a minimum exceeds its maximum; pydantic reports it as a ValidationError."""
         if self.maxItems is not None and self.minItems > self.maxItems:
             raise ValueError("minItems must not be more than maxItems")
         if self.maxLength is not None and self.minLength > self.maxLength:
@@ -296,13 +296,13 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
         ) from error
 
 
-# --- messages of a conversation, and what else a chat template reads
+# --- parts of messages, and the conversation that a chat template reads
 
 
 def part_texts(
     parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str]:
-    """Return the texts of parts that must be text or refusals, at least one. Raises Failure (400)."""
+    """Return the texts of parts, [""] without parts. Raises Failure (400) for other parts than text."""
     found = enumerate(required(parts, field))
     return [_part_text(part, f"{field}.{i}", types) for i, part in found] or [""]
 
@@ -310,7 +310,7 @@ def part_texts(
 def part_contents(
     parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str | PictureFile]:
-    """Return the texts and pictures of parts, at least one text. Raises Failure (400)."""
+    """Return the texts and pictures of parts, [""] without parts. Raises Failure (400) for other parts."""
     found: list[str | PictureFile] = []
     for i, part in enumerate(required(parts, field)):
         place = f"{field}.{i}"
@@ -325,7 +325,7 @@ def part_contents(
 
 
 def picture(read: Callable[[str], bytes], source: str, place: str) -> PictureFile:
-    """Return the picture that `read` finds in a text. Raises Failure (400)."""
+    """Return the picture that `read` decodes from a text. Raises Failure (400)."""
     try:
         return PictureFile(read(source), place)
     except InvalidValue as error:
@@ -351,7 +351,7 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object; None if `text` is none. Half a surrogate pair is read as U+FFFD."""
+    """Return the JSON object in `text`, or None. Half a surrogate pair is read as U+FFFD."""
     try:
         found = json.loads(re.sub(SURROGATES, _whole_text, text))
     except (ValueError, RecursionError):
@@ -362,11 +362,11 @@ def parse_object(text: str) -> dict[str, Any] | None:
 class ConversationBuilder:
     """Collects the turns of a conversation, as chat templates take them.
 
-    Neighbours of one role are one turn. A turn with pictures is a list of parts, which the template joins.
-    Templates take texts as results of tools, so their pictures begin the next turn of the user. Texts of a
-    user or the system are paragraphs of a turn, texts of the model stay as they were generated. Results of
-    tools stay apart. A call whose arguments are not a JSON object is text: a client that read a stream to its
-    limit has such a call and sends it back.
+    Neighbours with the same role become one turn, except results of tools. Texts of a user or the system are
+    joined as paragraphs, texts of the model as they were generated. The content of a turn with pictures is a
+    list of parts. Templates only take texts as results of tools, so pictures of a result begin the next turn
+    of the user. A call whose arguments are not a JSON object becomes text: a client sends such a call back
+    after a stream that was cut at its limit.
     """
 
     def __init__(self) -> None:
@@ -374,13 +374,13 @@ class ConversationBuilder:
         self.place = "messages"  # the field of the body that is being read
         self._places: list[str] = []  # where each turn begins
         self._shown: list[PictureFile] = []  # by the results of tools, for the next turn of the user
-        self._names: dict[str, str | None] = {}  # of the called functions, by the ids; None if a call is text
+        self._names: dict[str, str | None] = {}  # functions by the ids of calls; None: the call became text
 
     def add(self, role: str, *contents: str | PictureFile, thinking: str | None = None) -> dict[str, Any]:
-        """Add what was written and shown. Return the turn.
+        """Add texts and pictures to the turn of a role. Return the turn.
 
-        The line of accounting that Claude Code writes before its system prompt is left out. It changes with
-        every session, and the prompt behind it would never be found in a cache.
+        Leaves out the line of accounting that Claude Code writes before its system prompt. It differs between
+        sessions, so the prompt after it would never be found in a cache.
         """
         if role == "system" and contents:
             accounting = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -415,7 +415,7 @@ class ConversationBuilder:
         self._names[id] = None if found is None else name
 
     def add_result(self, id: str | None, contents: Sequence[str | PictureFile], field: str) -> None:
-        """Add the result of an earlier tool call; `field` has its id. Raises Failure (400)."""
+        """Add the result of an earlier tool call. Raises Failure (400) that names `field`, the id's field."""
         id = required(id, field)
         if id not in self._names:
             raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
@@ -425,7 +425,7 @@ class ConversationBuilder:
             self.add_output(id, name, contents)
 
     def add_output(self, id: str, name: str, contents: Sequence[str | PictureFile]) -> None:
-        """Add the result of a tool, whether its call is there or not."""
+        """Add the result of a tool, with or without an earlier call."""
         text = PARAGRAPH.join(each for each in contents if isinstance(each, str))
         shown = [each for each in contents if isinstance(each, PictureFile)]
         self._shown += shown
@@ -444,7 +444,7 @@ class ConversationBuilder:
 
 
 def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> str | list[dict[str, Any]]:
-    """Return what a turn holds with more: one text, or parts once it has pictures."""
+    """Return the content of a turn with more: one text, or parts if there are pictures."""
     if not isinstance(before, list):
         texts = [each for each in (before, *contents) if isinstance(each, str)]
         if len(texts) == len(contents) + (before is not None):
@@ -454,6 +454,6 @@ def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> st
 
 
 def _part(content: str | PictureFile) -> dict[str, Any]:
-    """Return a part as conversations have it."""
+    """Return a text or picture as a part of a message."""
     kind = "text" if isinstance(content, str) else "image"
     return {"type": kind, kind: content}

@@ -1,4 +1,4 @@
-"""A request between the protocols and the engine thread."""
+"""The form in which every protocol hands a request to the engine thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToolUse:
     tools: tuple[Tool, ...]
     choice: ToolChoice = "auto"
     named: str | None = None  # the tool that must be called; `choice` is then "required"
-    parallel: bool = True  # an answer may hold several calls
+    parallel: bool = True  # an answer may contain several calls
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class PictureFile:
 class Chat:
     """A conversation to answer.
 
-    `messages` are as a chat template takes them: dicts with "role" (system, user, assistant or tool),
-    "content" (a string, None beside tool calls, or beside pictures a list of parts), and optionally
-    "reasoning_content", "name", "tool_call_id" and "tool_calls", whose "arguments" are parsed JSON (an
-    object). `places` are their fields in the body.
+    `messages` have the form that a chat template reads. "role" is system, user, assistant or tool. "content"
+    is a string, a list of parts if there are pictures, or None beside tool calls. Optional keys are
+    "reasoning_content", "name", "tool_call_id" and "tool_calls", whose "arguments" are a parsed JSON object.
+    `places` names the field of the body that each message came from.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -72,7 +72,7 @@ class RawPrompts:
     """Texts or tokens to continue. Each gets n choices; choice i continues prompt i // n."""
 
     prompts: tuple[RawPrompt, ...]
-    echo: bool = False  # each choice begins with its prompt and its logprobs: nan for the first token
+    echo: bool = False  # each choice begins with its prompt, with logprobs: nan for the first token
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class OutputFormat:
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     text: str = ""  # the JSON schema as JSON, the regular expression or the Lark grammar
     param: str = "response_format"  # the field of the body, for error messages
-    strict: bool = True  # a schema with what no grammar enforces is refused; else that is left out
+    strict: bool = True  # refuse a schema that no grammar enforces fully; else leave keywords out
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class GenerationRequest:
     sampling: Sampling
     max_tokens: int | None = None  # of each choice; None: until the context ends
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()  # tokens that end a choice beside the end of text; hidden like that
+    stop_tokens: tuple[int, ...] = ()  # tokens that end a choice and are hidden, like the end of text
     ignore_eos: bool = False  # the model's end-of-text tokens are never drawn
     n: int = 1
     top_logprobs: int | None = None  # alternatives of each token; None: no logprobs
@@ -103,6 +103,6 @@ class GenerationRequest:
     progress: bool = False  # report how much of the prompt has been read
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
     keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say
-    shows_thinking: bool = True  # the answer holds the thinking, too
-    key: str | None = field(default=None, repr=False)  # whose earlier answers are copied; None: none are
-    notes: tuple[str, ...] = ()  # what of the request has no effect; the answer says so
+    shows_thinking: bool = True  # the answer contains the thinking, too
+    key: str | None = field(default=None, repr=False)  # its earlier answers may be copied; None: no answers
+    notes: tuple[str, ...] = ()  # parameters without effect, which the answer names

@@ -1,4 +1,4 @@
-"""How a request asks its model to think: what clients send on every route that has a chat template."""
+"""The fields by which a request turns thinking on or off, on every route with a chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ThinkingField(Fields):
-    """Turns thinking on or off. No budget is enforced: the limit of tokens counts thinking and answer."""
+    """Turns thinking on or off. A budget is not enforced: max_tokens limits thinking and answer together."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
@@ -33,7 +33,7 @@ class ThinkingFields(Fields):
     def thinks(self, own: bool | None = None, effort: Effort | None = None, *, default: bool = False) -> bool:
         """Return True if the model shall think. Raises Failure (400).
 
-        `own` and `effort` are what fields of the protocol say, `default` holds where nothing is said.
+        `own` and `effort` come from fields of the protocol. `default` holds if the request says nothing.
         """
         wanted = (self.chat_template_kwargs or {}).get("enable_thinking", self.enable_thinking)
         wanted = own if wanted is None else wanted
@@ -47,9 +47,12 @@ class ThinkingFields(Fields):
         return wanted
 
     def variables(self, effort: str | None = None) -> dict[str, Any]:
-        """Return the variables of the template; `effort` is the one of the protocol. Raises Failure (400)."""
+        """Return the variables of the template. Raises Failure (400).
+
+        `effort` comes from a field of the protocol; `reasoning_effort` wins.
+        """
         given = self.chat_template_kwargs or {}
-        own_variables = ("messages", "tools", "add_generation_prompt")  # of a template; other fields set them
+        own_variables = ("messages", "tools", "add_generation_prompt")  # other fields of a request set these
         for name in own_variables:
             if name in given:
                 field = "chat_template_kwargs"

@@ -12,7 +12,6 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from mlx_spec.apps.server.engine.tool_formats import ToolCallReader
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
@@ -45,6 +44,7 @@ from .metrics import JobCounter
 from .models import LoadedModel
 from .prefix_cache import Snapshot
 from .preparation import PreparedRequest, prepare
+from .tool_formats import ToolCallReader
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
@@ -341,10 +341,10 @@ class Job:
         )
         chat = request.prompt if isinstance(request.prompt, Chat) else None
         markers, last_call = None, None
-        if prepared.dialect is not None and chat is not None and chat.tools:
-            markers, is_free = prepared.dialect.syntax.marks, sampling.grammar is None
+        if prepared.tool_format is not None and chat is not None and chat.tools:
+            markers, is_free = prepared.tool_format.syntax.marks, sampling.grammar is None
             row.calls = ToolCallReader(
-                row.index, prepared.dialect, chat.tools.tools, one=not chat.tools.parallel and is_free
+                row.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
             )
             last_call = row.calls.is_last
         row.answer = AnswerStream(
