@@ -22,7 +22,7 @@ CHANGE = 0.02  # probability per token that the level changes: a stretch of text
 
 
 class DrafterStatistics:
-    """Statistics of one drafter, shared by all answers of a pair. `prior` counts as `worth` drafts."""
+    """Acceptance of one drafter, shared by all answers. `prior` weighs as much as `worth` drafts."""
 
     MEMORY = 200  # verified drafts that frequencies remember, so that they follow a change of use
     DECLINE_REFRESH = 8  # verified drafts between two computations of the declines, which change slowly
@@ -36,8 +36,8 @@ class DrafterStatistics:
 
     @classmethod
     def with_mean(cls, mean: float) -> DrafterStatistics:
-        """Return statistics for one request: its text is followed with this probability, or not at all."""
-        # The prior is worth 4 drafts: the drafter of one request must show soon whether it fits.
+        """Return statistics of a request's drafter: the text follows it with this probability, or never."""
+        # The prior weighs as much as 4 drafts: the drafter of one request must show soon whether it fits.
         return cls([1 - mean, *[0.0] * (len(LEVELS) - 2), mean], 4)
 
     def learn(self, belief: Sequence[float]) -> None:
@@ -49,12 +49,12 @@ class DrafterStatistics:
             self._compute_rates()
 
     def count(self, position: int, accepted: bool, expected: float) -> None:
-        """Count a verified token at a position of a draft. `expected` is its rate without any decline."""
+        """Count a verified token at a position of a draft. `expected` is its rate without a decline."""
         self._accepted[position] += accepted
         self._expected[position] += expected
 
     def _compute_rates(self) -> None:
-        """Compute acceptance by level and position. Drafters can get worse within their own draft."""
+        """Compute acceptance by level and position: drafters may get worse within a draft."""
         keep = 1 - self.DECLINE_REFRESH / (5 * self.MEMORY)
         decline, factor = [], 1.0
         for position in range(MAX_DRAFT_TOKENS):
@@ -72,7 +72,7 @@ class DrafterStatistics:
 
 
 class Belief:
-    """The belief about the level of one drafter's text in one answer. At its start the level may be any."""
+    """Probabilities of the levels for one drafter in one answer. They begin as the shared frequencies."""
 
     def __init__(self, shared: DrafterStatistics) -> None:
         self.shared = shared

@@ -1,9 +1,9 @@
 """The adaptive policy: in every round the draft length with the most expected tokens per second.
 
-While plain decoding is the best, nothing is learned about the drafter. So one token is drafted and verified
-when the plain tokens since the last draft have paid for it: a probe. An account of the plain tokens won and
-lost bounds what drafting may lose. README.md has the formulas and the proof. `FixedPolicy` is for people who
-want one length.
+While plain decoding is the best, nothing is learned about the drafter. So now and then one token is drafted
+and verified, once the plain tokens since the last draft have paid for it: a probe. An account of plain tokens
+won and lost bounds what drafting may lose. README.md has the formulas and the proof. `FixedPolicy` always
+drafts the length that a user chose.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Cost, Decision, Reason, Req
 
 Clock = Callable[[], float]
 Gains = Callable[[], Sequence[float]]
-Available = Callable[[Sequence[int]], int]  # the tokens that a drafter has to follow a history
+Available = Callable[[Sequence[int]], int]  # how many tokens a drafter can draft after a history
 
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
 BUFFER = 3.0  # plain tokens that drafting may lose beyond that
 PROBE_SHARE = 0.005  # share of the time for probes
-LEAST_LOSS = 0.01  # plain tokens or rounds: what a probe is taken to lose at least
-TICK = 1e-6  # seconds that a round takes at least: a clock may stand still
+LEAST_LOSS = 0.01  # plain tokens or rounds: the least loss that is assumed of a probe
+TICK = 1e-6  # seconds: the least time of a round, because a clock may stand still
 
 _log = logging.getLogger("mlx_spec")
 
@@ -46,13 +46,13 @@ class Account:
 
     lead: float = 0.0
 
-    def affords(self, steps: float, wait: float) -> bool:
-        """Return True if the account covers losing a round of `steps` and the plain token after it."""
-        return max(steps, 1 + wait) + wait - (1 + EPSILON) <= self.lead + BUFFER
+    def affords(self, cost: float, wait: float) -> bool:
+        """Return True if the account covers losing a round of this cost and the plain token after it."""
+        return max(cost, 1 + wait) + wait - (1 + EPSILON) <= self.lead + BUFFER
 
-    def enter(self, tokens: float, steps: float) -> None:
-        """Enter a round: its tokens were won, its steps were spent."""
-        self.lead = min(self.lead + (1 + EPSILON) * tokens - steps, BUFFER)
+    def enter(self, tokens: float, cost: float) -> None:
+        """Enter the tokens and the cost of a round, which is its time in plain tokens."""
+        self.lead = min(self.lead + (1 + EPSILON) * tokens - cost, BUFFER)
 
 
 class Proposal:
@@ -63,10 +63,10 @@ class Proposal:
         acceptance: DrafterStatistics,
         gains: Gains | None = None,
         request: RequestDrafter | None = None,
-        known: Available | None = None,
+        draftable: Available | None = None,
     ) -> None:
-        self.belief, self.gains, self.request, self._known = Belief(acceptance), gains, request, known
-        self.verified = False  # a draft, in this answer
+        self.belief, self.gains, self.request, self._draftable = Belief(acceptance), gains, request, draftable
+        self.verified = False  # one of its drafts was verified in this answer
 
     def expected_tokens(self) -> Floats:
         """Return the expected tokens of a round by the number of draft tokens, 0 included."""
@@ -82,14 +82,14 @@ class Proposal:
         return float(self.expected_tokens()[1]) - 1
 
     def available(self, history: Sequence[int], queued: bool) -> int:
-        """Return how many tokens it may have; a queued token uses the first one up."""
+        """Return how many tokens it may draft at most; a queued token takes the place of the first one."""
         if self.request is None:
             return MAX_DRAFT_TOKENS
         return min(self.request.available(history) - queued, MAX_DRAFT_TOKENS)
 
     def available_now(self, history: Sequence[int]) -> int:
-        """Return how many tokens it has if no token is queued, as far as that is known before it drafts."""
-        return self.available(history, False) if self._known is None else self._known(history)
+        """Return how many tokens it can draft if no token is queued, as far as it knows beforehand."""
+        return self.available(history, False) if self._draftable is None else self._draftable(history)
 
 
 class AdaptivePolicy:
@@ -111,7 +111,7 @@ class AdaptivePolicy:
         self._reset(())
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
-        """Begin an answer: its text may be of any kind. The account goes on."""
+        """Begin an answer with new beliefs. The account goes on."""
         self._reset(request_drafters)
         self._shared.save(least_change=0.1)  # log seconds: less is not worth a write
         if self._shared.costs is not None:
@@ -128,8 +128,8 @@ class AdaptivePolicy:
         self._queued = False  # the engine has queued the next token
         self._waiting = False  # a draft was wanted and none was available
         self._idle = True  # the last round had no draft
-        self._tokens, self._steps = 0, 0.0  # of this answer
-        self._too_dear = False  # a drafter was, in this answer
+        self._tokens, self._spent = 0, 0.0  # tokens of this answer, and their time in plain tokens
+        self._too_dear = False  # a drafter was too dear to try in this answer
 
     def decide(self, history: Sequence[int]) -> Decision:
         """Return the drafters that pay, the best first; a probe if one is due; else plain decoding."""
@@ -144,7 +144,7 @@ class AdaptivePolicy:
         return Decision(self._choices, reason, self._costs.plain, self._cost)
 
     def _cost(self, index: int, rows: int) -> Cost | None:
-        """Return what a round with a draft of this drafter takes."""
+        """Return the cost of a round with this many draft tokens of a drafter."""
         assert self._costs is not None
         rows = min(rows, MAX_DRAFT_TOKENS)
         measured = self._costs.measured(index, rows) / self._costs.table.plain
@@ -182,29 +182,29 @@ class AdaptivePolicy:
         return Choice(drafter, limit, self._names[drafter], ahead)
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
-        """Return the draft length of a drafter with the best speed, that speed, and `Choice.ahead`."""
+        """Return the fastest draft length of a drafter, its speed, and `Choice.ahead`."""
         tokens, own = self._proposals[index].expected_tokens(), self._shared.own_costs.get(index)
         if own is not None:
             return own.best(tokens, costs, index, limit)
         return *best_length(tokens, costs.rounds(index), limit), False
 
     def _reason_on(self) -> Reason:
-        """Return PAYS only if this answer has gained time, over 16 tokens: fewer are noise."""
+        """Return the reason for drafting. PAYS only if this answer gained time over 16 tokens or more."""
         if self._waiting:
             return Reason.WAITING
-        gained = self._tokens >= 16 and self._steps < self._tokens
+        gained = self._tokens >= 16 and self._spent < self._tokens
         return Reason.PAYS if gained else Reason.LEARNING
 
     def _limit(self, index: int, length: int, costs: CostModel, ahead: bool = False) -> int:
         """Return the longest draft, up to `length`, that the account affords.
 
-        The first draft of an answer also limits its expected loss, and a length beyond all that were timed is
-        approached by doubling: until then the costs may be wrong.
+        The first draft of an answer also limits its expected loss. Lengths that were never timed are
+        approached by doubling, because their costs may be wrong.
         """
         proposal, account, wait = self._proposals[index], self._shared.account, costs.host / costs.plain
         risk = 0.0 if proposal.verified else 1 - proposal.first_rate()
         length = min(length, costs.longest)
-        # In plain tokens: the expected loss of an answer's first draft, if its first token is rejected.
+        # At most 0.4 plain tokens: the loss if the first token is rejected, times the probability of that.
         while length > 1 and risk * (costs.seconds(index, length) / costs.plain - 1) > 0.4:
             length -= 1
         while length:
@@ -216,18 +216,18 @@ class AdaptivePolicy:
         return length
 
     def _cost_of_repeated_draft(self, index: int, length: int, costs: CostModel) -> float:
-        """Return the seconds of a draft found beside a queued token: it is made again in the next round."""
+        """Return the seconds of a draft made beside a queued token, which the next round has to repeat."""
         return costs.drafting(index, length) if self._waiting and self._queued else 0.0
 
     def _probe_due(self, index: int, costs: CostModel) -> bool:
-        """Return whether the plain tokens since the last draft have paid for a probe."""
+        """Return True if the plain tokens since the last draft have paid for a probe."""
         proposal = self._proposals[index]
-        steps = (costs.seconds(index, 1) + costs.host) / costs.plain
-        loss = max(steps - 1 - proposal.first_rate(), LEAST_LOSS)
+        cost = (costs.seconds(index, 1) + costs.host) / costs.plain
+        loss = max(cost - 1 - proposal.first_rate(), LEAST_LOSS)
         return proposal.belief.shared.since * PROBE_SHARE >= loss and self._limit(index, 1, costs) > 0
 
     def observe(self, round: Round) -> None:
-        """Learn from a finished round what it took and what was accepted."""
+        """Learn from the time and the accepted tokens of a finished round."""
         now, costs = max(self._clock(), self._decided + TICK, self._done + TICK), self._costs
         if round.kind == "draft" and round.drafter_index is not None and costs is not None:
             self._observe_draft(round, round.drafter_index, now - self._decided, costs)
@@ -243,12 +243,12 @@ class AdaptivePolicy:
         self._shared.ratios.observe_draft(1, (drafter, rows), seconds, costs.measured(drafter, rows))
         charged = self._observe_costs(round, drafter, seconds, costs)
         self._shared.account.enter(len(round.tokens), charged / plain)
-        self._steps += seconds / plain
+        self._spent += seconds / plain
         self._learn(proposal, round)
         self._idle = self._waiting = False
 
     def _observe_costs(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> float:
-        """Learn what a draft and its pass took. Return the seconds to charge."""
+        """Learn from the seconds of a draft and its pass. Return the seconds to charge."""
         own = self._shared.own_costs.get(drafter)
         if own is None:
             return costs.observe_round(drafter, round.nodes or round.drafted, seconds)
@@ -256,21 +256,21 @@ class AdaptivePolicy:
         return own.observe(round, costs, drafter, seconds, ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
-        """Learn what was accepted of a draft."""
+        """Learn how much of a draft was accepted."""
         if proposal.gains is None:
             stopped = len(round.tokens) == round.accepted  # a stop token hides the verdict on the rest
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
         proposal.belief.shared.since, proposal.verified = 0, True
 
     def _observe_plain(self, round: Round, now: float, costs: CostModel) -> None:
-        steps = 1.0 if self._queued else 1 + costs.host / costs.plain
+        cost = 1.0 if self._queued else 1 + costs.host / costs.plain
         if self._choices and round.kind == "drained":
-            steps += (
+            cost += (
                 max(self._cost_of_repeated_draft(c.drafter_index, c.limit, costs) for c in self._choices)
                 / costs.plain
             )
-        self._shared.account.enter(1, steps)
-        self._steps += steps
+        self._shared.account.enter(1, cost)
+        self._spent += cost
         if self._choices:
             self._waiting = round.kind == "plain" or not self._queued
         self._idle = True
@@ -283,12 +283,12 @@ class AdaptivePolicy:
 
 
 class AdaptivePolicies:
-    """Makes the adaptive policies of a pair, and holds what its sequences share.
+    """Makes the adaptive policies of a pair, and holds the state that its sequences share.
 
-    `names` are its drafters in order. Those in `copying` copy text, as lookup does: drafting takes no time.
-    Those in `own_costs` know what their rounds take, which counts only where drafting takes time. Those in
-    `together` draft for several sequences in one pass.
-    With `key` and `folder`, costs are loaded from a file and saved there.
+    `names` are its drafters in order. Drafters in `copying` copy text in no time. Drafters in
+    `own_costs` measure the costs of their own rounds; this has no effect on copying ones. Drafters in
+    `together` draft for several sequences in one pass. With `key` and `folder`, costs are loaded from a file
+    and saved there.
     """
 
     def __init__(
@@ -311,12 +311,13 @@ class AdaptivePolicies:
         self.costs: Costs | None = None
         self.measured: str | None = None  # date of the costs
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
-        self.too_dear, self._next_check = 0, 1  # answers with a drafter too dear; when to measure again
+        self.too_dear = 0  # answers in which a drafter was too dear to try
+        self._next_check = 1  # value of `too_dear` at which costs are measured again
         if key is not None and folder is not None:
             self._load(folder / saved_costs.file_name(key), key)
 
     def _load(self, file: Path, key: Key) -> None:
-        """Use saved costs. A file that is damaged, or of something else, is ignored with one warning."""
+        """Use saved costs. A damaged file, or one with another key, is ignored with one warning."""
         try:
             self._set(*saved_costs.read(file, key))
         except NotFound:
@@ -332,8 +333,9 @@ class AdaptivePolicies:
     ) -> AdaptivePolicy:
         """Return the policy of a new sequence.
 
-        `gains` is for drafters of trees, by index: functions that return the expected accepted tokens that
-        each further draft token adds. `available` is for drafters that know what they have before they draft.
+        Both mappings are by drafter index. `gains` return the expected accepted tokens that each further
+        draft token adds, for drafters that measure it themselves. `available` is for drafters that know the
+        length of a draft before they make it.
         """
         return AdaptivePolicy(self, clock, gains, available)
 
@@ -343,13 +345,13 @@ class AdaptivePolicies:
         self.save()
 
     def claim_check(self) -> bool:
-        """Return True once after 1, 2, 4, 8, ... answers with a drafter too dear: time to measure again."""
+        """Return True once after 1, 2, 4, 8, ... answers in which a drafter was too dear: measure again."""
         due = self.too_dear >= self._next_check
         self._next_check *= 2 if due else 1
         return due
 
     def save(self, least_change: float = 0.0) -> None:
-        """Save measured costs, with what was learned since if it changed by more log seconds than that."""
+        """Save the corrected costs if a pass changed by `least_change` log seconds or more."""
         if self.costs is None or self.measured is None or self.key is None or self.folder is None:
             return
         table = self.costs.table()
@@ -365,11 +367,11 @@ class AdaptivePolicies:
 
 
 class FixedPolicy:
-    """Draft always the same number of tokens, with the first drafter that has any.
+    """Always drafts the same number of tokens, with the first drafter that has any.
 
-    `names` are of the drafters; a request's drafters come first, with the same limit. With 0 tokens nothing
-    is drafted at all. With `ahead`, every draft that is verified is also drafted ahead of. With `ratios` a
-    plain token is timed now and then, so that the gain is known.
+    `names` are the drafters' names; a request's drafters come first, with the same limit. With 0 tokens
+    nothing is drafted. With `ahead`, drafters also draft ahead in every round. With `ratios` a plain token is
+    timed now and then, so that the gain is known.
     """
 
     def __init__(
@@ -405,7 +407,8 @@ class FixedPolicy:
         choices = [*choices[own:], *choices[:own]]
         cost = None if self._ratios is None else self._cost
         self._decision = Decision(tuple(choices), self._reason, cost=cost)
-        self._queued = self._is_alone = False  # the next token is queued; no other sequence shares the pass
+        self._queued = False  # the next token is queued
+        self._is_alone = False  # no other sequence shares the pass
 
     def decide(self, history: Sequence[int]) -> Decision:
         self._decided = self._clock()
@@ -418,7 +421,7 @@ class FixedPolicy:
         return self._ratios.cost(drafter, rows, None)
 
     def observe(self, round: Round) -> None:
-        """Learn what a round takes next to a plain token; how much is drafted does not change."""
+        """Learn the ratio of a round to a plain token, for figures: the draft length does not change."""
         now, self._is_alone = self._clock(), round.batch_size == 1
         if self._ratios is not None and self._is_alone:
             if round.kind == "draft":
@@ -432,6 +435,6 @@ class FixedPolicy:
 
 
 def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int) -> bool:
-    """Return whether drafting would pay on the most predictable text."""
+    """Return True if drafting would pay on the most predictable text."""
     _, speed = best_length(acceptance.tokens[-1], costs.rounds(drafter), MAX_DRAFT_TOKENS)
     return speed * costs.plain > 1 + EPSILON

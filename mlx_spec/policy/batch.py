@@ -46,16 +46,16 @@ from mlx_spec.types import (
 )
 
 BATCH_EPSILON = 0.05  # share of the time that one sequence may lose to the drafts of all in the long run
-FEWEST_RUNNING, MOST_RUNNING = 4, 16  # sequences that decode at a time, unless the caller says otherwise
+FEWEST_RUNNING, MOST_RUNNING = 4, 16  # bounds of the sequences that run at a time, by default
 LENGTHS = np.arange(MAX_DRAFT_TOKENS + 1)
 BEST_TOKENS: Floats = np.cumsum(max(LEVELS) ** LENGTHS)  # of a round, by length, on the most predictable text
 
 
 class SharedPasses:
-    """Learns what passes of several sequences take, from the rounds of a pair.
+    """Learns the costs of passes of several sequences, from the rounds of a pair.
 
-    It is kept in plain tokens of one sequence. A round of one sequence may change the expected cost of
-    lengths that it did not have; that must not outweigh what was measured here.
+    Costs are in plain tokens of one sequence. A round of one sequence may change the table at lengths that
+    it did not have. That change must not outweigh what was measured here.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class SharedPasses:
 
 
 class MemberPolicy(AdaptivePolicy):
-    """The adaptive policy of one sequence. In a batch a `BatchPolicy` decides, and tells it of the rounds."""
+    """The adaptive policy of one sequence. In a batch a `BatchPolicy` decides and passes on the rounds."""
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         """Begin an answer, with its own account for rounds in a batch."""
@@ -105,7 +105,7 @@ class MemberPolicy(AdaptivePolicy):
         self._hit_rates = [1.0] * len(self._proposals)  # share of the drafts in a batch that were available
 
     def affordable_rounds(self, wait: float) -> float:
-        """Return the plain rounds of the longest round that may be lost, and a wait after it."""
+        """Return how long a lost round and the wait after it may be, in plain rounds."""
         return self._lead + BUFFER + 1 + BATCH_EPSILON - wait
 
     def candidates(self, history: Sequence[int]) -> list[tuple[int, Floats]]:
@@ -119,7 +119,7 @@ class MemberPolicy(AdaptivePolicy):
         return found
 
     def reason(self, reason: Reason) -> Reason:
-        """Return the reason to show for a draft that a plan wants."""
+        """Return the reason to show for a draft, if the batch drafts for this reason."""
         return self._reason_on() if reason is Reason.PAYS else reason
 
     def idle_tokens(self, drafter: int) -> int:
@@ -127,7 +127,7 @@ class MemberPolicy(AdaptivePolicy):
         return self._proposals[drafter].belief.shared.since
 
     def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
-        """Learn from a round that took `plain_rounds` of the same sequences; `wanted` was decided."""
+        """Learn from a round that took as long as `plain_rounds`; `wanted` are the choices for it."""
         drafter = round.drafter_index
         for choice in wanted:
             hit = choice.drafter_index == drafter
@@ -139,7 +139,7 @@ class MemberPolicy(AdaptivePolicy):
             self._learn(self._proposals[drafter], round)
         self._queued, self._waiting, self._idle = False, False, drafter is None
         self._tokens += len(round.tokens)
-        self._steps += plain_rounds
+        self._spent += plain_rounds
         self._lead = min(self._lead + (1 + BATCH_EPSILON) * len(round.tokens) - plain_rounds, BUFFER)
         for proposal in self._proposals:
             proposal.belief.shared.since += drafter is None
@@ -184,13 +184,13 @@ class Plan:
     costs: CostModel
     seconds: Floats  # of a round, by its longest draft
     plain: float  # seconds of a plain round
-    began: float
+    began: float  # clock time
 
 
 class BatchPolicy:
-    """Decides for sequences with adaptive policies of one pair, which share what they learn of `passes`.
+    """Decides for the sequences of a batch, whose pair learns the costs of `passes` together.
 
-    If the user fixed the length of one of them, each decides for itself.
+    If a sequence has a `FixedPolicy`, each decides for itself.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class BatchPolicy:
         self._shared, self._passes, self._clock = shared, passes, clock
         self._plan: Plan | None = None  # None if nothing is known of costs
         self._own: Sequence[DraftLengthPolicy] = ()  # policies that decided for themselves
-        self._queued = 0  # sequences whose next token the engine has queued
+        self._queued = 0  # sequences whose next token is queued
         self._done = 0.0  # time of the end of the last round
 
     def decide(
@@ -215,13 +215,13 @@ class BatchPolicy:
             return [Decision((), Reason.LEARNING)] * count
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
         pairs = zip(adaptive, histories, strict=True)
-        options = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
-        drafters = [each[0][0] for each in options if each]
+        candidates = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
+        drafters = [each[0][0] for each in candidates if each]
         seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
-        depths, reason = self._depths(adaptive, options, costs, seconds)
+        lengths, reason = self._lengths(adaptive, candidates, costs, seconds)
         choices = [
-            tuple(policy.choice(index, min(depth, len(tokens) - 1)) for index, tokens in each if depth)
-            for policy, each, depth in zip(adaptive, options, depths, strict=True)
+            tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in each if length)
+            for policy, each, length in zip(adaptive, candidates, lengths, strict=True)
         ]
         plain = float(seconds[0])
         self._plan = Plan(adaptive, choices, costs, seconds, plain, began)
@@ -233,20 +233,20 @@ class BatchPolicy:
         ]
 
     def _cost(self, seconds: Floats, count: int, _: int, longest: int) -> Cost | None:
-        """Return what a pass of `count` sequences takes, in plain ones of them."""
+        """Return the cost of a pass of `count` sequences, in their plain passes."""
         measured = float(seconds[longest] / seconds[0])
         return self._shared.ratios.cost((count, "sequences"), longest, measured)
 
-    def _depths(
+    def _lengths(
         self,
         policies: Sequence[MemberPolicy],
-        options: Sequence[list[tuple[int, Floats]]],
+        candidates: Sequence[list[tuple[int, Floats]]],
         costs: CostModel,
         seconds: Floats,
     ) -> tuple[list[int], Reason]:
-        """Return the draft lengths, and the reason for them. `seconds` of a round are by the longest."""
+        """Return the draft lengths and their reason. `seconds` of a round are by its longest draft."""
         count, plain, wait = len(policies), float(seconds[0]), costs.host / float(seconds[0])
-        pairs = [(policy, each[0]) for policy, each in zip(policies, options, strict=True) if each]
+        pairs = [(policy, each[0]) for policy, each in zip(policies, candidates, strict=True) if each]
         firsts = [first for _, first in pairs]
         if not firsts:
             return [0] * count, Reason.WAITING
@@ -258,11 +258,11 @@ class BatchPolicy:
         if limit:
             length, speed = best_length(tokens, seconds, limit)
             if speed * plain > (1 + EPSILON) * count:
-                return [self._own_length(each, length, speed, costs) for each in options], Reason.PAYS
-        # A probe is due whatever the costs are: measured beside other programs, they may be wrong.
+                return [self._own_length(each, length, speed, costs) for each in candidates], Reason.PAYS
+        # Even high costs allow a probe: they may be wrong, if measured beside other programs.
         loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
         if limit and min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
-            return [int(bool(each)) for each in options], Reason.PROBE
+            return [int(bool(each)) for each in candidates], Reason.PROBE
         best = BEST_TOKENS * len(firsts) + count - len(firsts)
         if best_length(best, seconds, MAX_DRAFT_TOKENS)[1] * plain <= (1 + EPSILON) * count:
             return [0] * count, Reason.COST
@@ -284,7 +284,7 @@ class BatchPolicy:
         self._queued, self._done = count if queued else 0, now
 
     def _plain_rounds(self, plan: Plan, longest: int, queued: bool, now: float, count: int) -> float:
-        """Return the plain rounds that a round took. Learn what its pass took."""
+        """Return the time of a round in plain rounds. Learn the cost of its pass."""
         if longest:
             seconds = max(now - plan.began, TICK)
             drafters = [each[0].drafter_index for each in plan.choices if each]
@@ -300,7 +300,7 @@ class BatchPolicy:
         return 1.0 if self._queued == count else 1 + plan.costs.host / plan.plain
 
     def _drafting(self, costs: CostModel, drafters: Sequence[int]) -> Floats:
-        """Return the seconds of all drafts of a round by their length; one index for each sequence."""
+        """Return the seconds of all drafts of a round by their length. `drafters` has an index a sequence."""
         together = self._shared.together
         counts = {index: 1 if index in together else drafters.count(index) for index in set(drafters)}
         found = np.zeros(MAX_DRAFT_TOKENS + 1)
@@ -309,32 +309,33 @@ class BatchPolicy:
         return found
 
     def _own_length(
-        self, option: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel
+        self, candidates: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel
     ) -> int:
-        """Return the length of one sequence, up to `longest`: its rows are paid for.
+        """Return the draft length of one sequence, up to `longest`.
 
-        So is its drafting, if the drafter drafts for all in one pass.
+        The pass has rows for `longest` tokens anyway, so only its drafting costs time. If the drafter drafts
+        for all sequences in one pass, that costs nothing either.
         """
-        if not option:
+        if not candidates:
             return 0
-        index, tokens = option[0]
+        index, tokens = candidates[0]
         alone = index not in self._shared.together
         gains = tokens - alone * speed * _draft_seconds(costs, index)[: len(tokens)]
         return int(gains[: longest + 1].argmax())
 
 
-def _best_first(options: list[tuple[int, Floats]], costs: CostModel) -> list[tuple[int, Floats]]:
-    """Return drafters and their expected tokens by length, the most tokens for their drafting time first."""
+def _best_first(candidates: list[tuple[int, Floats]], costs: CostModel) -> list[tuple[int, Floats]]:
+    """Return drafters and their expected tokens by length, sorted by tokens less drafting time."""
 
-    def value(option: tuple[int, Floats]) -> float:
-        index, tokens = option
+    def value(candidate: tuple[int, Floats]) -> float:
+        index, tokens = candidate
         return float((tokens - _draft_seconds(costs, index)[: len(tokens)] / costs.plain).max())
 
-    return sorted(options, key=value, reverse=True)
+    return sorted(candidates, key=value, reverse=True)
 
 
 def _extended(tokens: Floats) -> Floats:
-    """Return expected tokens for all lengths: a drafter without more tokens drafts what it has."""
+    """Return expected tokens for all lengths. Beyond a drafter's own limit they stay the same."""
     return np.concatenate([tokens, np.full(MAX_DRAFT_TOKENS + 1 - len(tokens), tokens[-1])])
 
 
@@ -346,7 +347,7 @@ def _pass_seconds(costs: CostModel, count: int) -> Floats:
 
 
 def _row_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:
-    """Return the seconds of passes with any numbers of rows, the host's wait for them included."""
+    """Return the seconds of passes with these numbers of rows, including the wait of the host."""
     few, most = np.minimum(rows, len(costs.passes)), len(costs.passes)
     verify = costs.table.verify
     beyond = interpolate(verify, rows) / interpolate(verify, np.array([most]))

@@ -3,8 +3,8 @@
 A sample ends when its result has reached the host, as a round does. The first sample of a size pays for
 compilation and is dropped. Samples of all sizes are interleaved and the lower quartile is kept, because other
 programs only add time. The sizes that matter most come first: a big model fills the time limit with those,
-and the others are interpolated. Before each pass the caller learns what it takes at most, and may do other
-work: a request waits for one pass, not for a measurement.
+and the others are interpolated. Before each pass the caller gets its longest expected time, and may do other
+work: a request waits for one pass, not for a whole measurement.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from mlx_spec.policy.costs import Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 
-# Rows of a pass, three of them required: kernels change in steps. 33 are of several sequences.
+# Rows of a pass, the first three required. Kernels change in steps, so many sizes are timed. Only passes of
+# several sequences have 33.
 ROWS = (1, 2, 5, 3, 9, 4, 17, 33, 6, 7, 11, 8, 13)
 DRAFTED = (1, 4, 2, 8)  # draft tokens, the first two required
 RUN = 4  # plain tokens of one sample, each queued while the one before it runs
 
-Name = str | int | tuple[int, int]  # of a sample: its rows, or the drafter and its draft tokens
+# Name of a sample: "plain", "host", its rows, or a drafter's index and its draft tokens.
+Name = str | int | tuple[int, int]
 Job = Callable[[], Iterator[None]]  # a sample, which yields between its passes
 
 
@@ -39,10 +41,10 @@ class Slice(NamedTuple):
 
 
 class Stopwatch:
-    """Counts the seconds of a job that gives way: those in which its caller did other work are left out.
+    """Counts the seconds of a measurement, without the time in which its caller did other work.
 
-    `token_s` is what a plain token is known to take, 0 if nothing is. A pass that may take more than `most_s`
-    is left out where the result can do without.
+    `token_s` is the known time of a plain token, 0 if unknown. A pass that may take more than `most_s` is
+    left out if the result does not need it.
     """
 
     def __init__(self, limit_s: float, token_s: float = 0.0, most_s: float = math.inf) -> None:
@@ -58,7 +60,7 @@ class Stopwatch:
         return min(self.spent_s / self.limit_s, 1.0)
 
     def before(self, name: Name) -> Slice:
-        """Stop before a pass, or a draft."""
+        """Stop the watch before a pass or a draft. Return the state of the measurement."""
         return Slice(self.share, self.bound(name))
 
     def stop(self) -> None:
@@ -67,20 +69,20 @@ class Stopwatch:
         self.spent_s, self._last = self.spent_s + now - self._last, now
 
     def go_on(self, pause_s: float = 1e-3) -> bool:
-        """Go on after `stop`. Return False if the caller took longer than a pause: that spoils a sample."""
+        """Go on after `stop`. Return False if more than `pause_s` have passed: that spoils a sample."""
         now = time.perf_counter()
         paused, self._last = now - self._last, now
         return paused < pause_s
 
     def learn(self, name: Name, seconds: float) -> None:
-        """Learn what a pass took, or a draft."""
+        """Record the seconds of a pass or a draft."""
         if isinstance(name, tuple):
             self._drafts.setdefault(name[0], {})[name[1]] = seconds
         elif isinstance(name, int):
             self._passes[name] = seconds
 
     def bound(self, name: Name) -> float:
-        """Return what a pass or a draft takes at most: twice the rows take twice as long at most."""
+        """Return the longest time of a pass or a draft: twice the rows take at most twice as long."""
         if isinstance(name, str):  # while a plain token runs, the next one is queued
             return 2 * self.bound(1) if name == "plain" else 0.0
         if isinstance(name, int):
@@ -98,11 +100,11 @@ def measure(
     copying: Collection[int],
     watch: Stopwatch,
 ) -> Generator[Slice, None, Table]:
-    """Return the costs after `history`, all of which but the last token is committed. Yield before each pass.
+    """Return the costs after `history`, which is committed without its last token. Yield before each pass.
 
-    A big model takes longer than the limit for two samples of the required sizes. The sequence is left as it
-    was. Drafters in `copying` take no time. One that has no draft here gets assumed costs; one that reads the
-    target has a draft only after a token or two were decoded. The pass of a tree counts as drafting.
+    A big model may exceed the limit with two samples of the required sizes. The sequence is left as it was.
+    Drafters in `copying` take no time. A drafter without a draft here gets assumed costs. A drafter that
+    reads the target has a draft only after a token or two were decoded. A tree's pass counts as drafting.
     """
     pending = mx.array(list(history[-1:]), dtype=mx.int32)
     sampler = Sampling().sampler(len(history), vocab_size)
@@ -164,7 +166,7 @@ def measure(
     seconds = yield from _lower_quartiles(required, optional, watch)
     one = seconds["plain"] / RUN
     passes = {rows: seconds[rows] for rows in ROWS if rows in seconds}
-    # One that could not be measured counts as a tenth of a plain token: published drafters take less.
+    # A drafter that could not be measured counts as 0.1 plain tokens a token: published ones take less.
     assumed = {k: one * 0.1 * k for k in (1, MAX_DRAFT_TOKENS)}
     drafts = [
         {} if i in copying else _drafts(seconds, i, i in trees) or assumed for i in range(len(drafters))
@@ -190,7 +192,7 @@ def measured(
     copying: Collection[int] = (),
     limit_s: float = 1.0,
 ) -> Table:
-    """Return the costs after `history`, as `measure` does, at once."""
+    """Return the costs after `history`, measured as `measure` does, without pauses."""
     measuring = measure(target, drafters, history, vocab_size, copying, Stopwatch(limit_s))
     while True:
         try:
@@ -203,9 +205,9 @@ def measured(
 def _lower_quartiles(
     required: Mapping[Name, Job], optional: Mapping[Name, Job], watch: Stopwatch
 ) -> Generator[Slice, None, dict[Name, float]]:
-    """Return lower quartiles of interleaved samples. Optional jobs may begin in half of the time.
+    """Return lower quartiles of interleaved samples. Optional jobs may begin in the first half of the time.
 
-    What may take too long is left out, except for the sizes without which nothing is known.
+    Jobs that may take too long are left out, except for the sizes that every table needs.
     """
     samples: dict[Name, list[float]] = {}
     least = {"plain", "host", *ROWS[:2], *(name for name in required if _size(name) == DRAFTED[0])}
@@ -245,6 +247,6 @@ def _sample(name: Name, job: Job, watch: Stopwatch) -> Generator[Slice, None, tu
 
 
 def _give_way(watch: Stopwatch, name: Name) -> Generator[Slice, None, bool]:
-    """Yield. Return False if the caller did other work."""
+    """Let the caller do other work. Return False if it did."""
     yield watch.before(name)
     return watch.go_on()

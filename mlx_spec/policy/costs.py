@@ -42,7 +42,7 @@ class Table:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], drafters: int) -> Table:
-        """Return a table saved by `asdict`. Raises BadCosts if it is damaged or has other drafters."""
+        """Return a table saved by `asdict`. Raises BadCosts if damaged, or for other drafters."""
         try:
             points = [saved["verify"], *saved["draft"]]
             sizes = [{int(size): float(s) for size, s in by_size.items()} for by_size in points]
@@ -62,14 +62,14 @@ class Table:
         return table
 
     def at_speed_of(self, now: Table) -> Table:
-        """Return these costs on a machine that decodes plainly as fast as `now` says."""
+        """Return these costs scaled to the plain speed of `now`."""
         factor = now.plain / self.plain
         verify = {rows: factor * seconds for rows, seconds in self.verify.items()}
         draft = [{k: factor * seconds for k, seconds in points.items()} for points in self.draft]
         return replace(self, plain=now.plain, verify=verify, draft=draft, host=factor * self.host)
 
     def dearer(self, now: Table) -> bool:
-        """Return whether a round costs more here than by a table measured now, in plain tokens."""
+        """Return True if a round costs clearly more plain tokens here than in a table measured now."""
         if _bucket(self.context) != _bucket(now.context):
             return False
         old, new = CostModel(self), CostModel(now)
@@ -79,13 +79,13 @@ class Table:
 
 
 class RoundCosts(Protocol):
-    """Learns what rounds take with a drafter that may work while its draft is verified (`Choice.ahead`)."""
+    """Learns the costs of rounds whose drafter may draft ahead while the target verifies (`Choice.ahead`)."""
 
     def best(self, tokens: Floats, costs: CostModel, drafter: int, limit: int) -> tuple[int, float, bool]:
         """Return the draft length with the most tokens per second, that speed, and `Choice.ahead`."""
 
     def extra(self, costs: CostModel, tokens: int) -> float:
-        """Return the seconds that its work adds to a pass."""
+        """Return the seconds that drafting ahead adds to a pass."""
 
     def observe(self, round: Round, costs: CostModel, drafter: int, seconds: float, ahead: bool) -> float:
         """Learn from a round that drafted. Return the seconds to charge for it."""
@@ -139,8 +139,8 @@ class CostModel:
     def observe_round(self, drafter: int, rows: int, seconds: float, *, drafted: bool = True) -> float:
         """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
 
-        What the draft takes by the table is subtracted, if it was made in this round; the rest was the pass.
-        A delayed round is charged as expected, a second one in a row as passes of single rows at most.
+        If the draft was made in this round, its seconds by the table are subtracted; the rest is the pass. A
+        delayed round is charged as expected, a second one in a row at most as passes of single rows.
         """
         if seconds < self.plain * math.exp(-3 * NOISE):  # no round takes less than a pass of one row
             self._error += math.log(seconds / self.plain)
@@ -180,7 +180,7 @@ class CostModel:
         return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
 
     def _update(self, length: int, observed: float) -> bool:
-        """Update the filter, less for a pass that may have been delayed. Return whether it probably was."""
+        """Update the filter, less for a pass that may be delayed. Return True if it probably was."""
         self._covariance += 0.01**2  # log seconds: heat changes from one round to the next
         row = self._covariance[length]
         variance = float(row[length]) + NOISE**2
@@ -206,7 +206,7 @@ class CostModel:
 def best_length(tokens: Floats, seconds: Floats, limit: int) -> tuple[int, float]:
     """Return the number of draft tokens with the most tokens per second, 1 to `limit`, and that speed.
 
-    `tokens` and `seconds` of a round, of one sequence or of all in a pass, are by draft tokens, 0 included.
+    `tokens` and `seconds` of a round are by draft tokens, 0 included, of one sequence or of all in a pass.
     """
     speeds = tokens[1 : limit + 1] / seconds[1 : limit + 1]
     best = int(speeds.argmax())
@@ -219,7 +219,7 @@ def _bucket(context: int) -> int:
 
 
 def interpolate(points: Mapping[int, float], sizes: NDArray[np.int64]) -> Floats:
-    """Return straight lines between measured sizes; beyond them the last slope or, if steeper, the mean."""
+    """Interpolate between measured sizes; extrapolate with the last slope, or the mean one if steeper."""
     known = sorted(points)
     seconds = [points[size] for size in known]
     values = np.interp(sizes, known, seconds)

@@ -1,10 +1,10 @@
-"""Costs of rounds in plain tokens, whatever else the machine does: for figures, not for decisions.
+"""Costs of rounds in plain tokens, independent of the load: for figures, not for decisions.
 
-Seconds follow the load of the machine. The ratio of two rounds that follow each other does not: load is as
-likely to rise between them as to fall. So a draft is compared with the plain token beside it, and the median
-of such ratios is known as well as they agree. Where none are, measured costs hold while rounds take the
-seconds that these costs say. A pair that drafts in every round has no plain token to compare with: where its
-costs are not known, one is decoded now and then.
+Seconds follow the load of the machine. The ratio of two consecutive rounds does not: load is as likely to
+rise between them as to fall. So a draft is compared with the plain token beside it, and the spread of these
+ratios gives the error of their median. Without ratios, measured costs count while rounds take the seconds
+that they say. A pair that drafts in every round has no plain token to compare with: if its costs are not
+known, plain tokens are decoded now and then.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ Shape = tuple[Hashable, int]  # of rounds that cost the same: a drafter and its 
 class Ratios:
     """The costs of rounds by their shape. Shared by the sequences of a pair."""
 
-    KNOWN = 0.06  # log seconds: the error of measured costs on a machine that is as fast as then
+    KNOWN = (
+        0.06  # log seconds: error of measured costs while the machine is as fast as when they were measured
+    )
 
     def __init__(self, recent: int = 8) -> None:
         self._ratios: dict[Shape, deque[float]] = {}  # log, by shape
-        # Log seconds of the last rounds beyond the measured costs: is the machine as fast as then?
+        # Log seconds by which the last rounds exceeded the measured costs.
         self._late: deque[float] = deque(maxlen=recent)
-        self._found: dict[Shape, Cost] = {}  # by shape
-        self._plain_late = 0.0  # the same of the last plain token
+        self._found: dict[Shape, Cost] = {}  # from ratios, by shape
+        self._plain_late = 0.0  # log seconds by which the last plain token exceeded them
         self._guesses: dict[Shape, float] = {}  # measured costs in plain tokens, or 1
         self._plain: tuple[int, float] | None = None  # the last round, if plain: sequences, log seconds
-        self._draft: tuple[int, Shape, float] | None = None  # the last one that drafted: its shape, too
+        self._draft: tuple[int, Shape, float] | None = None  # if it drafted: sequences, shape, log seconds
         self._timed, self._since = 0, 0  # plain tokens that were timed; rounds that drafted since
 
     def observe_plain(self, count: int, seconds: float, expected: float | None = None) -> None:
         """Learn from a plain token of `count` sequences that was queued while another ran.
 
-        Measured costs say the `expected` seconds.
+        `expected` are its seconds by the measured costs.
         """
         now, self._timed, self._since = math.log(seconds), self._timed + 1, 0
         if self._draft is not None and self._draft[0] == count:
@@ -50,7 +52,7 @@ class Ratios:
             self._plain_late = now - math.log(expected)
 
     def observe_draft(self, count: int, shape: Shape, seconds: float, expected: float | None = None) -> None:
-        """Learn from a round of `count` sequences that drafted; measured costs say the `expected` seconds."""
+        """Learn from a round of `count` sequences that drafted. `expected`: seconds by measured costs."""
         now, self._since = math.log(seconds), self._since + 1
         if expected is not None:
             self._late.append(now - math.log(expected))
@@ -59,10 +61,9 @@ class Ratios:
         self._plain, self._draft = None, (count, shape, now)
 
     def wants_plain(self) -> bool:
-        """Return True if a plain token should follow the last round, because it is not known what that took.
+        """Return True if plain tokens should follow, so that the cost of the last round becomes known.
 
-        It delays an answer by a token's time at most. At first there may be one in 8 rounds, later one in 64,
-        which costs less than 1 %.
+        At first they follow every 8th round, later every 64th.
         """
         if self._draft is None or self._draft[0] != 1:
             return False
@@ -71,9 +72,10 @@ class Ratios:
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
-        """Return what a round with this many draft tokens takes; `measured` is a guess, in plain tokens.
+        """Return the cost of a round with this many draft tokens, the one with the smallest error.
 
-        A round of another size says something, too. None if nothing is known.
+        It may come from the table (`measured`, in plain tokens), from ratios, or from ratios of another size.
+        None if nothing is known.
         """
         shape = drafter, rows
         costs = [] if measured is None else [Cost(shape, measured, self.KNOWN if self._as_measured else 1.0)]
@@ -90,18 +92,18 @@ class Ratios:
 
     @property
     def _as_measured(self) -> bool:
-        """Return True if rounds take the seconds that measured costs say, and so did the last plain token."""
+        """Return True if rounds and the last plain token took the seconds that measured costs say."""
         late = self._late
         is_enough = len(late) >= (late.maxlen or 0) / 2 and abs(self._plain_late) <= 2 * self.KNOWN
         return is_enough and max(abs(median(late)), _deviation(late)) <= self.KNOWN
 
     def _learn(self, shape: Shape, ratio: float) -> None:
-        # As many are remembered as let medians follow the length of the context.
+        # The last 256, so that medians follow the length of the context.
         known = self._ratios.setdefault(shape, deque(maxlen=256))
         known.append(ratio)
-        if len(known) >= 8:  # of fewer a median says nothing
-            # Neighbours share a plain token, and a gain is shown at the first time that the error is small
-            # enough: an interval that is wider than two deviations counts as two.
+        if len(known) >= 8:  # fewer make no useful median
+            # A 99 % interval counts as two deviations, which is cautious: neighbours share a plain token, and
+            # a gain is shown as soon as the error is small enough.
             low, high = median_interval(known, 0.99)
             middle = median(known)
             error = max(high - middle, middle - low) / 2
@@ -109,10 +111,10 @@ class Ratios:
 
 
 def median_interval(values: Collection[float], probability: float = 0.95) -> tuple[float, float]:
-    """Return the order statistics around the median that hold it with this probability or more.
+    """Return the order statistics around the median that enclose it with this probability or more.
 
-    They assume nothing of the distribution: a deviation of few values is often far too small. Of fewer than
-    six values, or eight for 0.99, these are the least and the greatest one, with less.
+    They assume nothing about the distribution: the deviation of a few values is often far too small. Fewer
+    than six values, or eight for 0.99, give the least and the greatest one, with a lower probability.
     """
     ordered = sorted(values)
     k = _order(len(ordered), probability)
@@ -126,6 +128,6 @@ def _order(count: int, probability: float) -> int:
 
 
 def _deviation(values: deque[float]) -> float:
-    """Return the standard deviation, whatever the outliers are."""
+    """Return a standard deviation that outliers do not change."""
     middle = median(values)
     return 1.48 * median(abs(value - middle) for value in values)

@@ -21,8 +21,8 @@ class Key:
 
     device: str
     target: str  # `fingerprint` of its folder
-    drafters: tuple[str, ...]  # the same, or the name of a drafter without weights
-    quantization: str  # as shown to people: "4-bit, groups of 64"
+    drafters: tuple[str, ...]  # `fingerprint` of each folder, or the name of a drafter without weights
+    quantization: str  # as shown to users: "4-bit, groups of 64"
     kv_bits: int | None  # None if K/V are as computed
     mlx: str  # version
     format: int = 2  # of the file; raised when older ones can no longer be read
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def file_name(key: Key) -> str:
-    """Return a readable name, different for every key. Versions are left out: a newer one replaces a file."""
+    """Return a readable name, different for every key. A newer version of MLX replaces the file."""
     parts = {name: value for name, value in asdict(key).items() if name not in ("mlx", "format")}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     words = re.sub(r"[^a-z0-9]+", "-", f"{key.device} {key.quantization}".lower()).strip("-")
