@@ -19,17 +19,21 @@ from make import HERE, SEEDS, WORDS, published, tower_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 CLASSES = {
     "gemma3": transformers.Gemma3ForConditionalGeneration,
     "gemma4": transformers.Gemma4ForConditionalGeneration,
     "gemma4_unified": transformers.Gemma4UnifiedForConditionalGeneration,
+    "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
 }
 NEW = 24  # greedy tokens of an answer
 PICTURES = {
@@ -92,6 +96,8 @@ def processor(kind: str, folder: Path) -> Any:
     settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
     if kind == "gemma3":
         return Gemma3ImageProcessorPil(**settings, size={"height": 56, "width": 56})
+    if kind == "qwen3_5":
+        return Qwen2VLImageProcessorPil(**settings)
     if kind == "gemma4_unified":
         settings |= {
             "patch_size": settings["patch_size"] * settings["pooling_kernel_size"],
@@ -108,6 +114,13 @@ def expand(kind: str, text: str, counts: list[int]) -> str:
         sequences = [f"\n\n{boi}{image * count}{eoi}\n\n" for count in counts]  # Gemma3Processor.__init__
         own = [SimpleNamespace(full_image_sequence=each) for each in sequences]
         found = [Gemma3Processor.replace_image_token(each, {"num_crops": [0]}, 0) for each in own]
+    elif kind == "qwen3_5":
+        parts = text.split(image)
+        own = SimpleNamespace(image_token=image, image_processor=SimpleNamespace(merge_size=1))
+        found = [
+            Qwen3VLProcessor.replace_image_token(own, {"image_grid_thw": np.array([[1, 1, count]])}, 0)
+            for count in counts
+        ]
     else:
         parts = text.split(image)
         own = SimpleNamespace(boi_token=boi, eoi_token=eoi, image_token=image)
@@ -124,17 +137,26 @@ class Reader:
     def __init__(self, name: str) -> None:
         folder = HERE / name
         self.kind, self.model = load(folder)
-        self.tok = AutoTokenizer.from_pretrained(folder)
+        # AutoTokenizer would cut the text as Qwen does, by the model type: the tokenizer is another one.
+        reader = PreTrainedTokenizerFast if self.kind == "qwen3_5" else AutoTokenizer
+        self.tok = reader.from_pretrained(folder)
         self.image = self.tok.convert_tokens_to_ids(WORDS["image"])
         process = processor(self.kind, folder)
         self.pixels: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
+        self.grids: dict[str, Tensor] = {}  # of patches, for positions in the plane
         for each in PICTURES:
             batch = process([Image.open(HERE / f"{each}.png")], return_tensors="np")
             values = torch.as_tensor(batch["pixel_values"])
             if self.kind == "gemma3":
                 out = self.model.model.get_image_features(values, return_dict=True)
                 self.pixels[each] = values[0].permute(1, 2, 0)
+            elif self.kind == "qwen3_5":
+                self.grids[each] = torch.as_tensor(batch["image_grid_thw"])
+                out = self.model.model.get_image_features(values, self.grids[each], return_dict=True)
+                frames = values.reshape(len(values), 3, 2, -1)
+                assert torch.equal(frames[:, :, 0], frames[:, :, 1])
+                self.pixels[each] = frames[:, :, 0].permute(0, 2, 1).flatten(1)
             else:
                 places = torch.as_tensor(batch["image_position_ids"])
                 out = self.model.model.get_image_features(values, places, return_dict=True)
@@ -154,6 +176,9 @@ class Reader:
         if names:
             pooled = torch.stack(rows) if self.kind == "gemma3" else rows
             extra["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=pooled)}
+        if self.kind == "qwen3_5":
+            self.model.model.rope_deltas = None
+            extra["image_grid_thw"] = torch.cat([self.grids[name] for name in names]) if names else None
         if self.kind == "gemma4_unified":
             # Its forward() has the masks of Gemma 3. The documented ones, those of `gemma4`, are made here.
             extra["attention_mask"] = self.model.create_masks_for_generate(
@@ -165,6 +190,36 @@ class Reader:
                 mm_token_type_ids=types,
             )
         return self.model(input_ids=tokens, use_cache=False, **extra).logits[0].float()
+
+    def drafted(self, ids: list[int], names: list[str], token: int) -> Tensor:
+        """Logits [V] that the MTP head has for what follows `token`, the first one after a text.
+
+        Its row i reads the hidden state of position i and the token after it, at the place of position i, as
+        in vLLM. transformers leaves the head out, so its layer is that of the target.
+        """
+        model, text = self.model.model, self.model.config.text_config
+        tensors = load_file(HERE / "qwen" / "model.safetensors")
+        head = {n.removeprefix("mtp."): t.float() for n, t in tensors.items() if n.startswith("mtp.")}
+        layer = Qwen3_5DecoderLayer(text, text.layer_types.index("full_attention")).eval()
+        layer.load_state_dict({n.removeprefix("layers.0."): t for n, t in head.items() if "layers.0." in n})
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return torch.rms_norm(x, x.shape[-1:], 1 + head[f"{name}.weight"], text.rms_norm_eps)
+
+        captured: list[Tensor] = []
+        hook = model.language_model.norm.register_forward_hook(lambda *args: captured.append(args[2]))
+        self.forward(ids, names)
+        hook.remove()
+        tokens = torch.tensor([ids])
+        grids = torch.cat([self.grids[name] for name in names])
+        places, _ = model.get_rope_index(tokens, (tokens == self.image).int(), grids)
+        embedded = model.language_model.embed_tokens(torch.tensor([[*ids[1:], token]]))
+        both = [norm(embedded, "pre_fc_norm_embedding"), norm(captured[0], "pre_fc_norm_hidden")]
+        x = torch.cat(both, dim=-1) @ head["fc.weight"].T
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+        out = layer(x, model.language_model.rotary_emb(x, places), attention_mask=mask)
+        out = out[0] if isinstance(out, tuple) else out
+        return self.model.lm_head(norm(out[0, -1:], "norm"))[0]
 
     def answer(self, messages: list[dict], names: list[str]) -> tuple[dict[str, Any], Tensor]:
         text = self.tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -192,7 +247,7 @@ def run(name: str) -> None:
     tensors = {f"rows.{key}": reader.rows[key] for key in COMPARED}
     for key in COMPARED:
         pixels = reader.pixels[key]
-        whole = (pixels * 0.5 + 0.5 if reader.kind == "gemma3" else pixels) * 255
+        whole = (pixels * 0.5 + 0.5 if reader.kind in ("gemma3", "qwen3_5") else pixels) * 255
         assert (whole - whole.round()).abs().max() < 1e-3, "pixels are whole numbers of 1/255"
         tensors[f"pixels.{key}"] = whole.round().to(torch.uint8)
     facts: dict[str, Any] = {}
@@ -206,6 +261,9 @@ def run(name: str) -> None:
             )
             facts[case].append(found)
             tensors[f"logits.{case}.{number}"] = logits
+            if reader.kind == "qwen3_5" and found["pictures"]:
+                given = found["ids"], found["pictures"], found["greedy"][0]
+                tensors[f"drafted.{case}.{number}"] = reader.drafted(*given)
             print(f"{name:7s} {case:6s} {len(found['ids']):4d} margin {found['min_margin']:.4f}", flush=True)
             messages.append({"role": "assistant", "content": found["answer"].strip()})
     worst = min(turn["min_margin"] for turns in facts.values() for turn in turns)

@@ -24,10 +24,12 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Gemma4UnifiedConfig,
     Gemma4UnifiedForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 HERE = Path(__file__).parent
-SEEDS = {"e2b": 50, "e4b": 51, "12b": 52, "26b": 53, "31b": 54, "gemma3": 77}
+SEEDS = {"e2b": 50, "e4b": 51, "12b": 52, "26b": 53, "31b": 54, "gemma3": 77, "qwen": 60}
 PATCH, POOL, SOFT_TOKENS = 4, 3, 70  # the published ones have 16, 3 and 280
 WORDS = {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"}
 SHARED = ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -64,7 +66,7 @@ def spread(tensors: dict[str, Tensor], seed: int) -> None:
             normal(t, 0.3)
         elif "std_scale" in name:
             normal(t, 0.1, 0.5)
-        elif "position_embedding" in name or "pos_embedding" in name:
+        elif "position_embedding" in name or "pos_embed" in name:
             normal(t, 0.5)
         elif "embed_tokens" in name:
             normal(t, 0.35)
@@ -75,6 +77,8 @@ def spread(tensors: dict[str, Tensor], seed: int) -> None:
             normal(t, 0.2)
         elif t.ndim == 1:
             normal(t, 0.15, 1.0 if "language_model" not in name else 0.0)
+        elif name.endswith("merger.linear_fc2.weight"):
+            normal(t, 2.0 / math.sqrt(t[0].numel()))
         elif name.endswith(("embedding_projection.weight", "mm_input_projection_weight")):
             normal(t, 1.0)  # rows of a picture are as large as those of tokens
         else:
@@ -88,7 +92,7 @@ def tower_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: t
         for name, t in tensors.items()
-        if ("vision" in name or "multi_modal_projector" in name)
+        if any(part in name for part in ("vision", "visual", "multi_modal_projector"))
         and not name.endswith(("inv_freq", "position_ids"))
     }
 
@@ -100,24 +104,31 @@ def published(name: str) -> str:
     return name.replace("embed_vision.", "vision_embedder.")
 
 
-def write(out: Path, model: nn.Module, config: dict[str, Any], processor: dict[str, Any], word: str) -> None:
+def write(
+    out: Path,
+    model: nn.Module,
+    config: dict[str, Any],
+    processor: dict[str, Any],
+    word: str,
+    template: str = TEMPLATE,
+) -> None:
     """Write all but the text weights and the tokenizer of a checkpoint."""
     tower = {published(name): t.bfloat16().contiguous() for name, t in tower_of(model).items()}
     save_file(tower, out / "model-vision.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     (out / "processor_config.json").write_text(json.dumps({"image_processor": processor}, indent=1) + "\n")
-    (out / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", word))
+    (out / "chat_template.jinja").write_text(template.replace("PLACEHOLDER", word))
 
 
 def link(out: Path, source: str, names: tuple[str, ...]) -> None:
     for name in names:
         (out / name).unlink(missing_ok=True)
-        os.symlink(f"../../{source}/target/{name}", out / name)
+        os.symlink(f"../../{source}/{name}", out / name)
 
 
 def gemma4(name: str, out: Path) -> None:
     pair = HERE.parent / f"{name}-trained" / "target"
-    link(out, f"{name}-trained", SHARED)
+    link(out, f"{name}-trained/target", SHARED)
     config = json.loads((pair / "config.json").read_text())
     tok = AutoTokenizer.from_pretrained(pair)
     config |= {f"{key}_token_id": tok.convert_tokens_to_ids(word) for key, word in WORDS.items()}
@@ -173,13 +184,46 @@ def gemma3(name: str, out: Path) -> None:
     write(out, model, config, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, WORDS["boi"])
 
 
+def qwen(name: str, out: Path) -> None:
+    """The text weights, with an MTP head, are those of the trained pair."""
+    link(out, "trained/qwen", SHARED)
+    pair = HERE.parent / "trained" / "qwen"
+    config = json.loads((pair / "config.json").read_text())
+    tok = AutoTokenizer.from_pretrained(pair)
+    words = {"image": "image", "vision_start": "boi", "vision_end": "eoi"}
+    config |= {f"{key}_token_id": tok.convert_tokens_to_ids(WORDS[word]) for key, word in words.items()}
+    config["text_config"]["rope_parameters"] = {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 1], "mrope_interleaved": True,
+    }  # fmt: skip
+    config["vision_config"] = {
+        "model_type": "qwen3_5_vision", "depth": 3, "hidden_size": 32, "intermediate_size": 48,
+        "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+        "out_hidden_size": config["text_config"]["hidden_size"],
+    }  # fmt: skip
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config.from_dict(config)).float()
+    spread(tower_of(model), SEEDS[name])
+    processor = {
+        "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3, "size": {"shortest_edge": 16 * 64, "longest_edge": 64 * 64},
+    }  # fmt: skip
+    # Its texts have no turns: after one, the trained model stops at once.
+    lines = [line for line in TEMPLATE.splitlines() if "turn" not in line]
+    template = (
+        "\n".join(lines).replace("{%- endfor -%}{%- endif -%}", "{%- endfor -%}{%- endif -%}{{- ' ' -}}")
+        + "\n"
+    )
+    write(out, model, config, processor, WORDS["boi"] + WORDS["image"] + WORDS["eoi"], template)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--variants", default=",".join(SEEDS))
     for name in parser.parse_args().variants.split(","):
         out = HERE / name
         out.mkdir(exist_ok=True)
-        (gemma3 if name == "gemma3" else gemma4)(name, out)
+        {"gemma3": gemma3, "qwen": qwen}.get(name, gemma4)(name, out)
         print(name, {file.name: file.stat().st_size for file in out.glob("*.safetensors")})
 
 
