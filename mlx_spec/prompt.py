@@ -12,7 +12,9 @@ import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -72,6 +74,50 @@ class Sight:
     scale: float = 1.0  # the factor of token embeddings, which must not multiply rows of a span
     # The layers with bidirectional attention within a span: sliding-window layers, all, or none.
     together: Literal["sliding", "all"] | None = None
+    # Where rows have positions in the plane (M-RoPE): the axis of each rotary frequency, 0 time, 1 y, 2 x.
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Places:
+    """The rotary positions of a sequence with spans in the plane.
+
+    Row (y, x) of a span that begins at position p is at (p, p + y, p + x) in time, y and x. Text after it
+    goes on at p + max(rows, columns): its position is its index and a shift, 0 or less.
+    """
+
+    axes: tuple[int, ...] = ()  # see `Sight`
+    spans: tuple[tuple[int, int, int], ...] = ()  # index of the first row, rows and columns of each
+
+    @classmethod
+    def of(cls, sight: Sight | None, spans: Iterable[Span]) -> Places:
+        """Return the places of spans; none for a family that counts rows as tokens."""
+        if sight is None or not sight.axes:
+            return cls()
+        return cls(sight.axes, tuple((s.start, *s.grid) for s in spans if s.grid is not None))
+
+    def before(self, size: int) -> Places:
+        """Return the places of the spans that end within the first `size` positions of a prompt."""
+        return Places(self.axes, tuple(s for s in self.spans if s[0] + s[1] * s[2] <= size))
+
+    def shift(self, index: int) -> int:
+        """Return the shift of a token at an index."""
+        return sum(max(h, w) - h * w for start, h, w in self.spans if start + h * w <= index)
+
+    def crosses(self, start: int, end: int) -> bool:
+        """Return True if an index from `start` up to `end` is in a span."""
+        return any(first < end and first + h * w > start for first, h, w in self.spans)
+
+    def positions(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return time, y and x [3, end - start] of the indices from `start` up to `end`."""
+        index = np.arange(start, end)
+        found = np.stack([index, index, index])
+        for first, h, w in self.spans:
+            row, count = index - first, h * w
+            turned = np.stack([np.zeros_like(row), *np.divmod(row, w)]) - row
+            after = np.where(row >= count, max(h, w) - count, 0)
+            found += np.where((row >= 0) & (row < count), turned, after)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

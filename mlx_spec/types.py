@@ -17,6 +17,8 @@ from typing import Literal, Protocol
 
 import mlx.core as mx
 
+from mlx_spec.prompt import Places
+
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
 
 
@@ -93,6 +95,7 @@ class Features:
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
     final_hidden: mx.array | None = None  # [T, D]
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
+    places: Places = field(default_factory=Places)  # the target's rotary positions beside pictures
 
 
 @dataclass(frozen=True)

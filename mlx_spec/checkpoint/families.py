@@ -69,6 +69,7 @@ def _towers() -> dict[str, tuple[str, ...]]:
         "gemma3": ("vision_tower.", "multi_modal_projector."),
         "gemma4": ("vision_tower.", "embed_vision."),
         "gemma4_unified": ("vision_embedder.", "embed_vision."),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("visual.", "vision_tower.")),
     }
 
 

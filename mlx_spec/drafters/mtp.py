@@ -7,7 +7,7 @@ vector, and runs a decoder layer of the target's own architecture (DeepSeek-V3, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ from mlx_spec.drafters.checkpoint import (
     read_tensors,
     required,
 )
-from mlx_spec.drafters.conditioned import DrafterCache, check_conventions, network_source
+from mlx_spec.drafters.conditioned import ChainDrafter, DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import FeatureSpec
+from mlx_spec.model.places import placed
+from mlx_spec.prompt import Places
+from mlx_spec.types import Features, FeatureSpec
 
 # --- the decoder layer: mlx-lm's own, as the target has it with full attention and, if any, with experts
 
@@ -107,6 +109,26 @@ class MTPNetwork(nn.Module):
         return normed if self._conventions.chain == POST_NORM else x[0], normed
 
 
+class MTPDrafter(ChainDrafter):
+    """A chain whose rows have the target's rotary positions, also in pictures and after them, as in vLLM."""
+
+    _places = Places()
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        self._places = features.places
+        super().observe(history, features)
+
+    def process(self, rows: mx.array, tokens: list[int]) -> None:
+        start = self._positions[-self._num_waiting]
+        with placed(self._network, self._places, start, start + len(tokens)):
+            super().process(rows, tokens)
+
+    def _cut(self) -> None:
+        super()._cut()
+        for cache in self._caches:
+            cache.offset += self._places.shift(cache.offset)
+
+
 def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load a converted head. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     conventions = Conventions.from_config(config)
@@ -118,4 +140,4 @@ def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, 
     load_weights(network, path)
     post_norm = conventions.hidden == POST_NORM
     needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
-    return network_source(str(config["model_type"]), network, needs, size)
+    return network_source(str(config["model_type"]), network, needs, size, MTPDrafter)

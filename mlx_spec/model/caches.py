@@ -63,6 +63,7 @@ class Caches:
     def __init__(self, lanes: int = FIRST_LANES) -> None:
         self.layers: list[LayerCache] = []
         self.sizes: list[int] = []  # committed tokens, by lane
+        self.shifts: list[int] = []  # of rotary positions from the index of a token, by lane: after pictures
         self.uncommitted = 0  # rows after them, in each lane
         self._lanes = lanes
         self._groups: list[int] = []  # layers of each cache of the model: 0 if it is one, not a list
@@ -138,7 +139,8 @@ class Caches:
         self._make_room(T, len(self.sizes))
         ends = self._ends(len(self.sizes))
         self.uncommitted += T
-        offset = ends[0] if len(set(ends)) == 1 else mx.array(ends, dtype=mx.int32)
+        turned = [end + shift for end, shift in zip(ends, self.shifts, strict=True)]
+        offset = turned[0] if len(set(turned)) == 1 else mx.array(turned, dtype=mx.int32)
         for window, columns in self._columns.items():
             seen = blocks if in_all or window is not None else ()
             columns.begin(ends, T, reads_prompt=reads_prompt, blocks=seen)
@@ -245,7 +247,7 @@ class Caches:
             for window, columns in self._columns.items():
                 columns.reach = lone._columns[window].reach
         size, lane = lone.sizes[0], len(self.sizes)
-        self._append(size, {window: columns.oldest[0] for window, columns in lone._columns.items()})
+        self._append(size, {w: columns.oldest[0] for w, columns in lone._columns.items()}, lone.shifts[0])
         self._make_room(1, lane)
         for its, cache in zip(lone.attention, self.attention, strict=True):
             cache.join(its, lane, size)
@@ -261,7 +263,8 @@ class Caches:
             state.keep(lanes_without(lane, len(self.sizes)))
         for cache in self.attention if lane < last else ():
             cache.fill(lane, last, self.sizes[last] - cache.columns.first[last] + self.uncommitted)
-        for numbers in (self.sizes, *(n for c in self._columns.values() for n in (c.first, c.oldest))):
+        places = (n for c in self._columns.values() for n in (c.first, c.oldest))
+        for numbers in (self.sizes, self.shifts, *places):
             numbers[lane] = numbers[last]
             numbers.pop()
         if not self.sizes:
@@ -281,12 +284,13 @@ class Caches:
             its_columns.count = self.sizes[lane] - oldest
         lone.sizes = [self.sizes[lane]]
 
-    def _append(self, size: int, oldest: Mapping[int | None, int]) -> None:
+    def _append(self, size: int, oldest: Mapping[int | None, int], shift: int = 0) -> None:
         """Give a sequence the next lane. `oldest` is the first position that it holds, by window."""
         for window, columns in self._columns.items():
             columns.first.append(size - columns.end_column(size, self.sizes))
             columns.oldest.append(max(oldest[window], columns.first[-1]))
         self.sizes.append(size)
+        self.shifts.append(shift)
 
     def _columns_for(self, window: int | None) -> Columns:
         return self._columns.setdefault(window, Columns(window, self._lanes))

@@ -32,7 +32,7 @@ from mlx_spec.model.tree import (
     unwrap_ropes,
     wrap_ropes,
 )
-from mlx_spec.prompt import Sight, Span
+from mlx_spec.prompt import Places, Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
@@ -78,6 +78,7 @@ class LMTarget:
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
         self._read = 0  # the first tokens that were written as a prompt's
+        self._places = Places()
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
@@ -87,6 +88,11 @@ class LMTarget:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def places(self) -> Places:
+        """Return the rotary positions beside pictures."""
+        return self._places
 
     @property
     def uncommitted(self) -> int:
@@ -143,9 +149,9 @@ class LMTarget:
     ) -> tuple[Features, list[Checkpoint]]:
         """Write a chunk. Return its features, not evaluated, and a checkpoint within it."""
         rows, points = mx.array(list(tokens), dtype=mx.int32), list[Checkpoint]()
-        # A recurrent target gets a second checkpoint 32 tokens before the end of a prompt, because the next
-        # turn often drops what a chat template appends to begin an answer.
-        early = len(tokens) - 32 if self._recurrent else 0
+        if spans:  # of a text, nothing is kept that has any
+            self._places = Places.of(self._sight, spans)
+        early = self._early(len(tokens), spans) if self._recurrent else 0
         if early > 0:
             self._write(rows[:early], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint())
@@ -153,6 +159,15 @@ class LMTarget:
         if not self._needs.prompt_hidden:
             self._captured = []  # before they are computed
         return self._features(len(tokens)), points
+
+    def _early(self, count: int, spans: Sequence[Span]) -> int:
+        """Return after how many of `count` tokens of a prompt a recurrent target gets a second checkpoint.
+
+        It is 32 tokens before the end, because the next turn often drops what a chat template appends to
+        begin an answer. A span, whose rows would be computed again, ends before it.
+        """
+        place, end = self._size + count - 32, self._size + count
+        return next((s.end for s in spans if s.start < place < s.end < end), place) - self._size
 
     def _end_prefill(self, count: int, features: Features, points: Sequence[Checkpoint]) -> Features:
         """Evaluate and commit a chunk. Return its features."""
@@ -205,6 +220,7 @@ class LMTarget:
         if self._replay.size:
             self._write_replay()
         self._batch_kv = shared_kv
+        self._caches.shifts = [self._places.shift(self._size)]
         return self._caches
 
     def attach(self, replay: mx.array) -> Caches:
@@ -284,6 +300,7 @@ class LMTarget:
                 self._reset()
             self._checkpoints = checkpoints
         self._checkpoints = self._reached()  # other tokens may follow now
+        self._places = self._places.before(self._size)
         self._read = min(self._read, self._size)
         return self._size
 
@@ -301,7 +318,9 @@ class LMTarget:
     def state(self) -> CacheState:
         """Return what caches and checkpoints hold, by @checkpoint. There must be no uncommitted rows."""
         checkpoints, replay = self._reached(), cast(list[int], self._replay.tolist())
-        parts = {"all": CacheState(numbers={"size": [self._size, self._read], "replay": replay})}
+        placed = [number for span in self._places.before(self._size).spans for number in span]
+        numbers = {"size": [self._size, self._read], "replay": replay, "places": placed}
+        parts = {"all": CacheState(numbers=numbers)}
         for j, place in enumerate([self._caches.checkpoint(), *checkpoints]):
             parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
         return CacheState.join(parts)
@@ -311,6 +330,9 @@ class LMTarget:
         numbers = state.part("all").numbers
         self._size, self._read = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
+        of_span = iter(numbers["places"])
+        spans = tuple(zip(of_span, of_span, of_span, strict=True))
+        self._places = Places(self._sight.axes if self._sight else (), spans)
         self._caches.restore(self._caches.load(state.part("@0")))
         for j in range(1, self.MAX_CHECKPOINTS + 1):
             if (part := state.part(f"@{j}")).numbers:
@@ -366,6 +388,7 @@ class LMTarget:
         spans = spans_between(spans, start, end)
         blocks = blocks_of(self._sight, spans, start, end)
         in_all = self._sight is not None and self._sight.together == "all"
+        self._caches.shifts = [self._places.shift(start)]
         self._caches.begin(rows.size, reads_prompt=reads_prompt, blocks=blocks, in_all=in_all)
         views = None
         if tree is not None:
@@ -373,7 +396,7 @@ class LMTarget:
         cache = self._caches.for_model(views)
         if spans:
             assert self._sight is not None, "this target reads text alone"
-            logits = run_with_spans(self._model, self._sight, rows, start, spans, cache)
+            logits = run_with_spans(self._model, self._sight, self._places, rows, start, spans, cache)
         else:
             logits = self._model(rows[None], cache=cache)[0]
         before = rows.size - tokens.size
@@ -385,7 +408,7 @@ class LMTarget:
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
             for h in zip(*self._captured, strict=True)
         ]
-        return features_of(self._needs, hidden, self.shared_kv)
+        return features_of(self._needs, hidden, self.shared_kv, self._places)
 
     def shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""
@@ -401,11 +424,14 @@ def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
     return [*(capture(decoder.layers, i) for i in needs.hidden_layers), *final]
 
 
-def features_of(needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV) -> Features:
+def features_of(
+    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV, places: Places
+) -> Features:
     """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
     layers = len(needs.hidden_layers)
     return Features(
         tuple(hidden[:layers]),
         hidden[layers] if needs.final_hidden and hidden else None,
         shared_kv if needs.shared_kv else None,
+        places,
     )

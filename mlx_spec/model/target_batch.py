@@ -164,7 +164,7 @@ class TargetBatch:
         for i, (origin, replay, count) in enumerate(zip(self._origins, replays, keep, strict=True)):
             origin.count(count, reads_prompt=reads_prompt)
             hidden = [each[i, replay.size : replay.size + count] for each in captured]
-            features.append(features_of(self._needs, hidden, origin.shared_kv))
+            features.append(features_of(self._needs, hidden, origin.shared_kv, origin.places))
         return features
 
     def _shared_kv(self, origin: LMTarget) -> Mapping[str, KVRows]:

@@ -135,10 +135,11 @@ class TreeCacheView:
         self._tree = tree
         self._start = start
         assert isinstance(cache.offset, int), "a tree is of one sequence"
-        self._base = cache.offset - start
+        # The index of the pending token; rotary positions are shifted after pictures.
+        self._base = cache.columns.first[0] + cache.columns.starts[0] - start
         self.window = cache.columns.window
         # A list, because only RowwiseRope can compute with it: any other use of positions raises.
-        self.offset = [self._base + depth for depth in tree.depths[start:]]
+        self.offset = [cache.offset - start + depth for depth in tree.depths[start:]]
         self.has_masked = False  # True once the model has asked for a mask
 
     def update_and_fetch(
@@ -196,7 +197,7 @@ def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
     for index, layer in enumerate(layers):
         if not any(ROPE in owner for owner in layer.modules()):
             return f"layer {index} has no rotary embedding"
-    for owner in _rope_owners(model):
+    for owner in rope_owners(model):
         rope = owner[ROPE]
         inner = rope.layer if isinstance(rope, RowwiseRope) else rope
         if not _rotates_rows_independently(inner):
@@ -208,29 +209,29 @@ def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
 
 def has_rowwise_ropes(model: nn.Module) -> bool:
     """Return True if all rotary embeddings of a model take an offset for each row."""
-    return all(isinstance(owner[ROPE], RowwiseRope) for owner in _rope_owners(model))
+    return all(isinstance(owner[ROPE], RowwiseRope) for owner in rope_owners(model))
 
 
 def runs_of(model: nn.Module) -> list[int]:
     """Return how often each rotary embedding of a model rotated several rows from one offset on."""
-    return [owner[ROPE].runs for owner in _rope_owners(model)]
+    return [owner[ROPE].runs for owner in rope_owners(model)]
 
 
 def wrap_ropes(model: nn.Module) -> None:
     """Let all rotary embeddings of a model take an offset for each row."""
-    for owner in _rope_owners(model):
+    for owner in rope_owners(model):
         if not isinstance(owner[ROPE], RowwiseRope):
             owner[ROPE] = RowwiseRope(owner[ROPE])
 
 
 def unwrap_ropes(model: nn.Module) -> None:
     """Undo `wrap_ropes`."""
-    for owner in _rope_owners(model):
+    for owner in rope_owners(model):
         if isinstance(owner[ROPE], RowwiseRope):
             owner[ROPE] = owner[ROPE].layer
 
 
-def _rope_owners(model: nn.Module) -> list[nn.Module]:
+def rope_owners(model: nn.Module) -> list[nn.Module]:
     """Return the modules with rotary embeddings: layers that reuse K/V may be in a list of their own."""
     return [owner for owner in model.modules() if ROPE in owner]
 

@@ -33,8 +33,8 @@ class Family:
     tower: Callable[[Config, int], nn.Module]  # of vision_config and the model's width
     preparation: Callable[[Config, Config], Preparation]  # of config.json and the processor file
     sight: Callable[[Config], Sight]  # of text_config
-    tokens: tuple[int, int, int]  # of a row, before and after a picture, where config.json is silent
-    words: Callable[[str, str, str], Words]  # of these three tokens
+    tokens: Mapping[str, int]  # of a row, and before and after a picture, where config.json is silent
+    words: Callable[..., Words]  # of these tokens
     renamed: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array)
 
 

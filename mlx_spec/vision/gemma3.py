@@ -186,7 +186,7 @@ FAMILY = Family(
     Gemma3Tower,
     _square,
     _sight,
-    (262_144, 255_999, 256_000),
+    {"image_token": 262_144, "boi_token": 255_999, "eoi_token": 256_000},
     _words,
     _renamed,
 )

@@ -281,7 +281,7 @@ def _words(row: str, begin: str, end: str) -> Words:
     return Words(row, row, begin, end)
 
 
-_TOKENS = 258_880, 255_999, 258_882
+_TOKENS = {"image_token": 258_880, "boi_token": 255_999, "eoi_token": 258_882}
 WITH_TOWER = Family(
     Gemma4Tower,
     partial(_patches, pools=True),

@@ -62,6 +62,44 @@ class Patches:
 
 
 @dataclass(frozen=True)
+class MergedPatches:
+    """Pictures in about their own shape, cut into patches whose neighbours are merged: Qwen.
+
+    Width and height become multiples of `patch * merge` pixels, so that a picture has from `least` to `most`
+    pixels. Each square of `merge * merge` patches is one row, and its patches follow one another.
+    """
+
+    patch: int
+    merge: int
+    least: int
+    most: int
+
+    def grid(self, height: int, width: int) -> Grid:
+        """Return the grid of squares. Raises InvalidValue for a stripe."""
+        if max(height, width) > 200 * min(height, width):
+            raise InvalidValue(
+                f"a picture has {width} x {height} pixels: this model reads none longer than 200 : 1; cut it"
+            )
+        side = self.patch * self.merge
+        rows, columns = round(height / side), round(width / side)
+        if (area := rows * columns * side**2) > self.most:
+            factor = math.sqrt(height * width / self.most)
+            rows, columns = (max(int(each / factor / side), 1) for each in (height, width))
+        elif area < self.least:
+            factor = math.sqrt(self.least / (height * width))
+            rows, columns = (math.ceil(each * factor / side) for each in (height, width))
+        return rows, columns
+
+    def __call__(self, picture: Pixels) -> tuple[Pixels, Grid]:
+        """Return patches [N, patch * patch * 3], square by square, and the grid of squares."""
+        rows, columns = self.grid(*picture.shape[:2])
+        size, merge = self.patch, self.merge
+        resized = _resized(picture, rows * merge * size, columns * merge * size, "BICUBIC")
+        cut = resized.reshape(rows, merge, size, columns, merge, size, 3).transpose(0, 3, 1, 4, 2, 5, 6)
+        return np.ascontiguousarray(cut).reshape(-1, size * size * 3), (rows, columns)
+
+
+@dataclass(frozen=True)
 class Square:
     """Pictures in one size, whatever their shape: Gemma 3."""
 

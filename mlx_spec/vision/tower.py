@@ -15,19 +15,30 @@ from mlx_spec.checkpoint.families import tower_names
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, NoVision
-from mlx_spec.vision import gemma3, gemma4
+from mlx_spec.vision import gemma3, gemma4, qwen
 
-FAMILIES = {"gemma3": gemma3.FAMILY, "gemma4": gemma4.WITH_TOWER, "gemma4_unified": gemma4.WITHOUT_TOWER}
+FAMILIES = {
+    "gemma3": gemma3.FAMILY,
+    "gemma4": gemma4.WITH_TOWER,
+    "gemma4_unified": gemma4.WITHOUT_TOWER,
+    "qwen3_5": qwen.FAMILY,
+    "qwen3_5_moe": qwen.FAMILY,
+}
 
 
 def tower_tensors(checkpoint: StoredModel) -> dict[str, mx.array]:
-    """Return the tensors of a tower as they are stored, unread, without "model." before their names.
+    """Return the tensors of a tower as they are stored, unread, under the names that mlx-lm passes over.
 
+    These are without "model." in front, and the tower of Qwen is `vision_tower`, as mlx-vlm has it.
     Empty if there is no tower that is known here. Raises BadCheckpoint for damaged files.
     """
     names = set(tower_names(checkpoint.config, checkpoint.headers.tensors))
     stored = read_tensors(checkpoint.folder) if names else {}
-    return {name.removeprefix("model."): array for name, array in stored.items() if name in names}
+    own = {
+        name: re.sub(r"^(model\.)?(visual\.)?", lambda m: "vision_tower." if m[2] else "", name)
+        for name in names
+    }
+    return {own[name]: array for name, array in stored.items() if name in names}
 
 
 def read_tower(checkpoint: StoredModel) -> Any:

@@ -53,9 +53,8 @@ class Vision:
         self._prepare = family.preparation(config, processor)
         self.sight = family.sight(text_config(config))
         # These tokens stand for a row, and before and after a picture.
-        keys = ((f"{key}_id", f"{key}_index") for key in ("image_token", "boi_token", "eoi_token"))
-        stated = (integer(config, *names) for names in keys)
-        self._tokens = [usual if i is None else i for i, usual in zip(stated, family.tokens, strict=True)]
+        stated = {key: integer(config, f"{key}_id", f"{key}_index") for key in family.tokens}
+        self._tokens = [usual if (i := stated[key]) is None else i for key, usual in family.tokens.items()]
         written = [tokenizer.token_bytes(token).decode() for token in self._tokens]
         if not all(written):
             raise InvalidValue(f"its tokenizer lacks the tokens of pictures, {self._tokens}")

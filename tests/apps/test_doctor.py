@@ -78,8 +78,9 @@ def test_the_demo_pair_passes(report):
     assert found["window"] == 64 and found["past_window"] and found["left_out"] == 0
 
 
-def test_a_picture_is_read_the_same_with_drafts():
-    found = self_test(pair_of("e2b", "assistant"), None, PATIENT, StageProgress(io.StringIO()))
+@pytest.mark.parametrize(("variant", "drafter"), [("e2b", "assistant"), ("qwen", "mtp")])
+def test_a_picture_is_read_the_same_with_drafts(variant, drafter):
+    found = self_test(pair_of(variant, drafter), None, PATIENT, StageProgress(io.StringIO()))
     seen = [each for each in found.comparisons if each.prompt.startswith("a drawing")]
     assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, COMPANY}
     assert found.passed and found.picture == 64

@@ -203,7 +203,11 @@ def test_own_heads(tmp_path: Path, config: dict[str, Any], tensor: str, state: s
     ("config", "words"),
     [
         ({}, "no: it is a text model: its config.json names no vision tower"),
-        ({"model_type": "qwen3_5"}, "no: the vision tower of qwen3_5 is not read here; those of gemma3, "),
+        ({"model_type": "qwen3_vl"}, "no: the vision tower of qwen3_vl is not read here; those of gemma3, "),
+        (
+            {"model_type": "qwen3_5"},
+            "no: its config.json names a vision tower, but the checkpoint holds none",
+        ),
         ({"model_type": "gemma3"}, "no: its config.json names a vision tower, but the checkpoint holds none"),
         ({"model_type": "gemma4"}, "yes, by a vision tower of "),
     ],

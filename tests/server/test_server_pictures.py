@@ -138,6 +138,8 @@ def test_pictures_of_tools_follow_their_results() -> None:
         (CHAT, {"messages": [{"role": "system", "content": [PNG]}]}, "messages.0.content.0: a part of type"),
         (CHAT, {"messages": [{"role": "assistant", "content": [PNG]}]}, "messages.0.content.0: "),
         (CHAT, {"messages": [user({"type": "input_audio", "input_audio": {}})]}, "messages.0.content.0: "),
+        (CHAT, {"messages": [user({"type": "video_url", "video_url": {}})]},
+         "messages.0.content.0: a part of type 'video_url'"),
         (RESPONSES, {"input": [user({"type": "input_image", "file_id": "file-1"})]},
          "input.0.content.0.file_id: no files are kept here"),
         (MESSAGES, {"messages": [user({"type": "image", "source": {"type": "url", "url": "http://x/"}})]},
@@ -198,7 +200,8 @@ def in_float32(served: ServedModel) -> Pair:
 def client() -> Iterator[httpx2.Client]:
     served = ServedModel("e2b", PairSpec(str(ROOT / "e2b"), ASSISTANT, num_draft_tokens=3))
     blind = ServedModel("demo", PairSpec("demo"))
-    settings = Settings(models=(served, blind))
+    other = ServedModel("qwen", PairSpec(str(ROOT / "qwen"), "none"))  # which no test loads
+    settings = Settings(models=(served, blind, other))
     engine = EngineThread(settings, in_float32)
     with listening(engine, settings) as url:
         assert engine.wait_loaded()
@@ -240,17 +243,17 @@ def test_rows_are_counted_and_cached(client: Any) -> None:
     assert usages[1]["prompt_tokens_details"]["cached_tokens"] == len(told["ids"]) - 2
     other = {**body, "messages": [user({"type": "image_url", "image_url": URL_B}, said(QUESTION))]}
     assert client.post(CHAT, json=other).json()["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
-    count = client.post(
-        f"{MESSAGES}/count_tokens", json={"model": "e2b", "messages": [user(block(A), said(QUESTION))]}
-    )
-    assert count.json() == {"input_tokens": len(told["ids"])}
+    for model in ("e2b", "qwen"):
+        asked = {"model": model, "messages": [user(block(A), said(QUESTION))]}
+        count = client.post(f"{MESSAGES}/count_tokens", json=asked)
+        assert count.json() == {"input_tokens": len(facts(model)[0]["one"][0]["ids"])}
 
 
 def test_models_say_that_they_see(client: Any) -> None:
     cards = {card["id"]: card["images"] for card in client.get("/v1/models").json()["data"]}
-    assert cards == {"e2b": True, "demo": False}
-    shows = [client.post("/api/show", json={"model": name}).json() for name in ("e2b", "demo")]
-    assert ["vision" in show["capabilities"] for show in shows] == [True, False]
+    assert cards == {"e2b": True, "demo": False, "qwen": True}
+    shows = [client.post("/api/show", json={"model": name}).json() for name in cards]
+    assert ["vision" in show["capabilities"] for show in shows] == list(cards.values())
 
 
 def test_a_model_that_does_not_see_says_why(client: Any) -> None:

@@ -114,9 +114,10 @@ CASES = [
 ]
 
 
-def test_files_tell_pictures_apart(tmp_path: Path) -> None:
-    pair = spans.pair_of("31b", "assistant")
-    first, second = (spans.golden("31b", f"again.{turn}") for turn in range(2))
+@pytest.mark.parametrize(("variant", "drafter"), [("31b", "assistant"), ("qwen", "mtp")])
+def test_files_tell_pictures_apart(variant: str, drafter: str, tmp_path: Path) -> None:
+    pair = spans.pair_of(variant, drafter)
+    first, second = (spans.golden(variant, f"again.{turn}") for turn in range(2))
     held, found = CachedSequence(pair.open()), files(pair, tmp_path)
     held.rewind_to_prefix(first.prompt)
     for round in decode(pair.prepare(held.parts, first.prompt, max_tokens=24)):
@@ -125,7 +126,8 @@ def test_files_tell_pictures_apart(tmp_path: Path) -> None:
     found.close([])
     restored = files(pair, tmp_path).restore(second.prompt, 0, pair.open)
     assert restored is not None
-    assert restored.rewind_to_prefix(second.prompt) > first.prompt.spans[0].end
+    assert restored.parts.target.places == held.parts.target.places
+    assert restored.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
     rounds = decode(pair.prepare(restored.parts, second.prompt, max_tokens=8))
     assert [token for round in rounds for token in round.tokens] == second.greedy[:8]
     others = tuple(replace(span, digest=b"another") for span in second.prompt.spans)

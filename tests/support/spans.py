@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +23,10 @@ from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.vision.pictures import read_picture
 from mlx_spec.vision.vision import Picture, Vision, read_vision
 from support.checkpoints import read
-from support.drafting import GOLDEN
+from support.drafting import GOLDEN, converted
 
 ROOT = GOLDEN / "vision"
-VARIANTS = ("e2b", "26b", "31b", "12b", "gemma3")
+VARIANTS = ("e2b", "26b", "31b", "12b", "gemma3", "qwen")
 VOCAB = 512
 CASES = ("one.0", "other.0", "two.0", "later.0", "later.1", "later.2", "again.0", "again.1")
 
@@ -96,6 +98,13 @@ def sources(variant: str, drafter: str) -> list[DrafterSource]:
         pair = GOLDEN / f"{variant}-trained"
         source: Any = open_drafter(pair / "assistant", read(pair / "assistant"), read(pair / "target"))
         source.network.set_dtype(mx.float32)
+        return [source]
+    if drafter == "mtp":  # the head inside the checkpoint
+        with TemporaryDirectory() as out:
+            converted(ROOT / variant, "auto", Path(out, "pair"))
+            folder = Path(out, "pair", "drafter")
+            source = open_drafter(folder, read(folder), read(ROOT / variant))
+            mx.eval(source.network.parameters())
         return [source]
     return []
 

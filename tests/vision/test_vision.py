@@ -17,12 +17,13 @@ from support.drafting import GOLDEN
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
+from mlx_spec.vision import qwen
 from mlx_spec.vision.pictures import MAX_PICTURES, read_picture
-from mlx_spec.vision.pixels import Patches
+from mlx_spec.vision.pixels import MergedPatches, Patches
 from mlx_spec.vision.vision import Picture, Vision, read_vision
 
 ROOT = GOLDEN / "vision"
-VARIANTS = ("e2b", "e4b", "12b", "26b", "31b", "gemma3")
+VARIANTS = ("e2b", "e4b", "12b", "26b", "31b", "gemma3", "qwen")
 
 
 @cache
@@ -151,12 +152,18 @@ def without_prefix(name: str, array: mx.array) -> tuple[str, mx.array]:
     return name.removeprefix("model."), array
 
 
+def qwen_as_mlx_vlm(name: str, array: mx.array) -> tuple[str, mx.array]:
+    name = name.replace("model.visual.", "vision_tower.")
+    return name, array.transpose(0, 2, 3, 4, 1) if array.ndim == 5 else array
+
+
 @pytest.mark.parametrize(
     ("variant", "rename"),
     [
         ("gemma3", as_google),
         ("gemma3", as_mlx_vlm),
         ("31b", without_prefix),
+        ("qwen", qwen_as_mlx_vlm),
     ],
 )
 def test_names_of_published_towers_are_known(variant: str, rename: Any, tmp_path: Path) -> None:
@@ -182,24 +189,34 @@ def test_tensors_that_rows_do_not_pass_are_left_out(tmp_path: Path) -> None:
     assert mx.array_equal(found, rows_of(vision, picture))
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32)])
-def test_a_tower_may_be_quantized_in_part(bits: int, group: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "bits", "names"),
+    [
+        ("26b", 4, ("embedding_projection", "layers.1.mlp.gate_proj.linear")),
+        ("26b", 8, ("embedding_projection", "layers.1.mlp.gate_proj.linear")),
+        ("qwen", 8, ("merger.linear_fc1", "blocks.1.attn.qkv")),
+    ],
+)
+def test_a_tower_may_be_quantized_in_part(
+    variant: str, bits: int, names: tuple[str, str], tmp_path: Path
+) -> None:
     """The projection, as mlx-vlm does it, and one layer of another size."""
-    tokenizer, vision = opened("26b")
+    tokenizer, vision = opened(variant)
 
     def quantized(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
-        if not name.endswith(("embedding_projection.weight", "layers.1.mlp.gate_proj.linear.weight")):
+        if not name.endswith(tuple(f"{each}.weight" for each in names)):
             return [(name, array)]
         stem = name.removesuffix("weight")
         return list(
             zip(
                 (f"{stem}weight", f"{stem}scales", f"{stem}biases"),
-                mx.quantize(array, group_size=group, bits=bits),
+                mx.quantize(array, group_size=32, bits=bits),
                 strict=True,
             )
         )
 
-    folder = changed("26b", tmp_path / "copy", without_prefix, quantization={"group_size": 64, "bits": 4})
+    settings = {"quantization": {"group_size": 64, "bits": 4}}
+    folder = changed(variant, tmp_path / "copy", lambda *item: item, **settings)
     path = str(folder / "model-vision.safetensors")
     parts = [pair for item in mx.load(path).items() for pair in quantized(*item)]
     mx.save_safetensors(path, dict(parts))
@@ -234,10 +251,47 @@ def test_a_grid_fills_the_budget(size: tuple[int, int], grid: tuple[int, int]) -
     assert Patches(48, 16, 280).grid(size[1], size[0]) == grid
 
 
-def test_a_tower_works_in_steps() -> None:
-    _, vision = opened("e2b")  # five layers
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ((1, 1), (8, 8)),  # small pictures are enlarged
+        ((32, 6400), (200, 1)),
+        ((6400, 32), (1, 200)),
+        ((4032, 3024), (94, 126)),
+        ((5000, 5000), (128, 128)),
+        ((640, 400), (12, 20)),
+        ((80, 3000), (94, 2)),
+        ((2600, 13), (1, 114)),
+    ],
+)
+def test_a_grid_of_qwen_is_near_the_size_of_the_picture(size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """As transformers' smart_resize does for the published settings."""
+    assert MergedPatches(16, 2, 2**16, 2**24).grid(size[1], size[0]) == grid
+
+
+@pytest.mark.parametrize(("variant", "shape", "layers"), [("e2b", (576, 32), 5), ("qwen", (256, 32), 3)])
+def test_a_tower_works_in_steps(variant: str, shape: tuple[int, int], layers: int) -> None:
+    _, vision = opened(variant)
     steps = vision.encode(vision.prepare(pixels("a")))
-    assert [step.shape for step in steps] == [(576, 32)] * 5
+    assert [step.shape for step in steps] == [shape] * layers
+
+
+def test_a_large_picture_takes_more_steps_for_the_same_rows() -> None:
+    """A photo has 48,000 patches."""
+    block = opened("qwen")[1]._tower.blocks[0]
+    x, angles = mx.random.normal((50, 32)), mx.random.normal((50, 16))
+    whole, parts = (list(block(x, mx.cos(angles), mx.sin(angles), most)) for most in (2**23, 50 * 7))
+    assert [part.shape[0] for part in parts] == [7] * 7 + [1]
+    assert mx.abs(mx.concatenate(parts) - mx.concatenate(whole)).max() < 1e-5
+
+
+def test_sixteen_bits_stay_sixteen_bits() -> None:
+    tokenizer, vision = opened("qwen")
+    stored = read_vision(ROOT / "qwen", tokenizer)
+    picture = vision.prepare(pixels("b"))
+    rows, exact = rows_of(stored, picture), rows_of(vision, picture)
+    assert rows.dtype == mx.bfloat16
+    assert mx.linalg.norm(rows - exact) < 0.03 * mx.linalg.norm(exact)
 
 
 def test_pictures_are_counted_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +321,7 @@ def expanded(texts: str, count: int, variant: str = "e2b") -> list[int]:
         ("e2b", "see <|image|>", "holds <|image|>"),
         ("gemma3", "see <|image>", "holds <|image>"),
         ("gemma3", "see <|image|>", "holds <|image|>"),
+        ("qwen", "see <|image|>", "holds <|image|>"),
     ],
 )
 def test_a_placeholder_in_a_text_is_refused_beside_pictures(variant: str, text: str, named: str) -> None:
@@ -294,7 +349,7 @@ def test_a_template_that_shows_no_pictures_is_named() -> None:
         (
             {"model_type": "qwen3_vl"},
             False,
-            "tower of qwen3_vl is not read here; those of gemma3, gemma4, gemma4_unified are",
+            "tower of qwen3_vl is not read here; those of gemma3, gemma4, gemma4_unified, qwen3_5",
         ),
         ({"image_token_id": 258_880}, False, "its tokenizer lacks the tokens of pictures"),
         ({"gguf": "x.gguf"}, False, "mmproj"),
@@ -315,16 +370,32 @@ def test_a_model_says_why_it_reads_no_pictures(
     [
         ("gemma3", "preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan"),
         ("gemma3", "preprocessor_config.json", {"image_mean": [0.4, 0.5, 0.6]}, "image_mean"),
+        ("qwen", "preprocessor_config.json", {"image_mean": [0.0] * 3}, "image_mean"),
+        ("qwen", "preprocessor_config.json", {"merge_size": 3}, "merge_size 3, where 2"),
     ],
 )
 def test_a_processor_that_does_more_is_refused(
     variant: str, file: str, settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    folder = changed(variant, tmp_path / "copy", as_google)
+    folder = changed(variant, tmp_path / "copy", lambda *item: item)
     (folder / "processor_config.json").unlink()
     (folder / file).write_text(json.dumps(settings))
     with pytest.raises(NoVision, match=words):
         read_vision(folder, opened(variant)[0])
+
+
+def test_a_stripe_is_refused_by_qwen() -> None:
+    _, vision = opened("qwen")
+    assert vision.prepare(np.zeros((2, 400, 3), np.uint8)).grid == (1, 57)
+    with pytest.raises(InvalidValue, match="401 x 2 pixels: this model reads none longer than 200 : 1"):
+        vision.prepare(np.zeros((2, 401, 3), np.uint8))
+
+
+def test_published_sections_turn_the_frequencies_of_qwen_in_turn() -> None:
+    """Of 32, y and x have 11 and 10, and time has the others, as transformers interleaves them."""
+    rope = {"mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    assert qwen.FAMILY.sight({"head_dim": 256, "rope_parameters": rope}).axes == (*[0, 1, 2] * 10, 0, 1)
+    assert qwen.FAMILY.sight({"head_dim": 256}).axes == (*[0, 1, 2] * 10, 0, 1)
 
 
 def test_a_tower_of_another_form_is_named_when_it_is_loaded(tmp_path: Path) -> None:
