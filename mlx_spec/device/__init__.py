@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
@@ -14,7 +15,7 @@ class NoBackend(SpecError, ImportError):
 
 
 def require_backend() -> None:
-    """Import MLX and give it the best BLAS. Raises NoBackend, which names what to install."""
+    """Import MLX and give it the best BLAS. Raises NoBackend, which names what to install or to change."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -25,6 +26,14 @@ def require_backend() -> None:
                 "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
             )
         raise NoBackend(f"no MLX backend ({' '.join(str(error).split())}): {way}") from error
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))  # as mlx-lm does when it is imported
+    except ValueError as error:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        raise NoBackend(
+            f"{allowed} open files are allowed here, and mlx-lm takes 4096: raise the hard limit, which "
+            "`ulimit -Hn` shows"
+        ) from error
     use_blas()
 
 
