@@ -304,7 +304,7 @@ def _configure_log(file: Path | None) -> None:
     logging.raiseExceptions = False  # a full disk does not justify a traceback with every request
     prefix = "mlx-spec: " if file is None else "%(asctime)s %(levelname)s "
     handler.setFormatter(DiscreetFormatter(f"{prefix}%(message)s"))
-    loggers = (LOG.name, "uvicorn.error")
+    loggers = (LOG.name, "uvicorn.error", "asyncio")
     for name in loggers:
         logger = logging.getLogger(name)
         logger.handlers = [handler]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import re
 import signal
 import socket
@@ -232,6 +233,21 @@ def test_our_own_bug_is_500_and_tells_nothing(stub, monkeypatch, caplog):
 
 
 # --- health, models, metrics
+
+
+@pytest.mark.parametrize("name", ["mlx_spec.server", "uvicorn.error", "asyncio"])
+def test_no_exception_in_the_log_quotes_a_request(name, tmp_path, monkeypatch):
+    for each in ("mlx_spec.server", "uvicorn.error", "asyncio"):
+        logger = logging.getLogger(each)
+        for key in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, key, vars(logger)[key])
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    app._configure_log(tmp_path / "log")
+    try:
+        int("a secret")
+    except ValueError:
+        logging.getLogger(name).exception("a task failed")
+    assert re.fullmatch(r"\S+ \S+ ERROR a task failed\nValueError at .*\n", (tmp_path / "log").read_text())
 
 
 def test_health_says_who_we_are(stub):
