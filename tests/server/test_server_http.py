@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,10 +243,11 @@ def test_no_exception_in_the_log_quotes_a_request(name, tmp_path, monkeypatch):
             monkeypatch.setattr(logger, key, vars(logger)[key])
     monkeypatch.setattr(logging, "raiseExceptions", True)
     app._configure_log(tmp_path / "log")
-    try:
-        int("a secret")
-    except ValueError:
-        logging.getLogger(name).exception("a task failed")
+    with closing(logging.getLogger(name).handlers[0]):
+        try:
+            int("a secret")
+        except ValueError:
+            logging.getLogger(name).exception("a task failed")
     assert re.fullmatch(r"\S+ \S+ ERROR a task failed\nValueError at .*\n", (tmp_path / "log").read_text())
 
 
