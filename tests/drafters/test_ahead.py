@@ -237,7 +237,9 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 def test_texts_in_a_batch() -> None:
     model = tiny.model_of("full")
     source = ahead_in(Waiting(), SOURCES["draft model"]())
-    batch = Batch(lambda: TargetBatch(model, source.needs), 4)
+    batch = Batch(
+        lambda: TargetBatch(model, source.needs), 4, clock=lambda: 0.0
+    )  # so that they begin together
     prompts = [tiny.prompt(length, seed=length) for length in (3, 20, 35, 30)]
     texts: dict[int, list[int]] = {}
     rounds = list[Round]()

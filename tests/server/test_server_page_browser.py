@@ -562,7 +562,7 @@ def test_deleting_a_conversation_ends_its_answer(server, tab):
     tab.until("document.querySelector('.turn:last-child .answer')?.textContent.length > 20")
     press(tab, "Delete")
     tab.until("!document.querySelector('#send').hidden")
-    wait_until(lambda: server.get("/health").json()["running"] == 0, 10)
+    wait_until(lambda: server.get("/health").json()["running"] == 0)
     assert tab.value("document.querySelectorAll('.turn').length") == 0
     press(tab, "Undo")
     tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
