@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_spec.errors import NotRewindable
+from mlx_spec.errors import BadCheckpoint, NotRewindable
 from mlx_spec.model.target import LMTarget
 
 
@@ -24,6 +24,7 @@ def rounding_of(model: nn.Module) -> float:
 def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
     """Verify rows together, one by one and after a rollback. Raises NotRewindable if they differ.
 
+    Raises BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
     `make` returns new targets of the model. The median error counts: single rows may have more, because
     another expert is chosen at a near tie, while a wrong mask or position spoils most rows.
     """
@@ -42,10 +43,16 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
     together.commit(0)
     right = mx.concatenate([*single, *single[kept:]]).astype(mx.float32)
     found = mx.concatenate([block, again]).astype(mx.float32)
+    if mx.isnan(right).any():
+        raise BadCheckpoint(
+            "the logits of this target are not numbers: its weights are damaged, or its activations exceed "
+            "their type; download it again, or get it in bfloat16"
+        )
     right, found = (mx.where(mx.isinf(logits), 0, logits) for logits in (right, found))  # of banned tokens
-    errors = mx.abs(found - right).max(axis=-1) / mx.abs(right).max(axis=-1)
+    largest = mx.maximum(mx.abs(right).max(axis=-1), 1e-30)  # of weights that are all zeros, 0
+    errors = mx.abs(found - right).max(axis=-1) / largest
     error = float(mx.sort(errors)[errors.size // 2])
-    if error > rounding_of(model):
+    if not error <= rounding_of(model):  # nor where it is not a number
         raise NotRewindable(
             "in this target a token depends on those that are read in the same pass (logits differ by "
             f"{error:.1%}): drafts would change its text; use it with mlx-lm"

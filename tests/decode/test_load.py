@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -266,6 +267,14 @@ def test_tensors_that_do_not_fit(target: Path) -> None:
     assert name in refused(BadCheckpoint, target)
     edit_tensors(target, lambda tensors: tensors.update({"extra.weight": mx.zeros(1)}))
     assert "mlx-lm does not know extra.weight: get a copy" in refused(BadCheckpoint, target)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_numbers(target: Path, value: float) -> None:
+    """All comparisons with logits that are not numbers passed, and every token was the first one."""
+    name = "model.layers.0.input_layernorm.weight"
+    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name] * value}))
+    assert "the logits of this target are not numbers: its weights" in refused(BadCheckpoint, target)
 
 
 # --- pairs that do not fit
