@@ -38,9 +38,9 @@ def read_model(
     checkpoint.check_quantizer()
     given = checkpoint.changes if config is None else dict(config)
     keys = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-    layers = integer(text_config({**checkpoint.config, **given}), *keys)
-    tensors = len(checkpoint.headers.tensors)
-    if layers and layers > tensors:  # to build them would take all memory
+    layers = integer(text_config({**checkpoint.config, **given}), *keys) or 0
+    tensors, many = len(checkpoint.headers.tensors), 1024
+    if layers > max(tensors, many):  # to build them would take all memory
         raise BadCheckpoint(
             f"config.json of {folder} has {layers} layers, its weights are {tensors} tensors: they belong to "
             f"different models; {AGAIN}"
