@@ -1,4 +1,4 @@
-"""The events that answer a request, and their measurements as JSON."""
+"""The events that answer a request, and what the writers of all protocols need to write them as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptRead:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """A part of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
+    """A chunk of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -99,11 +99,11 @@ class Timings:
 
 @dataclass(frozen=True)
 class Racer:
-    """One of the two answers of a race, as far as it came."""
+    """One of the two answers of a race, after a turn."""
 
     name: str
-    text: str  # more of it
-    tokens: int
+    text: str  # new since the last turn
+    tokens: int  # so far
     tokens_per_second: float | None
 
 
@@ -112,8 +112,8 @@ class RaceTurn:
     """An answer of a race has taken a turn."""
 
     racers: tuple[Racer, Racer]  # with drafts, and plain
-    multiple: tuple[float, float, float] | None  # of plain decoding: the least likely, the median, the most
-    turns: int  # pairs of turns that it is measured by
+    multiple: tuple[float, float, float] | None  # of plain speed: median between the ends of its interval
+    turns: int  # pairs of turns behind `multiple`
     difference: int | None  # index of the first token that differs
     verdict: tuple[str, ...] = ()  # for people, once both have ended
 
@@ -156,7 +156,7 @@ STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {
 
 @dataclass
 class AnswerPart:
-    """The content of some events of a choice: its whole answer, or a part of it."""
+    """The content of some events of one choice: of a chunk, or of the whole answer."""
 
     index: int
     deltas: list[TextDelta] = field(default_factory=list)
@@ -173,7 +173,7 @@ class AnswerPart:
 
 
 def parts(events: Iterable[Event]) -> list[AnswerPart]:
-    """Return the content of events, a part for each choice that they belong to."""
+    """Return the content of events, one part for each choice."""
     found: dict[int, AnswerPart] = {}
     for event in events:
         match event:
@@ -190,9 +190,9 @@ def parts(events: Iterable[Event]) -> list[AnswerPart]:
 
 
 class BlockWriter(ABC):
-    """Writes an answer as blocks in their order, of which at most the last one is open.
+    """Writes an answer as a list of blocks; at most the last one is open.
 
-    A protocol makes the blocks and writes the events: each method yields its own.
+    A protocol overrides the abstract methods, which make its blocks and yield its stream events.
     """
 
     def __init__(self) -> None:
@@ -201,22 +201,22 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def new_block(self, begins: TextDelta | ToolCall) -> dict[str, Any]:
-        """Return the block that this begins, without its text or arguments."""
+        """Return a new block for an event, without its text or arguments."""
 
     @abstractmethod
     def started(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the events of a new block."""
+        """Yield the protocol's events for the start of a block."""
 
     @abstractmethod
     def grown(self, block: dict[str, Any], more: TextDelta | ToolCall) -> Iterator[dict[str, Any]]:
-        """Add text or the arguments of a call to the last block."""
+        """Add text or the arguments of a call to the block. Yield the protocol's events."""
 
     @abstractmethod
     def ended(self, block: dict[str, Any], *, is_cut: bool) -> Iterator[dict[str, Any]]:
-        """Yield the events of a complete block; `is_cut` if the answer ended within it."""
+        """Yield the protocol's events for the end of a block; `is_cut` if the answer ended within it."""
 
     def write(self, event: TextDelta | ToolCall) -> Iterator[dict[str, Any]]:
-        """Write text into the open block if it is of that kind, else into a new one; a call into its own."""
+        """Add text to the open block of the same kind, or to a new block. A call is a whole block."""
         kind = event.kind if isinstance(event, TextDelta) else None
         if kind is None or kind != self._open:
             yield from self.close()
@@ -238,7 +238,7 @@ class BlockWriter(ABC):
 
 
 def notes_json(notes: Sequence[str]) -> dict[str, Any]:
-    """Return the part of an answer that says what of its request had no effect."""
+    """Return the field of an answer that lists the parameters without effect; {} without notes."""
     return {"mlx_spec": {"notes": list(notes)}} if notes else {}
 
 
@@ -247,7 +247,7 @@ def timings_json(timings: Timings) -> dict[str, Any]:
 
     `drafted_at[i]` rounds drafted more than i tokens; `accepted_at[i]` rounds accepted more than i. Rates and
     `gain` are None if they are not known. `reason` says why most tokens were drafted or not. `batch_n`
-    sequences shared a pass on average; `gain` compares with plain decoding in the same company.
+    sequences shared a pass on average; `gain` compares with plain decoding in a batch of the same size.
     """
     return {
         "draft_kind": timings.draft_kind,
@@ -259,7 +259,7 @@ def timings_json(timings: Timings) -> dict[str, Any]:
 
 
 def measurements(statistics: Statistics) -> dict[str, Any]:
-    """Return the part of `timings` that an answer has while it goes on: its figures, also by other names."""
+    """Return the part of `timings` that is known while an answer goes on: all figures, some by two names."""
     figures = statistics.as_dict()
     aliases = {  # Clients of llama.cpp's server read figures by these names.
         "draft_rounds": "speculative_rounds",

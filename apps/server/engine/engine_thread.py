@@ -1,7 +1,7 @@
-"""The one thread that uses MLX: it loads models and answers requests, each model its own in one batch.
+"""Load models and answer requests on the one thread that uses MLX.
 
-`EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on its own thread.
-Then its choices are rows of the batch of its model, which chooses who begins, reads and decodes.
+`EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on another thread.
+Then its choices are rows of the batch of its model, which decides who begins, reads and decodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 
 
 class EngineThread:
-    """Answers requests. Public methods are for any thread; all but `close` return without a wait."""
+    """Answers requests. Any thread may call public methods; only `close` and `wait_loaded` may block."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
         self._settings = settings
@@ -49,10 +49,10 @@ class EngineThread:
         self._blocked: Job | None = None  # it needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
-        self._parallel = settings.limits.running or 1  # rows at a time; as a model says once one is loaded
+        self._parallel = settings.limits.running or 1  # rows at a time; a loaded model sets it
         self._average_seconds = 1.0  # duration of recent requests
-        self._memory_read = 0.0  # time.monotonic()
-        self._last_busy = 0.0  # time.monotonic(): requests came or ran
+        self._memory_read_at = 0.0  # time.monotonic()
+        self._last_busy = 0.0  # time.monotonic() when a request last waited or ran
         self._status = Status("loading")
         self.metrics = Metrics(self.status)
 
@@ -94,7 +94,7 @@ class EngineThread:
         return self._models.cards()
 
     def status(self) -> Status:
-        """Return the state of the server; its bytes were read lately on the engine thread."""
+        """Return the state of the server; the bytes in it may be half a second old."""
         with self._changed:
             return replace(
                 self._status,
@@ -116,9 +116,9 @@ class EngineThread:
             raise to_failure(error) from error
 
     def close(self, timeout: float | None = None) -> bool:
-        """End all: requests without an answer fail with 503. Return True if the thread is done in time.
+        """End the engine. Return True if its thread ends in time.
 
-        They fail at once: a pass that the engine has begun may take seconds.
+        Requests without an answer fail with 503 at once: a pass that has begun may take seconds.
         """
         with self._changed:
             self._closing = True
@@ -148,7 +148,7 @@ class EngineThread:
 
     def _retry_after(self, waiting: int) -> int:
         seconds = self._average_seconds * waiting / self._parallel
-        max_retry_after_s = 60  # that a client is told to wait; estimates beyond it mean nothing
+        max_retry_after_s = 60  # longer estimates mean nothing
         return min(max(math.ceil(seconds), 1), max_retry_after_s)
 
     def _wake(self) -> None:
@@ -195,9 +195,10 @@ class EngineThread:
         self._models.expire(wanted | self._busy())
 
     def _check_costs(self) -> None:
-        """Measure doubtful costs again, once no request has come for a while, until one comes.
+        """Measure doubtful costs again while no request waits or runs, until one comes.
 
-        It may come while a pass runs. A long one begins only after a silence 20 times as long.
+        A request may come during a pass and would wait for it. So a long pass begins only after a silence
+        that is 20 times as long.
         """
         now = time.monotonic()
         if self._running or self._is_wanted():
@@ -262,7 +263,7 @@ class EngineThread:
     def _take_turns(self) -> None:
         """Let the batch of each model begin rows, read a chunk and decode a round."""
         if not any(model.batch.is_decoding for model in self._models.loaded()):
-            prepare_s = 0.05  # for others of a burst to be tokenized, which takes some milliseconds each
+            prepare_s = 0.05  # lets a burst of requests begin together: each takes milliseconds to tokenize
             wait((future for job in self._running for future in job.preparing), prepare_s)
         for job in tuple(self._running):
             if job.cancelled:
@@ -277,21 +278,21 @@ class EngineThread:
                 continue
             jobs = {id: job for job in self._running if job.model is model for id in job.rows}
             for job, id, result in [(jobs[id], id, result) for id, result in results if id in jobs]:
-                if job in self._running:  # else another row of it failed
+                if job in self._running:  # else it ended with an earlier result of this step
                     self._attempt(job, partial(job.receive, id, result))
 
     def _has_place(self) -> bool:
         return sum(model.batch.begun for model in self._models.loaded()) < self._parallel
 
     def _replace_batch(self, model: LoadedModel, error: Exception) -> None:
-        """Fail all requests of a model: if joining or leaving failed, what the batch holds is unknown."""
+        """Fail all requests of a model and make a new batch: the state of the old one is unknown."""
         for job in [job for job in self._running if job.model is model]:
             job.fail(to_failure(error))
             self._finish(job)
         model.batch = model.pair.batch(self._limits.running)
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
-        """Do something for a job. It ends if the action returns True, and fails if that fails."""
+        """Call an action of a job. Finish the job if the action returns True; fail the job if it raises."""
         try:
             if action():
                 self._finish(job)
@@ -308,13 +309,13 @@ class EngineThread:
         seconds = time.perf_counter() - job.began
         duration_weight = 0.2  # of the latest request in the average duration
         self._average_seconds += duration_weight * (seconds - self._average_seconds)
-        self._memory_read = 0.0
+        self._memory_read_at = 0.0
 
     def _read_memory(self) -> None:
         memory_interval_s = 0.5  # between two readings of the memory while requests run
-        if self._running and time.monotonic() - self._memory_read < memory_interval_s:
+        if self._running and time.monotonic() - self._memory_read_at < memory_interval_s:
             return
-        self._memory_read = time.monotonic()
+        self._memory_read_at = time.monotonic()
         models = tuple(
             ModelStatus(
                 one.name,
@@ -347,8 +348,8 @@ class EngineThread:
         for job in left:
             job.fail(shutting_down())
         self._models.close()
-        with self._changed:  # last: until then the process must not end
+        with self._changed:  # last, because the process may end once the state is "closed"
             self._state = "closed"
         self._read_memory()
         self._first_loaded.set()
-        mx.clear_streams()  # a stream that a thread leaves behind on a CPU aborts the process when it exits
+        mx.clear_streams()  # a CPU stream that a thread leaves behind aborts the process at its exit

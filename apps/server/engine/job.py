@@ -1,6 +1,6 @@
-"""One request, from its prompts to its events: a row in the batch of its model for each of its choices.
+"""Answer one request on the engine thread: a row in the batch for each choice, whose rounds become events.
 
-A `Job` runs on the engine thread. The batch chooses when a row begins and reads; its rounds become events.
+The batch of the model decides when a row begins, and when its prompt is read.
 """
 
 from __future__ import annotations
@@ -53,16 +53,13 @@ Send = Callable[[Event], None]
 
 @dataclass(eq=False)
 class BatchRow:
-    """A choice of a request: the sequence that it runs in, and the events that its rounds become.
-
-    Only the borders of text deltas depend on the rounds.
-    """
+    """A choice of a request: its sequence, and the events that its rounds become."""
 
     prompt: Prompt
-    place: tuple[int, int]  # which prompt that is, and which choice of it; the first one reads it for all
+    place: tuple[int, int]  # numbers of the prompt, and of the choice among its choices: 0 reads it for all
     index: int  # of the choice in the answer
     entry: Entry = field(init=False)  # in the batch
-    caches: CachedSequence | None = None  # once it has begun
+    caches: CachedSequence | None = None  # None until the row begins
     generation: Generation = field(init=False)
     answer: AnswerStream = field(init=False)
     calls: ToolCallReader | None = None
@@ -70,7 +67,7 @@ class BatchRow:
 
     @property
     def is_first(self) -> bool:
-        """Return True for the first choice of a prompt."""
+        """Return True for the first choice of a prompt, which reads it for the others."""
         return self.place[1] == 0
 
     @property
@@ -85,7 +82,7 @@ class BatchRow:
         yield RoundDone(self.index, self.statistics)
 
     def end(self) -> Iterator[Event]:
-        """Yield the text that was held back, and the reason of the end."""
+        """Yield the text that was held back, and then why the choice ended."""
         yield from self._events(self.generation.end())
         if self.calls is not None:
             yield from self.calls.end()
@@ -107,9 +104,9 @@ class BatchRow:
 
 
 class Job:
-    """A request from its admission to its last event. Only `cancel` and `fail` are for other threads.
+    """A request from its admission to its last event. Other threads may only call `cancel` and `fail`.
 
-    Each choice is a row of the model's batch; a prompt is read once for all of them.
+    Each choice is a row of the model's batch. The choices of a prompt read it once.
     """
 
     def __init__(
@@ -120,17 +117,17 @@ class Job:
         self.began = 0.0  # time.perf_counter(), once it has left the queue
         self.passed = 0  # later requests that began before it
         self.cancelled = False
-        self.model: LoadedModel  # once it has begun
-        self.rows: dict[int, BatchRow] = {}  # those that wait or run, by their id in the batch
+        self.model: LoadedModel  # set by `begin`
+        self.rows: dict[int, BatchRow] = {}  # waiting and running rows by their id in the batch
         self._send = send
         self._wake = wake
         self._counter = counter
-        self._has_place: Callable[[], bool]  # for one more row in the server
-        self._preparing: Future[PreparedRequest] | None = None  # None once it is prepared, too
+        self._has_place: Callable[[], bool]  # True if the server may run one more row
+        self._preparing: Future[PreparedRequest] | None = None  # None before and after preparing
         self._prepared: PreparedRequest
         self._all_rows: list[BatchRow] = []
-        self._snapshots: dict[int, Snapshot | None] = {}  # of prompts, for choices that have not begun
-        self._scores: dict[int, list[TokenLogprob]] = {}  # of prompts, where they are echoed
+        self._snapshots: dict[int, Snapshot | None] = {}  # caches of read prompts, for their later choices
+        self._scores: dict[int, list[TokenLogprob]] = {}  # logprobs of prompts that are echoed
         self._queued_seconds = 0.0
         self._first_token_seconds: float | None = None
         self._longest_pause = 0.0  # seconds between two rounds of a choice
@@ -143,12 +140,12 @@ class Job:
             self._wake()
 
     def fail(self, failure: Failure) -> None:
-        """Tell the client now that the job failed, whatever the engine does. Then it ends as if cancelled."""
+        """Send the failure to the client at once. The job then ends as if it were cancelled."""
         self.send(Failed(failure))
         self.cancelled = True
 
     def send(self, event: Event) -> None:
-        """Hand an event to the client; cancel the job if that fails."""
+        """Send an event to the client; cancel the job if that fails."""
         if self.cancelled:
             return
         try:
@@ -162,7 +159,7 @@ class Job:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
         self._has_place = has_place
-        # Preparing needs no weights, which may be unloaded.
+        # The future must not keep the model: it may be unloaded meanwhile.
         tokenizer, compile, vision = model.pair.tokenizer, model.compile, model.vision
         self._preparing = preparers.submit(prepare, self.request, tokenizer, compile, vision)
         self._preparing.add_done_callback(lambda _: self._wake())
@@ -174,18 +171,21 @@ class Job:
 
     @property
     def preparing(self) -> list[Future[PreparedRequest]]:
-        """Return what prepares the request, as long as it is not prepared."""
+        """Return the future that prepares the request, in a list; [] once it is prepared."""
         return [] if self._preparing is None else [self._preparing]
 
     def check(self) -> bool:
-        """Begin once the request is prepared, and go on. Return True if it is done. Raises Failure."""
+        """Start once the request is prepared, then take turns. Return True if the job is done.
+
+        Raises Failure.
+        """
         if self._preparing is None:
             return self.go_on()
         if not self._preparing.done():
             return False
         prepared, pair = self._preparing.result(), self.model.pair
         self._preparing = None
-        for prompt in prepared.prompts:  # all of them, before anything is generated for the first
+        for prompt in prepared.prompts:  # check all before anything is generated for the first
             try:
                 pair.token_limit(prompt, NO_LIMIT)
             except PromptTooLong as error:
@@ -203,7 +203,7 @@ class Job:
             self._enter(number, 0)
 
     def go_on(self) -> bool:
-        """Do what is to be done in a turn beside the rounds of the batch. Return True if the job is done."""
+        """Take a turn beside the rounds of the batch. Return True if the job is done."""
         return self._end_if_done()
 
     def receive(self, id: int, result: Result) -> bool:
@@ -223,7 +223,7 @@ class Job:
         return self._end_if_done()
 
     def close(self) -> None:
-        """End all rows, in whatever state they are. A client may hold the job on, but not its model."""
+        """End all rows in any state, and release the model: a client may still hold the job."""
         if self._preparing is not None:
             self._preparing.cancel()
         for row in tuple(self.rows.values()):
@@ -248,7 +248,7 @@ class Job:
         self._all_rows.append(row)
 
     def _begin_row(self, row: BatchRow) -> RunningSequence:
-        """Take caches. All choices but the first of a prompt begin with the rows that it has read."""
+        """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
         number, i = row.place
         row.caches = self.model.prefix_cache.take(row.prompt, self._snapshots.get(number))
         if i == self.request.n - 1:
@@ -262,7 +262,7 @@ class Job:
         return running
 
     def _count_chunk(self, row: BatchRow, seconds: float) -> None:
-        """Count a chunk of a prompt. Once it is read, let its other choices wait for room."""
+        """Count a chunk of a prompt. Once all is read, enter the other choices of the prompt."""
         assert row.caches is not None
         row.generation.count_prefill(seconds)
         sequence, cached = row.entry.sequence, row.generation.statistics.reused_tokens
@@ -300,7 +300,7 @@ class Job:
         self._close_row(row)
 
     def _close_row(self, row: BatchRow, *, failed: bool = False) -> None:
-        """Leave the batch and give the caches back. After an error their content is unknown."""
+        """Leave the batch. Give the caches back, or forget them after an error: their content is unknown."""
         del self.rows[row.entry.id]
         cache = self.model.prefix_cache
         try:

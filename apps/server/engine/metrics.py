@@ -1,4 +1,4 @@
-"""`/metrics`: counters and gauges of a server in Prometheus' text format. Names and labels follow vLLM's."""
+"""Count requests, tokens and times for `/metrics` and `/metrics.json`. Names and labels follow vLLM's."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Status:
 
     state: State  # failed: the first model could not be loaded
     waiting: int = 0  # requests
-    running: int = 0
-    loading: str | None = None  # a model
-    measuring: str | None = None  # a model whose costs are measured again
-    models: tuple[ModelStatus, ...] = ()  # those that are loaded
+    running: int = 0  # requests
+    loading: str | None = None  # the model that is being loaded
+    measuring: str | None = None  # the model whose costs are measured again
+    models: tuple[ModelStatus, ...] = ()  # the loaded ones
     active: int = 0  # bytes that MLX holds
     peak: int = 0
     cached: int = 0
     budget: int = 0  # bytes for weights and caches
-    problem: str | None = None  # why it failed
+    problem: str | None = None  # why the first model could not be loaded
 
     @property
     def waits_for(self) -> Literal["loading", "measuring", "answers"] | None:
@@ -87,8 +87,9 @@ class Metrics(Collector):
             for name in SUMMED
             if name not in ("prompt_tokens", "reused_tokens")
         }
-        self.plain = counter("plain_seconds", "Plain decoding of the answers whose gain is known.", ["model"])
-        self.compared = counter("compared_seconds", "Seconds of the engine for these.", ["model"])
+        about = "Time of plain decoding, estimated for the answers whose gain is known."
+        self.plain = counter("plain_seconds", about, ["model"])
+        self.compared = counter("compared_seconds", "Time that these answers really took.", ["model"])
         at = ["model", "drafter", "position"]  # from 0, as vLLM counts them
         self.drafted_at = counter("spec_decode_num_draft_tokens_per_pos", "By position.", at)
         self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "By position.", at)
@@ -103,11 +104,11 @@ class Metrics(Collector):
             "reason", "1 for why speculation is on or off in the latest request.", ["model", "reason"]
         )
         self._status = status
-        self._latest: dict[str, Statistics] = {}  # of the latest round of each model; the last one ran last
+        self._latest: dict[str, Statistics] = {}  # by model, the one that ran last at the end
         self.registry.register(self)
 
     def count_rounds(self, model: str, before: Statistics, event: RoundDone) -> None:
-        """Count what a choice generated since it was counted last."""
+        """Count what a choice generated since `before`, which was counted already."""
         now = event.statistics
         for field, counter in self.counted.items():
             counter.labels(model).inc(vars(now)[field] - vars(before)[field])
@@ -122,7 +123,7 @@ class Metrics(Collector):
         self._show_latest(model, now)
 
     def count_answer(self, model: str, event: Finished) -> None:
-        """Count a request that was answered."""
+        """Count a request that was answered: its times, and its gain if that is known."""
         statistics = event.timings.statistics
         if not statistics.generated_tokens:  # a model was loaded, or a prompt scored
             return
@@ -151,7 +152,7 @@ class Metrics(Collector):
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
 
     def json(self) -> dict[str, Any]:
-        """Return metrics by model, without the prefix `mlx_spec_`; queue, memory and the last request.
+        """Return the body of `/metrics.json`: metrics by model without the prefix `mlx_spec_`, and more.
 
         Metrics by position are lists by drafter. Buckets of histograms are left out.
         """
@@ -165,7 +166,7 @@ class Metrics(Collector):
                 found[name] = sample.value
             elif "position" in labels:
                 by_position = found.setdefault(name, {}).setdefault(labels["drafter"], [])
-                by_position.append(sample.value)  # they were counted in their order
+                by_position.append(sample.value)  # samples come in the order of their positions
             elif "kind" in labels:
                 found[f"{labels['kind']}_bytes"] = sample.value
         last: dict[str, Any] | None = None
@@ -202,7 +203,7 @@ class Metrics(Collector):
 
 
 def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...]) -> GaugeMetricFamily:
-    """Return gauges of one name; each sample is the values of the labels and a number."""
+    """Return a gauge; each sample has a value for each label, and then its number."""
     found = GaugeMetricFamily(f"mlx_spec_{name}", about, labels=labels)
     for *values, number in samples:
         found.add_metric(values, number)
@@ -210,7 +211,7 @@ def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...])
 
 
 class JobCounter:
-    """Counts the events of a job: its rounds a few times a second, and once more in the end."""
+    """Counts the events of a job: its rounds a few times a second, and the rest at its end."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
@@ -221,7 +222,7 @@ class JobCounter:
         self._ended = False
 
     def count(self, event: Event) -> None:
-        """Count an event: on the engine thread, or `Failed` on any."""
+        """Count an event. Only the engine thread may call this, except for `Failed`."""
         match event:
             case PromptRead():
                 self._metrics.prompt.labels(self._model).inc(event.prompt_tokens)
@@ -271,7 +272,7 @@ class RequestCounter:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        no_response = 499  # status of a request whose client hung up before the response
+        no_response = 499  # counted if the client hangs up before the response
         status, began = no_response, time.perf_counter()
 
         async def watched(message: Message) -> None:
@@ -291,6 +292,6 @@ class RequestCounter:
     def _label(self, path: str) -> str:
         if path in self.paths:
             return path
-        other = "other"  # label of paths that do not exist
+        other = "other"  # the label of all paths that do not exist
         labels = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}
         return next((label for start, label in labels.items() if path.startswith(start)), other)

@@ -1,4 +1,4 @@
-"""The models of a server: their names, the pairs that are loaded, and the memory that they may use."""
+"""Load and unload the models of a server, within its memory; find them by their names."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
 
 Loader = Callable[[ServedModel], Pair]
-CompileGrammar = Callable[[GrammarKind, str], Grammar]  # of a kind, from its source
+CompileGrammar = Callable[[GrammarKind, str], Grammar]  # kind and source -> grammar
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model as clients see it. What its files say is None until they are on this machine."""
+    """A model as clients see it. Optional fields are read from its files, and None until these are here."""
 
     name: str
     aliases: tuple[str, ...]
@@ -66,7 +66,7 @@ class LoadedModel:
     prefix_cache: PrefixCache
     compile: CompileGrammar
     batch: Batch
-    token_bytes: float  # K/V of one token, at most
+    token_bytes: float  # K/V of one token, upper bound
     last_used: float  # time.monotonic()
     idle_seconds: float | None  # unload it after this time; None: never
 
@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def weights(self) -> int:
-        """Return the bytes of the weights, the vision tower among them: a picture may come at any time."""
+        """Return the bytes of all weights. They include the vision tower: a picture may come at any time."""
         info = self.pair.info
         return info.target_bytes + info.drafter_bytes + info.vision_bytes
 
@@ -87,9 +87,9 @@ class LoadedModel:
         return self.prefix_cache.nbytes + self.batch.nbytes
 
     def has_room(self, tokens: int, unread: int) -> bool:
-        """Return True if a prompt of `tokens` tokens fits beside what runs. Alone it always may try.
+        """Return True if a prompt of `tokens` tokens fits beside the running ones, or if none runs.
 
-        `unread` are the tokens of prompts that have begun and are to be read.
+        `unread` is the number of tokens that running prompts have not read yet.
         """
         used = self.prefix_cache.used_nbytes + unread * self.token_bytes
         is_alone = used + self.batch.nbytes == 0
@@ -109,7 +109,7 @@ def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ra
 
 
 def find_model(name: str | None, models: Mapping[str | None, str]) -> str:
-    """Return the model of a name; `:latest` is the tag of a name without one. Raises Failure (404)."""
+    """Return the model of a name, with or without the tag `:latest`. Raises Failure (404)."""
     names = [name] if name is None else [name, name.removesuffix(LATEST), name + LATEST]
     for each in names:
         if each in models:
@@ -118,7 +118,7 @@ def find_model(name: str | None, models: Mapping[str | None, str]) -> str:
 
 
 class Models:
-    """Names and texts are for any thread. Only the engine thread may load and unload."""
+    """The models of a server. Only the engine thread loads and unloads; any may read names and tokenizers."""
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
         self._settings = settings
@@ -132,7 +132,7 @@ class Models:
             for name in self._served
         }
         self._loaded: dict[str, LoadedModel] = {}
-        self._described: set[str] = set()  # models whose cards were completed, or cannot be
+        self._described: set[str] = set()  # models whose files were read for their cards, or cannot be read
         self.loading: str | None = None  # the model that is being loaded
         self.measuring: str | None = None  # the model whose costs are being measured
         self._folder = None
@@ -145,19 +145,19 @@ class Models:
         return find_model(name, self._names)
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return all models, loaded or not. The files of each are read once."""
+        """Return the cards of all models, loaded or not. The files of each model are read once."""
         for name, served in self._served.items():
             with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
                 if name not in self._described and _is_local(served):
                     self._described.add(name)
-                    config, text = read_config(checkpoint_folders(served)[0]), self.tokenizer(name)
+                    config, tokenizer = read_config(checkpoint_folders(served)[0]), self.tokenizer(name)
                     self._cards[name] = replace(
                         self._cards[name],
                         context_length=context_length(config),
-                        thinks=text.may_think,
-                        tools=find_tool_format(text) is not None,
+                        thinks=tokenizer.may_think,
+                        tools=find_tool_format(tokenizer) is not None,
                         images=isinstance(self.vision(name), Vision),
-                        template=text.template,
+                        template=tokenizer.template,
                     )
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 
@@ -187,9 +187,9 @@ class Models:
         return _read_vision(checkpoint_folders(self._served[name])[0], tokenizer)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
-        """Return a model, loaded if need be; None if it has to wait until a busy one is done.
+        """Return a model, loaded if need be; None if a busy model must end before there is memory for it.
 
-        Raises Failure (503) if memory does not suffice or loading fails; its cause is for the log only.
+        Raises Failure (503) if memory does not suffice or loading fails; only the log names the cause.
         """
         if name not in self._loaded:
             served = self._served[name]
@@ -200,7 +200,7 @@ class Models:
             except Failure:
                 raise
             except Exception as error:
-                traceback = None if isinstance(error, SpecError) else error  # the text of those says it all
+                traceback = None if isinstance(error, SpecError) else error  # a SpecError needs no traceback
                 LOG.error("%s could not be loaded: %s", name, one_line(error), exc_info=traceback)
                 raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
         loaded = self._loaded[name]
@@ -208,7 +208,7 @@ class Models:
         return loaded
 
     def expire(self, busy: Set[str]) -> None:
-        """Unload the models that no request has used for their `idle_seconds`. `busy` ones are in use."""
+        """Unload the models that no request has used for their `idle_seconds`. `busy` are in use now."""
         now = time.monotonic()
         for name in busy & self._loaded.keys():
             self._loaded[name].last_used = now
@@ -218,9 +218,9 @@ class Models:
                 self.unload(name)
 
     def check_costs(self, is_wanted: Callable[[], bool], most_s: float) -> None:
-        """Measure the costs of loaded pairs again where they are in doubt, until `is_wanted()`.
+        """Measure doubtful costs of loaded pairs again, until `is_wanted` returns True before a pass.
 
-        That is asked before each pass. None begins that may take more than `most_s`; another call goes on.
+        No pass begins that may take more than `most_s`. Another call goes on from there.
         """
         for loaded in self._loaded.values():
             self.measuring = loaded.name
@@ -245,7 +245,7 @@ class Models:
             self.unload(name)
 
     def _make_room(self, served: ServedModel, busy: Collection[str]) -> bool:
-        """Unload models for a new one. Return False if that has to wait for a busy one.
+        """Unload models for a new one. Return False if a busy model must end before.
 
         Raises Failure if the model never fits.
         """
@@ -274,7 +274,7 @@ class Models:
         self.loading = served.name
         try:
             pair = self._loader(served)
-            # Beside the other steps: a request with a grammar waits for it, and no other one does.
+            # On another thread: only a request with a grammar has to wait for this.
             grammars = pair.tokenizer, pair.info.vocab_size
             threading.Thread(None, prepare_grammars, "grammars", grammars, daemon=True).start()
             _warm_up(pair)
@@ -289,7 +289,7 @@ class Models:
         tokenizer, settings = pair.tokenizer, self._settings
         size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
 
-        @lru_cache(32)  # Agents send the same few schemas with every request.
+        @lru_cache(32)  # agents send the same few schemas with every request
         def compile(kind: GrammarKind, source: str) -> Grammar:
             return compile_grammar(kind, source, tokenizer, size, seconds=seconds)
 
@@ -307,7 +307,7 @@ class Models:
         LOG.info("loaded %s in %.1f s", name, time.perf_counter() - started)
 
     def _prefix_files(self, served: ServedModel, pair: Pair) -> PrefixFiles | None:
-        """Return the stored prefixes of a model; None, with one line if there is to be a folder, if none."""
+        """Return the stored prefixes of a model; None without a folder, or, with a warning, if it fails."""
         if self._folder is None:
             return None
         try:
@@ -318,7 +318,7 @@ class Models:
             return None
 
     def _keep_answers(self, served: ServedModel, pair: Pair) -> None:
-        """Let the pair keep earlier answers where prompts are kept, too."""
+        """Let the pair keep earlier answers in the cache folder, if there is one."""
         if self._folder is not None and self._settings.earlier_answers:
             target = f"{served.spec.target} {fingerprint(checkpoint_folders(served)[0])}"
             pair.earlier.keep_in(self._folder.path, target, pair.info.vocab_size, MAX_AGE_S)
@@ -344,10 +344,10 @@ class Models:
 def next_in_queue(models: Sequence[str], loaded: Collection[str], passed: int, most: int = 8) -> int:
     """Return the place in the queue of the request that begins next.
 
-    `models` are those that the requests ask for, in order of arrival; at least one waits. A request for a
-    loaded model goes first: loading takes seconds, and may unload what the next one needs. `passed` later
-    requests have begun before the first one. After `most` it is next, whatever its model. Those behind it
-    were passed by no more: each request is passed by `most` later ones at most.
+    `models` are the models of the waiting requests, in order of arrival; at least one waits. A request for a
+    loaded model goes first: loading takes seconds, and may unload the model of the next request. `passed` is
+    the number of later requests that began before the first one. After `most` of them the first one is next.
+    So at most `most` later requests pass any request.
     """
     if passed >= most:
         return 0
@@ -358,7 +358,7 @@ def next_in_queue(models: Sequence[str], loaded: Collection[str], passed: int, m
 
 
 def need_of(served: ServedModel) -> MemoryNeed:
-    """Return what a model will take; load nothing.
+    """Return the memory that a model will take, from the headers of its files.
 
     Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
     """
@@ -379,7 +379,7 @@ def _is_local(served: ServedModel) -> bool:
 def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Path]:
     """Return the folders of target and drafter, if the drafter is a checkpoint.
 
-    Raises NotFound for what no load can find and, if they are to be `complete`, for what is to be downloaded.
+    Raises NotFound for a checkpoint that does not exist and, if `complete`, for one to be downloaded.
     """
     found = []
     for name in folders(served.spec):

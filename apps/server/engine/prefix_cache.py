@@ -1,9 +1,9 @@
-"""The cached prefixes of a model: sequences in memory, and files that outlive the server (`--cache-folder`).
+"""Keep the caches of earlier prompts: in memory, and in files that outlive the server (`--cache-folder`).
 
-A file holds the caches of one sequence, of target and drafters, with its tokens. It is written after an
-answer, on a thread of its own and straight out of the buffers of the caches. Nothing is copied, unless the
-conversation goes on meanwhile: then MLX copies the buffers that are still to be written, of one sequence at
-most. A file gets its name when it is complete and never changes, so servers can share a folder.
+A file has the caches of one sequence, of target and drafters, with its tokens. A thread writes it after an
+answer, straight from the buffers of the caches. Nothing is copied unless the conversation goes on meanwhile:
+then MLX copies the buffers that are not written yet, of at most one sequence. A file gets its name when it is
+complete and never changes, so servers can share a folder.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from mlx_spec.types import CacheState
 
 from ..errors import LOG
 
-Snapshot = tuple[list[int], CacheState]  # of a sequence, with its identity: others can begin with it
+Snapshot = tuple[list[int], CacheState]  # identity and caches of a sequence, to begin other sequences with
 
 
 @dataclass(eq=False)
 class PrefixCache:
-    """Free sequences, the one used last at the end; those in use belong to their requests.
+    """Sequences with their caches: free ones, the one used last at the end, and ones lent to requests.
 
-    At most `count` sequences are kept, those in use included, with at most `max_bytes()` bytes. A sequence in
-    use stays in any case. Those in `files` outlive the server. Only the engine thread may use this class.
+    At most `count` sequences are kept, lent ones included, with at most `max_bytes()` bytes. A lent sequence
+    is never dropped. `files` keeps sequences across restarts. Only the engine thread may use this class.
     """
 
     open: Callable[[], SequenceParts]
@@ -72,11 +72,11 @@ class PrefixCache:
         return sum(sequence.nbytes for sequence in self._used)
 
     def take(self, prompt: Prompt, snapshot: Snapshot | None = None) -> CachedSequence:
-        """Lend a sequence for a prompt until `give_back` or `forget`. It holds the snapshot, if any."""
+        """Lend a sequence until `give_back` or `forget`: a copy of `snapshot`, or the best for the prompt."""
         return self._best(prompt) if snapshot is None else self._copy(snapshot)
 
     def give_back(self, sequence: CachedSequence) -> None:
-        """Keep a lent sequence, as it is."""
+        """Keep a lent sequence with the tokens that it has now."""
         self._used.remove(sequence)
         if sequence.identity:
             self._free.append(sequence)
@@ -95,17 +95,19 @@ class PrefixCache:
             del self._free[0]
 
     def close(self) -> None:
-        """Write what is worth it to the files, the sequences used last first."""
+        """Write free sequences to the files, the one used last first."""
         if self.files is not None:
             self.files.close(self._free[::-1])
 
     def snapshot(self, sequence: CachedSequence) -> Snapshot | None:
-        """Return a copy of what a lent sequence holds; None if a drafter of it cannot be copied."""
+        """Return a copy of the caches of a lent sequence; None if a drafter's caches cannot be copied."""
         try:
             state = sequence.state()
         except InvalidValue:
             return None
-        mx.eval(list(state.arrays.values()))  # the next write finds no other reference to the buffers
+        mx.eval(
+            list(state.arrays.values())
+        )  # else the next write would copy buffers that are still referenced
         return sequence.identity, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
@@ -139,7 +141,7 @@ class PrefixCache:
             return None
         held = best.identity
         repeats = held[: len(prompt)] == list(prompt.identity)
-        min_shared = 0.5  # of a sequence's tokens; if fewer are shared, another conversation began
+        min_shared = 0.5  # share of a sequence's tokens; with less, this is another conversation
         return best if repeats or best.shared(prompt) >= min_shared * len(held) else None
 
     def _replaceable(self, prompt: Prompt) -> CachedSequence | None:
@@ -150,10 +152,11 @@ class PrefixCache:
         return oldest if oldest.shared(prompt) else None
 
 
-MIN_TOKENS = 1024  # that a file must save: one step of a prefill, so that small chats are never written
+MIN_TOKENS = 1024  # tokens that a file must save: one chunk of a prefill, so small chats are never written
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
 NAME = re.compile(r"[0-9a-f]{16}-[0-9]+-[0-9a-f]{16}\.safetensors")  # key, tokens, checksum
-DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)  # of a file
+# Reading a damaged file raises one of these.
+DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)
 
 
 def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | None) -> dict[str, Any]:
@@ -176,10 +179,10 @@ def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | N
 
 
 class CacheFolder:
-    """The folder, for all models of a server, and the thread that writes into it."""
+    """The cache folder of all models of a server, and the thread that writes into it."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Create the folder, for its owner only, and remove what is old. Raises InvalidValue."""
+        """Create the folder, for its owner only, and remove old files. Raises InvalidValue."""
         self.path = path
         self._max_bytes = max_bytes
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mlx_spec writing")
@@ -213,7 +216,7 @@ class CacheFolder:
         return set()
 
     def write(self, start: str, state: CacheState, metadata: Mapping[str, str], replaces: list[str]) -> None:
-        """Write a file whose name begins with `start`, in the background; then remove those it replaces."""
+        """Write a file named `start`-CHECKSUM in the background; then remove the files that it replaces."""
         header = safetensors_header(state.arrays, metadata)
         size = len(header) + sum(array.nbytes for array in state.arrays.values())
         if size > self._max_bytes:
@@ -222,7 +225,7 @@ class CacheFolder:
         # NumPy has no bfloat16.
         views = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in state.arrays.values()]
         mx.eval(views)
-        blocks = [np.asarray(view) for view in views]  # of the same memory
+        blocks = [np.asarray(view) for view in views]  # share the memory of the arrays
         self._writing = self._executor.submit(self._write, start, header, blocks, size, replaces)
 
     def _write(
@@ -236,7 +239,7 @@ class CacheFolder:
                 with os.fdopen(handle, "wb") as stream:
                     stream.write(header)
                     while blocks:
-                        for part in _contiguous(blocks.pop(0)):  # each is free as soon as it is written
+                        for part in _contiguous(blocks.pop(0)):  # pop: each is freed once it is written
                             stream.write(part.data)
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -247,12 +250,12 @@ class CacheFolder:
                 raise
             for name in replaces:
                 (self.path / name).unlink(missing_ok=True)
-        except Exception as error:  # most likely the disk is full
+        except Exception as error:  # such as a full disk
             self._failed = True
             LOG.warning("nothing more is written to %s until the next start: %s", self.path, one_line(error))
 
     def _make_room(self, size: int) -> None:
-        """Remove files of prompts and answers that are old, and the oldest until `size` bytes are left."""
+        """Remove expired files of prompts and answers, and then the oldest until `size` bytes fit."""
         now, found = time.time(), []
         for entry in os.scandir(self.path):
             try:
@@ -275,15 +278,15 @@ class CacheFolder:
 class _Entry:
     """A file, as its header describes it."""
 
-    tokens: np.ndarray  # int64, their identity
-    reach: list[tuple[int, int]]  # the sizes that its target can be cut back to
+    tokens: np.ndarray  # int64, the identity of the sequence
+    reach: list[tuple[int, int]]  # ranges of sizes to which the target can be rewound
 
 
 class PrefixFiles:
     """The files of one model. Only the engine thread may use this class."""
 
     def __init__(self, folder: CacheFolder, key: Mapping[str, Any], pair: Pair) -> None:
-        """Try whether the caches of a pair can be saved. Raises SpecError if not."""
+        """Find the files of a pair. Raises SpecError if its caches cannot be saved."""
         self._folder = folder
         self._key = json.dumps(key, sort_keys=True)
         self._digest = hashlib.sha256(self._key.encode()).hexdigest()[:16]
@@ -292,7 +295,10 @@ class PrefixFiles:
         self._entries()
 
     def restore(self, prompt: Prompt, known: int, open: Callable[[], SequenceParts]) -> CachedSequence | None:
-        """Return a sequence that holds a prefix of a prompt; None if that saves too little beyond `known`."""
+        """Return a sequence with a prefix of a prompt from a file; None if no file saves enough.
+
+        `known` tokens of the prompt are in memory.
+        """
         if len(prompt) < known + MIN_TOKENS:
             return None
         wanted = np.array(prompt.identity[:-2])
@@ -308,9 +314,10 @@ class PrefixFiles:
         return None
 
     def offer(self, sequence: CachedSequence, growth: float = 1.25) -> None:
-        """Write a sequence in the background if it holds much that no file does.
+        """Write a sequence in the background if it has enough tokens that no file has.
 
-        It must have grown by `growth` since it was written last: so all writes take five times the last one.
+        It must have grown by the factor `growth` since its last write. So all writes of a sequence together
+        have at most five times the bytes of the last one.
         """
         tokens = sequence.identity
         if len(tokens) < MIN_TOKENS or not self._folder.is_ready:
@@ -324,14 +331,14 @@ class PrefixFiles:
         replaces = [
             name
             for name, e in entries
-            if reach[0][0] == 0 and _shared(e.tokens, held) == len(e.tokens)  # it can be cut back to those
+            if reach[0][0] == 0 and _shared(e.tokens, held) == len(e.tokens)  # it can be rewound to that file
         ]
         metadata = {"mlx_spec": json.dumps(content)}
         self._folder.write(f"{self._digest}-{len(tokens)}", state, metadata, replaces)
 
     def close(self, sequences: Sequence[CachedSequence]) -> None:
-        """Write what the files lack of these sequences. Returns when that is done."""
-        close_s = 10  # for writing what grew, when a model is unloaded; a write that began is completed
+        """Write the sequences that have grown, and wait for it, before a model is unloaded."""
+        close_s = 10  # no write begins later; a write that began is completed
         end = time.monotonic() + close_s
         self._folder.wait()
         for sequence in sequences:
@@ -353,7 +360,7 @@ class PrefixFiles:
         return [(name, entry) for name, entry in self._index.items() if entry is not None]
 
     def _open(self, name: str) -> tuple[dict[str, mx.array], dict[str, Any]]:
-        """Return the arrays of a file, not read yet, and its metadata."""
+        """Return the arrays of a file, which MLX reads lazily, and its metadata."""
         found = mx.load(str(self._folder.path / name), return_metadata=True)
         arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], found)
         content: dict[str, Any] = json.loads(metadata["mlx_spec"])
@@ -362,9 +369,9 @@ class PrefixFiles:
         return arrays, content
 
     def _read(self, name: str, prompt: Prompt, sequence: CachedSequence) -> CachedSequence:
-        """Read a file into a new sequence, cut back to a prompt. Raises one of DAMAGE."""
+        """Read a file into a new sequence, and rewind it to a prefix of the prompt. Raises one of DAMAGE."""
         started, path = time.perf_counter(), self._folder.path / name
-        os.utime(path)  # used last
+        os.utime(path)  # the time of its last use
         if f"-{_checksum(path):016x}." not in name:
             raise ValueError("its content was changed")
         arrays, content = self._open(name)
@@ -374,7 +381,7 @@ class PrefixFiles:
         del arrays
         kept = sequence.rewind_to_prefix(prompt)
         for array in sequence.state().arrays.values():
-            mx.eval(array)  # one at a time: what is read is copied into a buffer with room for more
+            mx.eval(array)  # one at a time, to save memory: each is copied into a buffer with room for more
         LOG.info("read %d tokens from the cache folder in %.2f s", kept, time.perf_counter() - started)
         return sequence
 
@@ -395,7 +402,7 @@ def _probe(pair: Pair) -> CacheState:
 
 
 def _slots(arrays: Mapping[str, mx.array]) -> dict[str, tuple[Any, ...]]:
-    """Return type and shape by name, without the number of rows and of the checkpoint."""
+    """Return the dtypes and shapes of arrays by name, without the numbers of rows and checkpoints."""
     return {re.sub("@[0-9]+", "", n): (a.dtype, *a.shape[:-2], a.shape[-1]) for n, a in arrays.items()}
 
 
@@ -407,7 +414,7 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield an array in parts that lie in one piece: the rows of one head of a buffer after the other."""
+    """Yield an array in contiguous parts: the rows of each head of a buffer."""
     if array.flags.c_contiguous or array.ndim < 2:
         yield np.ascontiguousarray(array)
     else:
@@ -416,8 +423,8 @@ def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _checksum(path: Path) -> int:
-    """Return the sum of a file's 64-bit words: as fast as reading it, which a hash is not. Raises OSError."""
-    # A checksum reads a megabyte at a time, which stays in the processor's cache.
+    """Return the sum of a file's 64-bit words, which is faster than a hash. Raises OSError."""
+    # A block of a megabyte stays in the processor's cache.
     total, block = 0, np.zeros(1 << 20, np.uint8)
     with path.open("rb") as stream:
         while size := stream.readinto(block.data):

@@ -1,6 +1,6 @@
-"""Prepare a request: its prompts as tokens, and the grammar of what its answer must be.
+"""Prepare a request: tokenize its prompts, and compile the grammar of its answer.
 
-This runs on a thread of its own and does not use MLX.
+This runs on other threads than the engine's and does not use MLX.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PreparedRequest:
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
-    tool_format: ToolFormat | None  # the format of the tool calls to read; None if there are none to read
+    tool_format: ToolFormat | None  # how to read tool calls; None if the answer may have none
     prediction: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()  # tokens that end an answer beside the end of text
 
@@ -56,7 +56,7 @@ def prepare(
     compile: CompileGrammar,
     vision: Vision | NoVision = NO_VISION,
 ) -> PreparedRequest:
-    """Render and tokenize the prompts, compile the grammar. Does not use MLX, and may take seconds.
+    """Render and tokenize the prompts, compile the grammar. This may take seconds.
 
     Raises Failure (400).
     """
@@ -87,7 +87,7 @@ def prepare(
 def find_prompts(
     request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision = NO_VISION
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of a request; raise what `prepare` raises."""
+    """Return the prompts of a request as tokens. Raises Failure (400)."""
     if not isinstance(request.prompt, Chat):
         given = request.prompt.prompts
         return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model)) for prompt in given)
@@ -140,9 +140,9 @@ def _grammar(
     tool_format: ToolFormat | None,
     compile: CompileGrammar,
 ) -> Grammar | None:
-    """Return the grammar of what the request asks for, combined with what its tools need.
+    """Return the grammar of the response format combined with the grammar of tool calls.
 
-    None if all is free, or if a grammar of calls was only wanted and does not compile.
+    None if the answer is free, or if an optional grammar of calls does not compile.
     """
     format = request.format
     if use is not None and tool_format is not None:

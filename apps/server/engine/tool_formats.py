@@ -1,8 +1,7 @@
-"""Tool calls in a model's own syntax: find it, write tools into the prompt, read calls from answers.
+"""Find the syntax of a model's tool calls, write tools into the prompt, and read calls from answers.
 
-The syntax of a model is the one whose parser reads what the model's own chat template writes. A call is
-parsed when its closing marker is read. Other text between the markers becomes text of the answer, without
-markup.
+A model has the syntax whose parser reads the probe call that its chat template writes. A call is parsed when
+its closing marker comes. Other text between the markers becomes text of the answer, without markup.
 """
 
 from __future__ import annotations
@@ -56,32 +55,32 @@ class ToolFormat:
     """The syntax of one model, with the ids of its tokens."""
 
     syntax: Syntax
-    open: int | None  # None if headers of messages mark calls
-    close: int | None  # None if nothing does but the end of the answer, or the next call
+    open: int | None  # token before calls; None if headers of messages mark calls
+    close: int | None  # token after calls; None if a call ends with the answer or the next call
     results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
     token: Callable[[str], int | None]  # id of a token by its name
     short_ids: bool = False  # the template takes ids of nine letters only
 
     def new_id(self) -> str:
-        """Return the id of a call to which the model gives none."""
+        """Return an id for a call to which the model gives none."""
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallReader:
     """Reads the tool calls of one choice: parts of kind "call" in, events out.
 
-    Text that is not a call, or was cut off, becomes text of the answer without markup, so that no
-    client shows that to its user. A cut does not change the finish reason: it stays "length".
+    Text that is not a call, or a call that was cut off, becomes text of the answer, without markup that would
+    puzzle a user. A cut does not change the finish reason: it stays "length".
     """
 
     def __init__(self, index: int, format: ToolFormat, tools: Sequence[Tool], *, one: bool = False) -> None:
         self._index, self._format, self._syntax, self._tools = index, format, format.syntax, tools
         self._parts: list[TextPart] = []  # since the opening marker
-        self._one = one  # the answer ends with its first call
+        self._one = one  # True if the answer ends with its first call
         self.complete = 0  # calls so far
 
     def is_last(self, body: str) -> bool:
-        """Return True if the answer ends with this body."""
+        """Return True if the answer ends with this body of a call."""
         return self._one and bool(self._syntax.parse(body, self._tools)[0])
 
     def read(self, part: TextPart) -> list[Event]:
@@ -113,7 +112,7 @@ class ToolCallReader:
         return events
 
 
-# Special tokens such as <|tool_call>, and the tags of calls, also one that the end of the answer cut off.
+# Special tokens such as <|tool_call>, and the tags of calls, also a tag that the end of the answer cut off.
 _MARKUP = re.compile(
     r"\A[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*<\|message\|>"  # the header of a message
     r"|<[|｜]tool[^<>|｜]*[|｜]>|\[(?:ARGS|CALL_ID)\]|<\|[^<>|]+\|?>|<\w+\|>"
@@ -134,7 +133,7 @@ _lock = threading.Lock()
 
 
 def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Return the tool format of the model of `text`; None if its template has no calls or unknown ones."""
+    """Return the tool format of a model; None if its template writes no calls, or in an unknown syntax."""
     with _lock:
         if tokenizer not in _known:
             _known[tokenizer] = _find_format(tokenizer)
@@ -150,9 +149,9 @@ def chat_prompt(
 ) -> Prompt:
     """Return the prompt of a conversation, whose pictures are ready for the tower.
 
-    With the choice "none" it does not list the tools. Raises Failure 400 if there are tools and `model` has
-    no format for them, if the schema of a tool is none, and if its template refuses the messages, the field
-    `param` of the body, or leaves out a text of them.
+    With the choice "none" it does not list the tools. Raises Failure (400) if there are tools and `model` has
+    no format for them, if the parameters of a tool are not a schema, and if the template refuses the messages
+    or leaves out a text. `param` is the field of the body with the messages.
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
@@ -203,7 +202,7 @@ def results_in_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` with the ids that Kimi K2 gives its calls: their names and numbers."""
+    """Return `messages` with the ids that Kimi K2 gives its calls: functions.NAME:NUMBER."""
     found: list[Message] = []
     ids: dict[Any, str] = {}
     count = 0
@@ -220,7 +219,7 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
 
 
 def _definition(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates take it. Templates print the description even if there is none."""
+    """Return a tool as chat templates take it, always with a description, because templates print it."""
     function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
@@ -230,10 +229,9 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     question = {"role": "user", "content": "?"}
     function = {"name": PROBE.name, "arguments": PROBE_ARGUMENTS}
-    # The second is Kimi K2's form, which writes nothing else of the name. Mistral's templates want nine
-    # letters.
+    # Kimi K2's template writes the name only as a part of the id. Mistral's templates want nine letters.
     probe_ids = ("call_0", f"functions.{PROBE.name}:0", "abcdefghi")
-    for content, call_id in product((None, ""), probe_ids):  # each is refused by some templates
+    for content, call_id in product((None, ""), probe_ids):  # some templates refuse one or the other
         call = {"id": call_id, "type": "function", "function": function}
         calling = {"role": "assistant", "content": content, "tool_calls": [call]}
         written = _render(tokenizer, [question, calling])
@@ -265,7 +263,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
 
 
 def _reads_probe(syntax: Syntax, written: str) -> bool:
-    """Return True if some part of `written` is the call. Prompts may explain the syntax, too."""
+    """Return True if a part of `written` is the probe call. Other parts may explain the syntax."""
     bodies = [_before(part, syntax.marks.close) for part in written.split(syntax.marks.open)[1:]]
     expected = [(PROBE.name, to_json(PROBE_ARGUMENTS))]
     read = [syntax.parse(body, [PROBE]) for body in bodies]
@@ -280,9 +278,9 @@ def _syntaxes() -> list[Syntax]:
     """Return all syntaxes, mlx-lm's last: some of its parsers read a call in nearly any text."""
     seed = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read_coder, "\n")
     found = [*SYNTAXES, seed, *JSON_SYNTAXES]
-    # Modules of mlx_lm.tool_parsers whose markers are tokens. Not here: minicpm5 and kimi_k3 have other
-    # markers, mistral and kimi_k2 are forms of `tool_syntaxes.py`, laguna is the same as glm47; json_tools,
-    # gemma4 and qwen3_coder lose what `_read_hermes`, `_read_gemma` and `_read_coder` keep.
+    # Modules of mlx_lm.tool_parsers whose markers are tokens. The others are left out: minicpm5 and kimi_k3
+    # have other markers, mistral and kimi_k2 are in FORMS of `tool_syntaxes.py`, laguna is glm47; json_tools,
+    # gemma4 and qwen3_coder lose text that `_read_hermes`, `_read_gemma` and `_read_coder` keep.
     library_parsers = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
     for name in library_parsers:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
@@ -295,14 +293,14 @@ def _syntaxes() -> list[Syntax]:
 
 
 def _library_reader(parse: Callable[[str, list[dict[str, Any]]], Any]) -> ReadCalls:
-    """Read with a parser of mlx-lm, which takes a whole body and may return several calls."""
+    """Return a reader that calls a parser of mlx-lm: it takes a whole body and may return several calls."""
 
     def read(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
         try:
             found = parse(body.strip(), [_definition(tool) for tool in tools])
             found = found if isinstance(found, list) else [found]
             calls = [(call["name"], call["arguments"]) for call in found]
-        except Exception as error:  # the parsers raise whatever the text leads them into
+        except Exception as error:  # on other text the parsers raise anything
             raise ValueError("no call") from error
         names = {tool.name for tool in tools}  # without this check the first word of any text may be a call
         if any(name not in names or not isinstance(arguments, dict) for name, arguments in calls):
@@ -406,7 +404,7 @@ def _typed(text: str, types: frozenset[str]) -> Any:
 
 
 def _parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """A parameter without a type may be an object, a list or else a string; an unknown one is a string."""
+    """Return the types of a parameter: without a type object, array or string; if it is unknown, string."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return frozenset({"string"})
@@ -440,9 +438,9 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], seen: set[str] | None = None) -> frozenset[str]:
-    """Return the types that `schema` allows, by its own type, values or alternatives; empty if it names none.
+    """Return the types that a schema names by `type`, values, references or alternatives; empty for any type.
 
-    `seen`: references that were followed. Each is followed once, and 32 at most.
+    `seen` are the references that were followed. Each is followed once, at most 32 in all.
     """
     seen = set() if seen is None else seen
     if not isinstance(schema, Mapping) or len(seen) > 32:

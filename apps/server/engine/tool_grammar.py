@@ -1,8 +1,9 @@
-"""Write the demands of a request's tools on the answer as a Lark grammar for llguidance.
+"""Write a Lark grammar for llguidance that makes an answer match the tools and format of its request.
 
-Calls match their schemas in the syntaxes of CALLS; in others what demands that is refused. Values that are
-not JSON (Gemma, Qwen3-Coder) are limited by the common keywords of JSON Schema. A strict tool or format with
-a keyword that cannot be enforced is refused by its name. For any other one it is left out, which is logged.
+Only the syntaxes in CALLS can be enforced; with other models a request that needs it is refused. In values
+that are not JSON (Gemma, Qwen3-Coder) only the common keywords of JSON Schema are enforced. A strict tool or
+format with another keyword is refused by the name of the keyword. Otherwise the keyword is left out, with a
+line in the log.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "null": (),
 }
 SUPPORTED = {"type", "enum", "const", "$ref", *UNIONS}.union(*OF_TYPE.values())
-FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # names that a model may choose
+FREE_KEY = r"/[A-Za-z0-9_$@.\/-]+/"  # keys that the model may choose itself
 GEMMA_QUOTE = '<|"|>'
 
 
 def answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None = None) -> str | None:
-    """Return a grammar of the whole answer, after the thinking; None if all of it is free.
+    """Return a grammar of the whole answer after the thinking; None if the answer is free.
 
-    required and named: calls and nothing else, one of them unless `parallel`. auto: what `answer` demands,
-    or calls; without `answer` the calls in free text. Each call is of a tool and as its schema says. Raises
-    Failure 400 that names what cannot be enforced, unless that is optional.
+    With `required` or a named tool the answer is calls only, a single one unless `parallel`. With `auto` it
+    is calls or what `answer` demands; without `answer`, calls within free text. Each call matches the schema
+    of its tool. Raises Failure (400) that names what cannot be enforced, unless that is optional.
     """
     if use.choice == "none" or (format.open is None and is_optional(use, answer)):
-        return None  # a grammar of all messages reads every token of the thinking
+        return None  # without an opening token a grammar would have to read every token of the thinking
     try:
         return _answer_grammar(format, use, answer)
     except Failure:
@@ -74,7 +75,7 @@ def is_optional(use: ToolUse, answer: OutputFormat | None) -> bool:
 
 
 def compile_failure(error: InvalidValue, param: str) -> Failure:
-    """Return the failure for a grammar of calls that does not compile: its reason, without the grammar."""
+    """Return the failure for a grammar of calls that does not compile, without the text of the grammar."""
     around = r"^.*failed to compile JSON schema: (Unsatisfiable schema: )?| 1 \| start: .*$"
     reason = re.sub(around, "", str(error))
     return invalid(f"{param}: the schemas cannot be enforced: {reason}", param)
@@ -111,7 +112,7 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
 
 
 def _messages(use: ToolUse, answer: OutputFormat | None, calls: Sequence[str], rules: Rules) -> str:
-    """Return the grammar of all messages of gpt-oss that follow the start of the first: one call at most."""
+    """Return the grammar of gpt-oss's messages after the first <|start|>assistant: at most one call."""
     start, channel, body, end = map(rules.token, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
     is_free = answer is None and use.choice == "auto"  # there may be a preamble
     names = ['"analysis"', '"commentary"'] if is_free else ['"analysis"']
@@ -124,10 +125,10 @@ def _messages(use: ToolUse, answer: OutputFormat | None, calls: Sequence[str], r
 
 
 def answer_schema(schema: str, *, strict: bool = True, param: str = "response_format") -> str:
-    """Return a JSON schema, as JSON, as it is enforced: with closed objects.
+    """Return a JSON schema, as JSON, in the form that is enforced: objects are closed.
 
-    What no grammar enforces is left out and logged with `param`, the field of the body. Raises InvalidValue
-    for it if the schema is `strict`, and for what is not a schema.
+    Leaves out what no grammar enforces, and logs it with `param`, the field of the body. Raises InvalidValue
+    instead if the schema is `strict`, and for a text that is not a schema.
     """
     found, unenforced = enforced(schema, closed=True)
     if unenforced and strict:
@@ -140,9 +141,9 @@ def answer_schema(schema: str, *, strict: bool = True, param: str = "response_fo
 
 
 def compile_format(format: OutputFormat, compile: CompileGrammar) -> Grammar:
-    """Return the grammar of a format. A schema that is too much, and not strict, is enforced by its type.
+    """Return the grammar of a format. Raises InvalidValue.
 
-    Raises InvalidValue.
+    If a schema that is not strict does not compile, such as a very large one, only its type is enforced.
     """
     if format.kind != "json_schema":
         return compile(format.kind, format.text)
@@ -158,9 +159,9 @@ def compile_format(format: OutputFormat, compile: CompileGrammar) -> Grammar:
 
 
 def _enforceable(tool: Tool, *, optional: bool, combine: bool) -> Tool:
-    """Return a tool with parameters as they are enforced: any, if they are not a schema and `optional`.
+    """Return a tool with its parameters in the form that is enforced.
 
-    Raises Failure 400.
+    Raises Failure (400) for what cannot be enforced. If that is `optional`, any object is allowed instead.
     """
     nothing = {} if tool.parameters else {"properties": {}, "additionalProperties": False}
     root = {"type": "object", **nothing, **tool.parameters, "nullable": False}
@@ -212,7 +213,7 @@ def _gemma_call(tool: Tool, rules: Rules) -> str:
 
 
 def _coder_call(tool: Tool, rules: Rules) -> str:
-    """Return the parameters in the order of the schema, which must list them."""
+    """Return a call with its parameters in the order of the schema, which must list them."""
     values, schema = _CoderValues(tool, rules), tool.parameters
     for keyword in schema.keys() & {*UNIONS, "$ref", "patternProperties"}:
         values.refuse(keyword)
@@ -232,7 +233,7 @@ def _coder_call(tool: Tool, rules: Rules) -> str:
 
 
 def _allowed(schema: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
-    """Return the properties that may be there, and those that must be."""
+    """Return the allowed properties with their schemas; required ones may not be listed in the schema."""
     listed = schema.get("properties") or {}
     allowed = {key: each for key, each in listed.items() if each is not False or key in required}
     return allowed | {key: True for key in required if key not in listed}
@@ -249,7 +250,7 @@ CALLS: Mapping[str, Callable[[Tool, Rules], str]] = {
 class _SchemaValues(ABC):
     """Grammar expressions for the values of one tool's parameters.
 
-    Objects have the properties that their schema lists and no more, which the schema allows.
+    Objects have only the properties that their schema lists, also if the schema would allow more.
     """
 
     def __init__(self, tool: Tool, rules: Rules) -> None:
@@ -268,7 +269,7 @@ class _SchemaValues(ABC):
     def container(self, kind: str, schema: Mapping[str, Any]) -> str: ...
 
     def scalar(self, schema: Mapping[str, Any]) -> str:
-        """Return a number, true, false or null."""
+        """Return an expression for a number, true, false or null."""
         return json_value(schema)
 
     def refuse(self, keyword: str) -> None:
@@ -281,8 +282,8 @@ class _SchemaValues(ABC):
             )
 
     def value(self, schema: Any) -> str:
-        """Return a value that `schema` allows."""
-        known, most = self.rules.values, 5000  # different parts of the schemas of all tools; each is a rule
+        """Return an expression for a value that `schema` allows."""
+        known, most = self.rules.values, 5000  # rules: one for each different subschema of all tools
         if schema is False or len(known) > most:
             self.refuse("a schema that is false" if schema is False else f"more than {most} schemas")
         elif isinstance(schema, Mapping):
@@ -293,7 +294,7 @@ class _SchemaValues(ABC):
             limits = {key: each for key, each in schema.items() if key in SUPPORTED}
             written = json.dumps(limits)
             key = (self.tool.name if '"$ref"' in written else self.tool.strict, written)
-            if key not in known:  # named before it is read: it may contain itself
+            if key not in known:  # its rule is named first, because a schema may contain itself
                 known[key] = self.rules.add("value", "")
                 self.rules.define(known[key], self._limited(limits))
             return known[key]
@@ -320,7 +321,7 @@ class _SchemaValues(ABC):
         return self._typed(schema)
 
     def _merge(self, rest: Mapping[str, Any], option: Any) -> Any:
-        """Both at once. What they say about the same thing must agree."""
+        """Return a schema with the keywords of both. Keywords that both have must agree."""
         if not isinstance(option, Mapping):
             return {**rest} if option is True else option
         for key in rest.keys() & option.keys() & SUPPORTED:
@@ -359,7 +360,7 @@ class _SchemaValues(ABC):
 
 
 class _CoderValues(_SchemaValues):
-    """Values of Qwen3-Coder, which end with their tag: a string is all that comes before it."""
+    """Values of Qwen3-Coder: a string is all text before the closing tag."""
 
     CLOSE = "</parameter>"
     end = quoted(f"\n{CLOSE}\n")
@@ -383,15 +384,15 @@ class _CoderValues(_SchemaValues):
         whole = {"type": kind, **schema}
         if '"$ref"' in json.dumps(schema):
             whole["$defs"] = {"parameters": self.tool.parameters}
-        # References begin at the parameters. Quotes within a text are escaped: none looks like a key.
+        # References start at the parameters. Quotes within strings are escaped, so none looks like a key.
         moved = json.dumps(whole).replace('"$ref": "#', '"$ref": "#/$defs/parameters')
         return self.scalar(json.loads(moved))
 
 
 class _GemmaValues(_SchemaValues):
-    """Values of Gemma 4: bare keys, strings between tokens, everything else as JSON writes it."""
+    """Values of Gemma 4: bare keys, strings between quote tokens, everything else as in JSON."""
 
-    no_quote = r'~/(?s:.*)<\|"\|>(?s:.*)/'  # written in letters the quote would end the string, too
+    no_quote = r'~/(?s:.*)<\|"\|>(?s:.*)/'  # spelled out, the quote token would also end the string
 
     def any_value(self) -> str:
         scalars = [self.text(FREE_TEXT), self.scalar({"type": "number"}), '"true"', '"false"', '"null"']
@@ -433,7 +434,7 @@ class _GemmaValues(_SchemaValues):
         return found if least > 0 else either(['"[]"', found])
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        """Keys are sorted as the template sorts them: that is what the model has learnt."""
+        """Return an object with its keys in the order of the template, which the model has learnt."""
         required = schema.get("required") or ()
         properties = _allowed(schema, required)
         if not properties:
@@ -445,7 +446,7 @@ class _GemmaValues(_SchemaValues):
         return f'"{{" {self._members(members)} "}}"'
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members in order, with commas between those that are there."""
+        """Return members in their order, with commas between; optional ones may be missing."""
         rest = ""
         starts: list[str] = []
         for i, (name, required) in reversed(list(enumerate(members))):
@@ -456,7 +457,7 @@ class _GemmaValues(_SchemaValues):
         return found if any(required for _, required in members) else f"({found})?"
 
     def _map(self, schema: Mapping[str, Any]) -> str:
-        """An object with keys of the model's choice."""
+        """Return an object whose keys the model chooses."""
         more = schema.get("additionalProperties", "properties" not in schema)
         if more is False:
             return '"{}"'
@@ -465,7 +466,7 @@ class _GemmaValues(_SchemaValues):
         return f'"{{" ({member} ("," {member})*)? "}}"'
 
     def _key(self, key: str) -> str:
-        """Bare if it can be."""
+        """Return a key and its colon: bare if possible, else quoted."""
         if not key or key != key.strip() or any(character in '{}[],:<"' for character in key):
             return f"{self.literal(key)} " + '":"'
         return quoted(key + ":")

@@ -1,4 +1,4 @@
-"""Syntaxes of tool calls, one table of those whose arguments are JSON, and pieces of grammars in Lark."""
+"""Describe syntaxes of tool calls, list those with JSON arguments, and build pieces of Lark grammars."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ReadCalls = Callable[[str, int, Sequence[Tool]], tuple[list[ParsedCall], int]]  
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes a call. Its ways are text with {name}, {index} and {arguments}."""
+    """How a model writes a call whose arguments are JSON."""
 
     marks: Markers
-    ways: tuple[str, ...]  # those that a grammar allows, the usual one first
-    head: str  # pattern of what stands before the arguments
-    tail: str = ""  # pattern of what stands after them
+    ways: tuple[str, ...]  # texts with {name}, {index} and {arguments} that a grammar allows, the usual first
+    head: str  # pattern of the text before the arguments
+    tail: str = ""  # pattern of the text after the arguments
     separator: str = ""  # between two calls
     together: bool = False  # one pair of markers is around all calls
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """The syntax of calls between two markers. `read` raises ValueError or RecursionError for no call."""
+    """The syntax of calls between two markers. `read` raises ValueError or RecursionError for other text."""
 
     name: str
     marks: Markers
@@ -85,17 +85,17 @@ FREE_TEXT = "/(?s:.*)/"
 
 
 class Rules:
-    """The rules of a grammar, by name. `token_id` gives the tokens that they name."""
+    """The rules of a Lark grammar, by name. `token_id` returns the id of a special token."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         self._token_id = token_id
         self._rules: dict[str, str] = {}
-        # The rules of schemas, by their JSON and a tool: its name where they refer to its parameters, else
-        # whether it is strict.
+        # Rule names by a schema's JSON and a tool: the tool's name if the schema refers to its parameters,
+        # else whether the tool is strict.
         self.values: dict[tuple[str | bool, str], str] = {}
 
     def define(self, name: str, expression: str, options: str = "") -> str:
-        """Set the rule of `name`, with llguidance's `options`. Return the name."""
+        """Define a rule, with llguidance's `options`. Return its name."""
         self._rules[name] = f"{name}{options}: {expression}"
         return name
 
@@ -119,13 +119,13 @@ def quoted(text: str) -> str:
 
 
 def either(expressions: Iterable[str]) -> str:
-    """Return one of `expressions`."""
+    """Return an expression that matches one of `expressions`."""
     different = list(dict.fromkeys(expressions))
     return different[0] if len(different) == 1 else "(" + " | ".join(different) + ")"
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """Return a JSON value that `schema` allows, which is as llguidance enforces it."""
+    """Return an expression for a JSON value. `schema` has only keywords that llguidance enforces."""
     given = dict(schema)
     options = {**JSON_FORM, **given.pop("x-guidance", {})}
     return "%json " + json.dumps({**given, "x-guidance": options})  # as the last key: order matters
@@ -193,7 +193,7 @@ def _form_syntax(name: str, form: CallForm) -> Syntax:
 
 
 def _read_list(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[ParsedCall], int]:
-    """Read [{"name": "f", "arguments": {"n": 1}}], also as [{"f": {"n": 1}}], or with Cohere's keys."""
+    """Read a list: [{"name": "f", "arguments": {"n": 1}}], [{"f": {"n": 1}}], or with Cohere's keys."""
     given, end = DECODER.raw_decode(body, start)
     calls: list[ParsedCall] = []
     for call in given if isinstance(given, list) else ():
@@ -211,10 +211,10 @@ def _read_list(body: str, start: int, tools: Sequence[Tool]) -> tuple[list[Parse
 
 
 def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:
-    """Return a way to write a call as an expression."""
+    """Return one of the `ways` of a form as an expression."""
     fields = {"{name}": quoted(name), "{index}": "/[0-9]+/", "{arguments}": arguments}
     parts: list[str] = []
-    tokens = r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])"  # those within a way
+    tokens = r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])"  # special tokens within a way
     for field in filter(None, re.split(r"(\{(?:name|index|arguments)\})", way)):
         texts: Sequence[str] = [] if field in fields else list(filter(None, re.split(tokens, field)))
         parts += [fields[field]] if field in fields else []
@@ -223,7 +223,7 @@ def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:
 
 
 def form_call(form: CallForm) -> Callable[[Tool, Rules], str]:
-    """Return what writes the calls of a tool as an expression, without the markers around them."""
+    """Return a function: tool and rules -> expression of a call, without the markers around it."""
 
     def write(tool: Tool, rules: Rules) -> str:
         arguments = rules.add("arguments", json_value(tool.parameters))

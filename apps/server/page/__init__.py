@@ -1,6 +1,6 @@
-"""The page at `/`: a chat that shows which tokens were drafted, and live figures.
+"""Serve the page at `/`: a chat that shows which tokens were drafted, and live figures.
 
-The files are read once, at the start; a request names a route, never a file.
+The files are read once, at the start. Each has a route, so no path in a request becomes a file name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODULES = (
     "store.js",
     "syntax.js",
 )
-LIBRARIES = ("vendor/markdown-it.min.js", "vendor/temml.min.js")  # of others: see vendor/README.md
+LIBRARIES = ("vendor/markdown-it.min.js", "vendor/temml.min.js")  # see vendor/README.md
 FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)
 PREFIX = "/page/"
 HEADERS = {
@@ -50,7 +50,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # browsers ask again by the tag: a new version shows at once
+    "cache-control": "no-cache",  # browsers compare the etag each time, so a new version shows at once
 }
 
 

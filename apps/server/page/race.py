@@ -1,6 +1,6 @@
-"""`POST /race`: one question answered twice at once, with drafts and plain. The page's own route.
+"""`POST /race`, for the page: one question answered twice at the same time, with drafts and plain.
 
-Both answers take turns of a few tokens, beside the other requests: a turn lets none of them wait for longer.
+Both answers take turns of a few tokens between the rounds of other requests, which wait for one turn at most.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..requests.request import GenerationRequest
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
-    """Return the request, for 256 tokens unless it names a number. Raises Failure (400)."""
+    """Return the request, limited to 256 tokens unless it has a limit. Raises Failure (400)."""
     left_out = {"n", "tools", "logprobs", "prediction", "stop", "stream_options"}
     for name in body.model_dump(include=left_out, exclude_defaults=True):
         raise unsupported(f"{name}: a race has none: leave it out", name)
@@ -37,15 +37,15 @@ class RaceJob(Job):
     """A race from its admission to its last event."""
 
     def start(self, prepared: PreparedRequest) -> None:
-        """Begin. Raises Failure (400) if nothing drafts with this model."""
+        """Set up both answers. Raises Failure (400) if nothing drafts with this model."""
         pair, (prompt,) = self.model.pair, prepared.prompts
         most = self.request.max_tokens
         assert most is not None
-        self._rows = 2 * (len(prompt) + most)  # tokens in the caches of both
+        self._rows = 2 * (len(prompt) + most)  # tokens in the caches of both answers
         if not pair.drafts:
             way = "start the server without --drafter none and --num-draft-tokens 0"
             raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
-        # A chunk of 64 tokens takes as long as a few rounds, which others can wait for.
+        # A chunk of 64 tokens takes as long as a few rounds: other requests can wait for that.
         races = race(pair, prompt, most, prepared.sampling, prepared.ends, step=64)
         texts = [AnswerStream(pair.tokenizer, prompt, ends=prepared.ends) for _ in NAMES]
         self._turns: Iterator[answers.RaceTurn] | None = self._read(races, texts)
@@ -67,7 +67,7 @@ class RaceJob(Job):
         return True
 
     def close(self) -> None:
-        """Give the caches back."""
+        """Release the caches."""
         self._turns = None
         super().close()
 

@@ -33,7 +33,7 @@ HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_to
 
 
 class PictureSource(Fields):
-    """The place of a picture; only data is read."""
+    """The source of a picture; only the type base64 is read."""
 
     type: str
     data: str | None = None
@@ -68,7 +68,7 @@ class AnthropicMessage(Fields):
 
 
 class ToolField(FunctionField):
-    """A tool that the client runs; another `type` names one that Anthropic's servers would run."""
+    """A tool that the client runs, or, by another `type`, a tool of Anthropic's servers."""
 
     type: str | None = None
     parameters: parsing.Schema | None = Field(default=None, alias="input_schema")
@@ -93,7 +93,7 @@ class PromptBody(ThinkingFields):
     parallel_tool_calls: bool | None = None
     thinking: ThinkingField | None = None
     output_config: parameters.AnswerConfig | None = None
-    thread: Any = None  # a conversation that the server holds, refused
+    thread: Any = None  # a conversation that the server would hold; refused
 
 
 class MessagesBody(parameters.SharedFields, PromptBody):
@@ -199,7 +199,7 @@ def _add_block(conversation: parsing.ConversationBuilder, role: str, block: Cont
             conversation.add(role, _picture(block, place))
         case "assistant", "thinking":
             conversation.add(role, thinking=parsing.required(block.thinking, f"{place}.thinking"))
-        case "assistant", "redacted_thinking":  # only the server that encrypted it can read it
+        case "assistant", "redacted_thinking":  # encrypted: only the server that wrote it can read it
             conversation.add(role)
         case "assistant", "tool_use":
             id = parsing.required(block.id, f"{place}.id")
@@ -264,7 +264,7 @@ class MessageWriter(answers.BlockWriter):
 
     def read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, or for silence."""
-        if not self._message["usage"] and not isinstance(event, answers.Failed):  # it has not begun
+        if not self._message["usage"] and not isinstance(event, answers.Failed):  # the message has not begun
             read = event if isinstance(event, answers.PromptRead) else answers.PromptRead(0, 0)
             self._message["usage"] = _usage_json(answers.Usage(read.prompt_tokens, read.cached_tokens, 0, 0))
             yield {"type": "message_start", "message": {**self._message, "content": []}}
@@ -296,7 +296,7 @@ class MessageWriter(answers.BlockWriter):
         yield self._event("start", content_block=dict(block))
 
     def grown(self, block: Json, more: answers.TextDelta | answers.ToolCall) -> Iterator[Json]:
-        kind = block["type"]  # of the block, and of the field with its text
+        kind = block["type"]  # also the name of the field with the text
         if isinstance(more, answers.ToolCall):
             if more.arguments:
                 block["input"] = json.loads(more.arguments)
@@ -325,7 +325,7 @@ class MessageWriter(answers.BlockWriter):
 
 
 def _usage_json(usage: answers.Usage) -> Json:
-    """Return the tokens of a request as Anthropic counts them: input without what was cached."""
+    """Return the usage of a request as Anthropic counts it: input tokens do not include cached ones."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

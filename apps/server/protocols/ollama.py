@@ -1,7 +1,4 @@
-"""Ollama's native API: `/api/chat`, `/api/generate`, and what its clients ask about models.
-
-Bodies become the same requests as in the other protocols. Streams are lines of JSON.
-"""
+"""Ollama's native API: `/api/chat`, `/api/generate`, and routes about models. Streams are lines of JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ _inspect = lru_cache(inspect_checkpoint)
 
 
 class OllamaOptions(LimitFields, SharedFields):
-    """The parameters of an answer, with Ollama's defaults. Ollama only warns of one that it does not know."""
+    """The parameters of an answer, with Ollama's defaults. As in Ollama, unknown ones are not errors."""
 
     takes_unknown: ClassVar[bool] = True
 
@@ -71,7 +68,7 @@ class OllamaOptions(LimitFields, SharedFields):
 
 
 class OllamaBody(ThinkingFields, OpenFields):
-    """The fields that both routes take. Nothing to answer loads the model, or unloads it."""
+    """The fields of `/api/chat` and `/api/generate`. A body without a prompt loads or unloads the model."""
 
     model: str | None = None
     stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
@@ -86,9 +83,9 @@ class OllamaBody(ThinkingFields, OpenFields):
     @model_validator(mode="before")
     @classmethod
     def _set_options(cls, given: Any) -> Any:
-        """Take options beside `options`, too, as clients of other APIs send them; those in it go first.
+        """Move options beside `options` into it, unless they are there: clients of other APIs send them so.
 
-        Some clients always send all fields: null, and what is empty, 0 or false, is left out.
+        Some clients always send all fields. So null is left out, and beside `options` also "", 0 and false.
         """
         inner = given.get("options") or {} if isinstance(given, dict) else None
         if not isinstance(inner, dict):
@@ -146,7 +143,7 @@ class OllamaGenerate(OllamaBody):
 
 
 class OllamaName(Fields):
-    """The name of a model, for the routes that need no more; `name` is an older field."""
+    """The body of the routes that only need the name of a model; `name` is the older field."""
 
     model: str | None = None
     name: str | None = None
@@ -233,7 +230,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilde
         elif message.role == "tool":
             id, name = message.tool_call_id, message.tool_name
             found = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
-            if found is None:  # a client may have cut its call off with the beginning of the conversation
+            if found is None:  # a client may have cut off the beginning of the conversation, with the call
                 conversation.add_output(id or f"call_{i}", name or "", [*pictures, content])
             else:
                 waiting.remove(found)
@@ -257,7 +254,7 @@ class LinesWriter:
         self._began = time.perf_counter()
         self._notes = answers.notes_json(request.notes)
         self._is_empty = request.prompt == RawPrompts(())
-        self._reason = "unload" if request.keep_alive == 0 else "load"  # unless a choice ends
+        self._reason = "unload" if request.keep_alive == 0 else "load"  # a choice that ends changes it
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         if isinstance(event, answers.Failed):
@@ -313,7 +310,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def timestamp(seconds: float) -> str:
-    """Return seconds since 1970 as Ollama writes a time; what no date can hold as the last one."""
+    """Return seconds since 1970 as Ollama writes a time; later times than dates can hold as the last date."""
     last = datetime.max.replace(tzinfo=UTC)
     when = last if seconds >= last.timestamp() else datetime.fromtimestamp(seconds, UTC)
     return when.isoformat().replace("+00:00", "Z")
@@ -353,7 +350,7 @@ def _model_json(name: str, found: CheckpointInfo | None) -> Json:
 
 
 def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
-    """Return what `/api/show` tells of a model. Values that only a loaded model knows are left out."""
+    """Return the body of `/api/show`. Without `found`, values from the headers of the model are left out."""
     info: Json = {"general.basename": card.name}
     if found is not None:
         values = {
@@ -387,7 +384,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
     json_lines = "application/x-ndjson"
 
-    def is_done(request: GenerationRequest) -> bool:  # a model need not be loaded to be unloaded
+    def is_done(request: GenerationRequest) -> bool:  # True to unload a model that is not loaded
         unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
         return unloads and not find_card(engine, request.model).loaded
 
@@ -441,7 +438,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         path = http_request.url.path
         raise unsupported(f"{path}: is not supported: {refused[path.removeprefix(OLLAMA_PATH)]}", path)
 
-    version = "0.13.0"  # of the Ollama whose API this is: clients compare it with what they need
+    version = "0.13.0"  # of the Ollama whose API this is: clients require a least version
     app.add_route("/api/version", lambda _: JSONResponse({"version": version, "mlx_spec": __version__}))
     app.add_route("/api/tags", tags)
     app.add_route("/api/ps", running)

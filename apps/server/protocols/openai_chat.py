@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: OpenAI's chat completions, and what text completions have in common with them."""
+"""`/v1/chat/completions`: OpenAI's chat completions, and the parts that text completions share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PredictionField(Fields):
 
 
 class LimitFields(Fields):
-    """The most tokens of a choice, as runtimes name it."""
+    """The limit of the tokens of a choice, by all names that runtimes give it."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -53,7 +53,7 @@ class LimitFields(Fields):
 
 
 class CompletionBody(LimitFields, parameters.SharedFields):
-    """The fields that both routes take."""
+    """The fields of chat completions, text completions and /infill."""
 
     model: str | None = None
     stream: bool | None = None
@@ -84,7 +84,7 @@ class Message(Fields):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Parts | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # another name of it, if it is text
+    reasoning: Any = None  # another name of reasoning_content, if it is text
     refusal: str | None = None
     tool_calls: list[CallField] | None = None
     tool_call_id: str | None = None
@@ -154,7 +154,7 @@ class ChatBody(ThinkingFields, CompletionBody):
 def parse_request(
     body: CompletionBody, model: str, prompt: Chat | RawPrompts, **more: Any
 ) -> GenerationRequest:
-    """Return a request with the fields of all these routes, and `more`. Raises Failure (400)."""
+    """Return a request with the fields of `CompletionBody`, and `more`. Raises Failure (400)."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream true", "stream_options")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
@@ -172,9 +172,9 @@ def parse_request(
 
 
 def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, place: str = "") -> int | None:
-    """Return the limit of a choice, the smallest of those given, else `default`. Raises Failure (400).
+    """Return the limit of a choice: the smallest given one, else `default`. Raises Failure (400).
 
-    `place` is where the protocol has these fields.
+    `place` is the path before these fields, such as "options.".
     """
     given = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
     no_limit = (-1, -2)  # in LM Studio, llama.cpp and Ollama
@@ -204,7 +204,7 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
 
 
 def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
-    """Return the alternatives of each token, None without logprobs. Raises Failure (400)."""
+    """Return how many alternatives each token gets; None without logprobs. Raises Failure (400)."""
     if wanted:
         return top or 0
     if top:
@@ -279,7 +279,7 @@ def _add_answer(conversation: parsing.ConversationBuilder, message: Message, fie
 class ChunkWriter(ABC):
     """Writes an answer as chunks.
 
-    The chunk that ends the last choice waits for the timings, unless they come with the usage.
+    The chunk that ends a choice is held back: the last one also gets the timings, unless the usage has them.
     """
 
     def __init__(
@@ -295,15 +295,15 @@ class ChunkWriter(ABC):
         self._notes = answers.notes_json(request.notes)
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_draft = options is not None and bool(options.include_draft)
-        self._last: Json | None = None  # the chunk that ended a choice
+        self._last: Json | None = None  # the chunk that ends a choice, held back
 
     @abstractmethod
     def _piece(self, part: answers.AnswerPart) -> Json:
-        """Return a choice of a chunk, which has the content of one event."""
+        """Return the choice in a chunk, with the content of one event."""
 
     @abstractmethod
     def _whole(self, part: answers.AnswerPart) -> Json:
-        """Return a choice of a response without a stream."""
+        """Return the choice in a response that is not streamed."""
 
     def _start(self) -> Iterable[Json]:
         """Return the choices that begin a stream."""
@@ -348,7 +348,7 @@ class ChunkWriter(ABC):
                 yield from self._send(failure.body)
 
     def _send(self, *chunks: Json) -> Iterator[str]:
-        """Send chunks, after the end of a choice that was not the last one."""
+        """Yield chunks as events, after the chunk that was held back."""
         last, self._last = self._last, None
         yield from map(data_event, chunks if last is None else (last, *chunks))
 
@@ -363,7 +363,7 @@ class ChunkWriter(ABC):
 
 
 def usage_json(usage: answers.Usage) -> Json:
-    """Return the tokens of a request as OpenAI counts them, without rejected predictions."""
+    """Return the usage of a request as OpenAI counts it: rejected predictions are not completion tokens."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -383,7 +383,7 @@ def usage_json(usage: answers.Usage) -> Json:
 
 
 class ChatWriter(ChunkWriter):
-    """Writes an answer as chat completions have it."""
+    """Writes an answer in the form of chat completions."""
 
     def __init__(self, body: ChatBody, request: GenerationRequest) -> None:
         object = "chat.completion.chunk" if body.stream else "chat.completion"

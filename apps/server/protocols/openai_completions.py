@@ -1,4 +1,4 @@
-"""`/v1/completions`, OpenAI's text completions, and `/infill`, as llama.cpp's editor plugins ask."""
+"""`/v1/completions`, OpenAI's text completions, and `/infill`, which editor plugins of llama.cpp use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
 
 
 def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
-    """Yield the prompts; with a suffix, each is the text before a gap."""
+    """Yield the prompts. With a suffix, each is a `FillIn`: the prompt is the text before the gap."""
     try:
         found = PROMPTS.validate_python(body.prompt)
     except ValidationError as error:
@@ -69,7 +69,7 @@ def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
 
 
 class TextWriter(ChunkWriter):
-    """Writes an answer as text completions have it."""
+    """Writes an answer in the form of text completions."""
 
     def __init__(self, body: TextBody, request: GenerationRequest) -> None:
         super().__init__("cmpl", "text_completion", request, body.stream_options)
@@ -85,7 +85,7 @@ class TextWriter(ChunkWriter):
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
-    """Return the logprobs of tokens. The first token of a prompt has none: its logprob is nan."""
+    """Return the logprobs of tokens; null for the first token of an echoed prompt, whose logprob is nan."""
     scored = [None if math.isnan(token.logprob) else token for token in tokens]
     return {
         "tokens": [_token_text(token.token_bytes) for token in tokens],
@@ -96,7 +96,7 @@ def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
 
 
 def _top_json(token: TokenLogprob) -> dict[str, float]:
-    """Return the likeliest tokens; of two with the same text, the likelier one."""
+    """Return the logprobs of the likeliest tokens by their text; of equal texts, the likelier one counts."""
     found: dict[str, float] = {}
     for other in token.top:
         found.setdefault(_token_text(other.token_bytes), answers.finite(other.logprob))
@@ -154,12 +154,12 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
 
 
 class InfillWriter:
-    """Writes an answer as llama.cpp's server does."""
+    """Writes an answer in the form of llama.cpp's `/infill`."""
 
     def __init__(self, body: InfillBody, request: GenerationRequest) -> None:
         self._model, self._fields = request.model, body.response_fields
         self._notes = answers.notes_json(request.notes)
-        self._end = answers.AnswerPart(0)  # of a stream
+        self._end = answers.AnswerPart(0)  # the last part of a stream, without text
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         match event:

@@ -1,7 +1,7 @@
 """`/v1/responses`: OpenAI's Responses API.
 
-A namespace, as agents send it for a server of tools, is opened: the model sees its functions under joined
-names, and a call goes back to the client in two parts.
+Agents send a namespace of functions for each server of tools. The model sees NAMESPACE__NAME as the name of a
+function; a call goes back to the client with `namespace` and `name`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .stored_responses import ItemField, ResponseStore
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
-HOSTED_TOOLS = re.compile(  # run on OpenAI's servers, or their calls and results have forms of their own
+HOSTED_TOOLS = re.compile(  # they run on OpenAI's servers, or have other forms of calls and results
     "apply_patch|code_interpreter|computer|custom|file_search|image_generation|local_shell|mcp|shell"
     "|programmatic_tool_calling|tool_search|(computer_use|web_search)(_preview)?(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
 )
@@ -189,7 +189,7 @@ def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field:
             raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
 
-# --- tools: functions, namespaces of them, and hosted tools, which are left out
+# --- tools: functions, namespaces of functions, and hosted tools, which are left out
 
 
 def _parse_tools(body: ResponsesBody) -> ToolUse | None:
@@ -216,7 +216,7 @@ def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, s
             place = f"{field}.tools.{k}" if space else field
             if tool.type == "function":
                 found = tool.tool(place)
-                about = [outer.description] if space and k == 0 else []  # the first tells what all are for
+                about = [outer.description] if space and k == 0 else []  # of the namespace, shown once
                 description = parsing.PARAGRAPH.join(filter(None, [*about, found.description])) or None
                 joined = replace(found, name=_joined_name(space, found.name), description=description)
                 yield joined, space, found.name
@@ -257,7 +257,7 @@ class ResponseWriter(answers.BlockWriter):
         self._response = _new_response(body, request) | {"output": self.blocks}
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
-        self._part: Json = {}  # the only part of the item of text that grows
+        self._part: Json = {}  # the content part that grows
         self._started = False
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
@@ -272,7 +272,7 @@ class ResponseWriter(answers.BlockWriter):
 
     def _read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, without their numbers."""
-        if not self._started or event is None:  # agents give up a stream without events: comments are none
+        if not self._started or event is None:  # in a silence, too: agents do not count comments as events
             names = ("in_progress",) if self._started else ("created", "in_progress")
             self._started = True
             for name in names:
@@ -361,7 +361,7 @@ class ResponseWriter(answers.BlockWriter):
 
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
-    """Return a response without an answer. It repeats the parameters of the request."""
+    """Return a response without output, which repeats the parameters of the request."""
     reasoning = body.reasoning or parameters.AnswerConfig()
     format = body.text.format if body.text else None
     choice: Json = body.tool_choice.model_dump(exclude_none=True) if body.tool_choice else {"type": "auto"}
@@ -413,5 +413,5 @@ def _usage_json(usage: answers.Usage) -> Json:
 
 
 def make_api(store: ResponseStore) -> Api:
-    """Return the protocol with the responses that its requests can refer to."""
+    """Return the protocol; its requests may refer to the responses in `store`."""
     return Api(ResponsesBody, partial(parse, store=store), partial(ResponseWriter, store=store))

@@ -1,4 +1,4 @@
-"""Responses that clients refer to later, by `previous_response_id` and the routes under `/v1/responses/ID`.
+"""Keep responses for `previous_response_id`, and serve them at the routes under `/v1/responses/ID`.
 
 They are kept in memory; with `--store FOLDER` each is a JSON file in a folder, too. An id that a client sends
 is only looked up in memory: it never becomes a path.
@@ -30,7 +30,7 @@ from ..requests.parsing import ContentPart, Fields, Parts, read_query, required
 
 
 class ItemField(Fields):
-    """A message, a tool call, its result, thinking of an earlier answer, or a reference to one of them."""
+    """An input item: a message, a tool call, its result, thinking, or a reference to an earlier item."""
 
     type: str | None = None  # None: a message
     id: str | None = None
@@ -63,7 +63,7 @@ class ItemField(Fields):
 
 
 class ReadQuery(Fields):
-    """The parameters of the URL of a response, which is read whole."""
+    """The query of `GET /v1/responses/ID`; stored responses are not streamed."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,7 +71,7 @@ class ReadQuery(Fields):
 
 
 class PageQuery(Fields):
-    """The parameters of the URL of input items."""
+    """The query of `GET /v1/responses/ID/input_items`."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -82,7 +82,7 @@ class PageQuery(Fields):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and the conversation that it answered: all earlier turns, but no instructions."""
+    """A response, and the conversation that it answered: all earlier turns without instructions."""
 
     response: Json
     input: tuple[ItemField, ...]
@@ -95,16 +95,16 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses that were stored last. Only the event loop may use this class."""
+    """The latest responses. Only the event loop may use this class."""
 
     MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
-    MAX_BYTES = 64 * 2**20  # of all as JSON: two bodies of the largest size, and little beside weights
+    MAX_BYTES = 64 * 2**20  # of all responses as JSON: two bodies of the largest size, little beside weights
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so that files go after they came
+        self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so a write comes before its removal
         self._stored: dict[str, StoredResponse] = {}  # the oldest first
-        self._gone: dict[str, str] = {}  # ids, and what became of them
+        self._gone: dict[str, str] = {}  # id -> why the response is gone
         if folder is not None:
             self._read_folder(folder)
 
@@ -134,7 +134,7 @@ class ResponseStore:
         return *self._stored[previous].conversation, *items
 
     def _referenced(self, item: ItemField, field: str) -> ItemField:
-        """Return an item as it is, or the item of a stored answer that a reference names."""
+        """Return an item, or the item of a stored answer if it is a reference. Raises Failure (400)."""
         if item.type != "item_reference":
             return item
         id = required(item.id, f"{field}.id")
@@ -146,7 +146,7 @@ class ResponseStore:
         raise invalid(f"{field}: item {id[:MAX_NAME_CHARS]!r} not found: {why}", field)
 
     def delete(self, id: str) -> None:
-        """Forget a response, which may be the past of others: they keep it. Raises Failure (404)."""
+        """Forget a response. Later responses keep its turns in their conversation. Raises Failure (404)."""
         self.find(id)
         self._drop(id, "it was deleted")
 
@@ -164,7 +164,7 @@ class ResponseStore:
     def _drop(self, id: str, why: str) -> None:
         del self._stored[id]
         self._gone[id] = why
-        if len(self._gone) > 10_000:  # ids that are gone, kept so that an error can say why; 1 MB of memory
+        if len(self._gone) > 10_000:  # reasons for errors; about 1 MB of memory
             del self._gone[next(iter(self._gone))]
         if self._folder is not None:
             self._writer.submit((self._folder / f"{id}.json").unlink, missing_ok=True)
@@ -173,10 +173,10 @@ class ResponseStore:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A process that ended while it wrote leaves such files.
+            # Files of a process that was killed while it wrote.
             for unfinished in folder.glob(".resp_*.tmp"):
                 unfinished.unlink()
-            own = r"resp_[0-9a-f]{32}\.json"  # All other files are left alone.
+            own = r"resp_[0-9a-f]{32}\.json"  # other files are left alone
             files = [file for file in folder.iterdir() if re.fullmatch(own, file.name) and file.is_file()]
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             tempfile.TemporaryFile(dir=folder).close()
@@ -227,7 +227,7 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
 
 
 def _page(items: list[Json], query: PageQuery) -> Json:
-    """Return a page of items as OpenAI has it. Raises Failure (400)."""
+    """Return a page of items as OpenAI lists it. Raises Failure (400)."""
     items, after = items if query.order == "asc" else items[::-1], query.after
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
