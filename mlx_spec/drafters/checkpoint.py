@@ -31,15 +31,15 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Conventions:
-    """How to run a drafter, as far as its weights do not show it.
+    """Facts that are needed to run a drafter and that its weights do not show.
 
     The converter writes them to config.json. Row i belongs to the target's input token x_i, whose logits
     predict x_{i+1}. A wrong convention lowers acceptance and raises no error.
     """
 
-    hidden: str  # what it reads: after or before the target's final norm, or the layers of `capture`
-    capture: tuple[int, ...] = ()  # outputs of these layers, from 0 and never negative, in the order of fc
-    chain: str = "none"  # what its own next step reads instead of the target's hidden state
+    hidden: str  # hidden states it reads: POST_NORM, PRE_NORM (of the target's final norm), or LAYERS
+    capture: tuple[int, ...] = ()  # with LAYERS: the layers, 0-based and never negative, in the order of fc
+    chain: str = "none"  # its own output that its next step reads: POST_NORM, PRE_NORM or "none"
     shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts its own token
     rope: str = "target"  # whose rotary parameters it uses: "target" or "own"
 
@@ -74,9 +74,9 @@ def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str)
 def number_of(
     config: Mapping[str, Any], key: str, where: str, *, absent: int | None = None, most: int = 1024
 ) -> int:
-    """Return `config[key]`, how many layers, heads or tokens there are; `absent` if it does not say.
+    """Return `config[key]`, a number of layers, heads or tokens; `absent` if the key is missing.
 
-    Raises BadCheckpoint for more than `most`: no drafter has them, and to build them would take all memory.
+    Raises BadCheckpoint above `most`: no drafter has as many, and building them would take all memory.
     """
     found = required({key: config.get(key) or absent}, key, int, where)
     if not 1 <= found <= most:
@@ -98,14 +98,14 @@ def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) ->
 
 
 def mask_token(config: Mapping[str, Any], vocab_size: int) -> int:
-    """Return the token that stands for one not drafted yet. Raises BadCheckpoint."""
+    """Return the mask token, which stands for tokens not drafted yet. Raises BadCheckpoint."""
     token = required(config, "mask_token_id", int, CONFIG)
     check_tokens("'mask_token_id'", mx.array([token]), vocab_size)
     return token
 
 
 def check_tokens(name: str, ids: mx.array, vocab_size: int) -> None:
-    """Raise BadCheckpoint for a token that is not in the vocabulary: MLX would read or write anywhere."""
+    """Raise BadCheckpoint for a token that is not in the vocabulary: MLX does not check indices."""
     low, high, last = int(ids.min()), int(ids.max()), vocab_size - 1
     if low < 0 or high > last:
         raise BadCheckpoint(f"{name} has tokens from {low} to {high}, the vocabulary 0 to {last}: {AGAIN}")
@@ -134,7 +134,7 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
     """Fill the parameters of `module` from the safetensors of `folder`, quantized if they have scales.
 
     The files are read when the parameters are first used. Tensors named in `skip` are ignored. Raises
-    BadCheckpoint if a tensor is missing, left over or of another form.
+    BadCheckpoint if a tensor is missing, unexpected or of another shape or type.
     """
     tensors = {name: array for name, array in read_tensors(folder).items() if name not in skip}
 
@@ -165,7 +165,7 @@ def _holds_integers(array: mx.array) -> bool:
 
 
 def own_parts(network: nn.Module, parts: TargetParts, vocab_size: int) -> TargetParts:
-    """Return `parts` with the tables that `network` brings: embed_tokens, lm_head, draft_ids [W].
+    """Return `parts` with the tables of `network`, if it has any: embed_tokens, lm_head, draft_ids [W].
 
     Tokens outside a reduced vocabulary have logits of -inf. Their probability is 0, so sampling stays exact.
     """
@@ -177,6 +177,6 @@ def own_parts(network: nn.Module, parts: TargetParts, vocab_size: int) -> Target
 
 
 def widened(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
-    """Return logits [T, V] of all tokens from those [T, W] of the tokens `ids`. The others have -inf."""
+    """Return logits [T, V] of the vocabulary, from the logits [T, W] of the tokens `ids`; -inf elsewhere."""
     empty = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
     return mx.put_along_axis(empty, mx.broadcast_to(ids, logits.shape), logits, axis=-1)

@@ -1,7 +1,7 @@
 """Drafters that read the target's hidden states: EAGLE-3, P-EAGLE, DFlash, native MTP heads.
 
-A row of the drafter's own caches is made of the target's features of one position. In most families the row
-also reads the token after that position, so it predicts the token after that one.
+A row of the drafter's own caches is computed from the target's features of one position. In most families it
+also reads the next token, so it predicts the token after the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, Ta
 
 
 class DrafterCache:
-    """K and V of one layer of a drafter. Positions have gaps where rows are missing."""
+    """K and V of one layer of a drafter. Positions have gaps if rows are missing."""
 
     def __init__(self) -> None:
         self.offset = 0  # position of the next row; mlx-lm's attention reads it by this name
@@ -51,11 +51,12 @@ class DrafterCache:
 
 
 class ConditionedDrafter(SequenceDrafter, ABC):
-    """Keeps the rows of one sequence: those in the caches, then those that wait to be written.
+    """Drafts with layers over the target's hidden states. Keeps the rows of one sequence.
 
-    When the target goes back to an earlier position, rows from there on are dropped. If the token at that
-    position changed, the row before it is dropped, too: it read that token. A prefix that the target reused
-    and this drafter never saw has no rows. Both lower acceptance and do not change the text.
+    The first rows are in the caches; the last ones still wait to be written. When the target goes back to an
+    earlier position, rows from there on are dropped. If the token at that position changed, the row before it
+    is dropped, too, because it read that token. A reused prefix that this drafter never saw has no rows.
+    Missing rows lower acceptance and do not change the text.
 
     A family implements `process` and `draft_next`.
     """
@@ -92,7 +93,7 @@ class ConditionedDrafter(SequenceDrafter, ABC):
         first = len(history) - 1 - rows.shape[0]
         self._forget(first, history[first])
         if self._positions and self._positions[-1] + 1 != first:
-            self._write(self._num_waiting)  # a gap follows
+            self._write(self._num_waiting)  # rows of one write have no gap between them
         self._positions += range(first, len(history) - 1)
         self._tokens += history[first + 1 :]
         self._waiting.append(rows)
@@ -105,7 +106,7 @@ class ConditionedDrafter(SequenceDrafter, ABC):
         return sum(array.nbytes for cache in self._caches for array in cache.buffers)
 
     def state(self) -> CacheState:
-        """Return all rows, those that wait as the features that they are."""
+        """Return all rows: the written ones as K and V, the waiting ones as features."""
         written = len(self._positions) - self._num_waiting
         parts = {
             str(i): CacheState({str(j): a[..., :written, :] for j, a in enumerate(cache.buffers)})
@@ -170,10 +171,10 @@ class ConditionedDrafter(SequenceDrafter, ABC):
 class ChainDrafter(ConditionedDrafter):
     """Drafts token by token: its own output replaces the features that do not exist yet (EAGLE-3, MTP).
 
-    `fuse` of its network turns features [T, F] of the target into what the layers read, [T, D]. Called with
-    embeddings and that, it returns the next steps' hidden state and the head's input, [T, D] each.
-    Rows of drafted tokens are dropped after the draft. Accepted tokens are written again with the target's
-    features.
+    Its network's `fuse` turns features [T, F] of the target into the layers' input [T, D]. The network takes
+    embeddings and this input. It returns the hidden state for the next step and the head's input, [T, D]
+    each. Rows of drafted tokens are dropped after the draft. Accepted tokens are written again with the
+    target's features.
     """
 
     _newest: tuple[mx.array, mx.array]  # the network's output for the newest row
@@ -197,7 +198,7 @@ class ChainDrafter(ConditionedDrafter):
 
 
 def check_conventions(conventions: Conventions, readable: tuple[str, ...]) -> None:
-    """Raise BadCheckpoint for conventions that `ChainDrafter` does not follow; `readable`: known inputs."""
+    """Raise BadCheckpoint for conventions that `ChainDrafter` does not follow. `readable` are its inputs."""
     known = {"hidden": readable, "chain": (POST_NORM, PRE_NORM), "shift": (1,)}
     for key, choices in known.items():
         found = vars(conventions)[key]

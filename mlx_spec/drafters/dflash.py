@@ -43,13 +43,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class View:
     """The keys that a row of the block sees in one layer."""
 
-    window: int | None  # keys on each side, the row's own included; None: all
-    causal: bool  # nothing of the block behind it
+    window: int | None  # keys on each side, the row's own included; None for all keys
+    causal: bool  # True if a row sees no later rows of the block
 
     def mask(self, before: int, rows: int) -> tuple[int, mx.array | None]:
-        """Return the first key that a row of the block sees, and which of the keys from there on each sees.
+        """Return the first key that any row of the block sees, and the mask [rows, keys from there on].
 
-        `before`: the keys of the context. None if every row sees all.
+        `before` is the number of keys of the context. The mask is None if every row sees all keys.
         """
         low = 0 if self.window is None else max(before - self.window + 1, 0)
         if not self.causal and (self.window is None or before + rows <= self.window):
@@ -81,7 +81,7 @@ def views(config: LayerConfig) -> list[View]:
 
 
 class DFlashNetwork(nn.Module):
-    """Layers over a context that grows, and one block at a time. Names are those the converter writes."""
+    """Layers over a growing context and one block at a time. Parameters have the converter's names."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class DFlashNetwork(nn.Module):
         """Return layer `index`."""
         return DrafterLayer(config, BlockAttention(config, index, view))
 
-    def remember(self, rows: mx.array, caches: Sequence[DrafterCache]) -> None:
+    def append_context(self, rows: mx.array, caches: Sequence[DrafterCache]) -> None:
         """Append K and V of context rows [T, F] to the caches."""
         context = self.hidden_norm(self.fc(rows.astype(self.norm.weight.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -152,7 +152,7 @@ class DFlash(ConditionedDrafter):
         self._shift = shift  # 0: slot j predicts token j of the block; 1: the token after it
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
-        self._network.remember(rows, self._caches)
+        self._network.append_context(rows, self._caches)
 
     def draft_next(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return tokens up to the end of the block."""

@@ -1,7 +1,7 @@
 """DFlash2: DFlash with convolutions over the block around each sublayer, and a selector that walks it.
 
-The input of a sublayer moves the kernels of two convolutions, before and after it. The selector scores the
-best tokens of a slot by the pair that each makes with the token before; no other token can be drafted.
+A sublayer has a convolution before it and one after it. Its input is projected to changes of their kernels.
+The selector scores the best tokens of a slot as pairs with the token before; only these can be drafted.
 
 Source: z-lab `dflash` 0.1.0.
 """
@@ -24,7 +24,7 @@ from mlx_spec.errors import BadCheckpoint
 
 
 class DFlash2Network(DFlashNetwork):
-    """Names are those that the converter writes."""
+    """DFlash with convolutions and a selector. Parameters have the converter's names."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
@@ -56,12 +56,12 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * self._taps * (width // self._group), bias=False)
 
     def before(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the input [1, B, D] of the sublayer, and what moves the kernel of `after`."""
+        """Return the input [1, B, D] of the sublayer, and the changes of the kernel of `after`."""
         moves = self.kernel_projection(x).reshape(*x.shape[:-1], 2, self._taps, -1)
         return self._convolve(x, moves[..., 0, :, :], 0), moves[..., 1, :, :]
 
     def after(self, x: mx.array, moves: mx.array) -> mx.array:
-        """Return what the sublayer adds to the residual, for its output."""
+        """Return the convolved output of the sublayer, which is added to the residual stream."""
         return self._convolve(x, moves, 1)
 
     def _convolve(self, x: mx.array, moves: mx.array, which: int) -> mx.array:

@@ -51,7 +51,7 @@ class VocabularySizes:
 
 # The tokens that a verification adds to a history: accepted draft tokens, and the one after them.
 Outcome = tuple[int, ...]
-Branches = Mapping[Outcome, Draft]
+Branches = Mapping[Outcome, Draft]  # the draft that follows each outcome
 
 
 class BranchRequest(Protocol):
@@ -100,7 +100,7 @@ class DraftModel(SequenceDrafter):
         self._written = list(state.part("written").numbers["tokens"])
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Keep the rows of accepted draft tokens if `history` grew by them and one token more."""
+        """Keep the rows of accepted draft tokens, if `history` grew by those and one more token."""
         grown = len(history) - len(self._written)
         if self._uncommitted and 1 <= grown <= self._num_guesses + 2:
             self._settle(history, len(self._written) + min(grown - 1, self._num_guesses))
@@ -112,9 +112,9 @@ class DraftModel(SequenceDrafter):
         self._prefill(history, len(history) - 1 - self._align(history))
 
     def keep_draft(self, tokens: Sequence[int]) -> None:
-        """Note the tokens of the last draft: the next draft keeps the rows of those in its history.
+        """Note the tokens of the last draft. The next draft keeps their rows as far as its history has them.
 
-        Without it, `observe` takes the next history for one that accepted them.
+        Without this call, `observe` assumes that the next history accepted them.
         """
         self._written += tokens[: self._num_guesses]
         self._uncommitted += self._num_guesses
@@ -171,8 +171,8 @@ class DraftModel(SequenceDrafter):
         return mx.array(self._vocabulary.known(tokens), dtype=mx.int32)
 
     def _unwritten(self, history: Sequence[int]) -> mx.array:
-        """Return the tokens [T] that the next pass writes: the pending one and at most a few before it."""
-        # A draft writes at most 8 known tokens uncommitted, together with the pending one.
+        """Return the tokens [T] that the next pass writes: at most a few, the pending one last."""
+        # A draft writes at most 8 tokens of the history uncommitted, the pending one included.
         if (missing := len(history) - self._align(history)) > 8:
             self._prefill(history, missing - 1)
         return self._rows(history[len(self._written) :])
@@ -186,7 +186,7 @@ class DraftModel(SequenceDrafter):
     def _settle(self, history: Sequence[int], keep: int) -> None:
         """Commit or drop the uncommitted rows, and keep at most the rows of `history[:keep]`."""
         committed = len(self._written) - self._uncommitted
-        del self._written[committed:]  # first: an interrupted draft leaves uncommitted rows of no value
+        del self._written[committed:]  # first, because an interrupted draft leaves useless rows
         self._uncommitted = self._num_guesses = 0
         self._model.commit(max(keep - committed, 0))
         kept = self._model.rewind(keep)

@@ -1,7 +1,7 @@
-"""DSpark (arXiv:2607.05147): DFlash whose slots add a bias of low rank that the token before gives.
+"""DSpark (arXiv:2607.05147): DFlash with a bias of low rank on each slot, computed from the token before.
 
 The first slot drafts as well. The backbone has the layers of Qwen3 or of Gemma 4. The head that estimates
-acceptance is not kept: the policy measures it.
+acceptance is not used: the policy measures acceptance.
 
 Source: deepseek-ai/DeepSpec `modeling/dspark`; speculators 0.9 `models/dspark` for reduced vocabularies.
 """
@@ -72,7 +72,7 @@ class RecurrentMarkovHead(MarkovHead):
 
 
 class DSparkNetwork(DFlashNetwork):
-    """Layers of Qwen3. Names are those that the converter writes."""
+    """DSpark with layers of Qwen3. Parameters have the converter's names."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
@@ -94,11 +94,12 @@ class DSparkNetwork(DFlashNetwork):
 
 
 class Gemma4DSparkNetwork(DSparkNetwork):
-    """Layers of Gemma 4."""
+    """DSpark with layers of Gemma 4."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
-        self._scale = config.hidden_size**0.5 if "embed_tokens" in self else 1.0  # of the target's: done
+        # The target's embeddings come scaled; its own table has to be scaled here.
+        self._scale = config.hidden_size**0.5 if "embed_tokens" in self else 1.0
 
     def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
         return Gemma4Layer(config, Gemma4BlockAttention(config, index, view))

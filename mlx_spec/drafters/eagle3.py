@@ -31,7 +31,7 @@ from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
 
 
 class Eagle3Network(nn.Module):
-    """Fused features, or its own hidden state, and an embedding to the next hidden state."""
+    """Maps an embedding and fused features, or its own hidden state, to the next hidden state."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Eagle3Network(nn.Module):
     def __call__(
         self, embedded: mx.array, hidden: mx.array, caches: list[DrafterCache]
     ) -> tuple[mx.array, mx.array]:
-        """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
+        """Return the hidden state for the next step and the final norm's output, [T, D] each."""
         first, *rest = self.layers
         own, *others = caches
         x = first.read(embedded.astype(self.norm.weight.dtype)[None], hidden[None], own)
@@ -100,7 +100,7 @@ class _Attention(DrafterAttention):
 
 
 class PEagle(ConditionedDrafter):
-    """Drafts one sequence in one pass a draft. Its caches never keep rows of masks."""
+    """Drafts for one sequence, K tokens in one pass. Its caches never keep rows of masks."""
 
     def __init__(self, network: Eagle3Network, parts: TargetParts, needs: FeatureSpec, mask: int) -> None:
         super().__init__(network, parts, needs)

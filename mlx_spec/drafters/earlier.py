@@ -1,12 +1,12 @@
 """Earlier answers to copy from: suffix decoding over requests (arXiv:2411.04975), with memory that is fixed.
 
-A suffix tree finds every match and counts what followed; it takes 300 bytes a token and forgets by request.
-Here a ring holds the text, and a table for each of a few lengths says where a context of that length stood
-last. That finds the latest place of about the longest match. On recorded conversations of agents, frequencies
-and all other lengths add 1 % of the tokens.
+A suffix tree finds every match and counts its continuations; it takes 300 bytes a token and drops whole
+requests. Here a ring holds the text, and tables for a few context lengths hold the place of their last
+occurrence. That finds the latest place of nearly the longest match. On recorded conversations of agents,
+frequencies and all other lengths would add 1 % of the tokens.
 
-Answers tell of other answers: how many tokens were accepted says whether a text was there before
-(arXiv:2411.01076). So each API key has its own ring, and a file only where a folder is given.
+Accepted counts reveal whether a text was seen before (arXiv:2411.01076). So each API key has its own ring,
+and a file only if a folder is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.prompt import Prompt
 
-TAIL = 32  # tokens of a prompt before its answer: an answer's first tokens are found by them; longest match
+TAIL = 32  # tokens of a prompt that are stored before its answer, so that its first tokens can be found
 LENGTHS = (2, 4, 8, 16)  # tokens of the contexts that have a table
 MAX_TOKENS = 1 << 20  # of a ring: 21 MB
 MAX_ANSWER = 1 << 15  # tokens of one answer: entering them must not delay other requests
@@ -39,17 +39,17 @@ EMPTY = -1  # between two texts
 MASK = (1 << 64) - 1
 STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd; hashes are numbers modulo 2^64
 FACTORS = tuple(pow(STEP, k, 1 << 64) * MIX & MASK for k in range(1, LENGTHS[-1] + 1))  # of the k-th last
-ONES = {n: sum(FACTORS[:n]) for n in LENGTHS}  # by n: the part of their hash that the added ones make
+ONES = {n: sum(FACTORS[:n]) for n in LENGTHS}  # by n: the hash of n zeros, because 1 is added to each token
 
 _log = logging.getLogger("mlx_spec")
 
 
 class TextRing:
-    """Texts one after the other, the oldest overwritten by the newest, and where contexts stood last.
+    """A ring of texts, the oldest overwritten first, with the last place of each context.
 
     The hash of n tokens is MIX times the sum of (the k-th from the end, plus 1) * STEP^k. A place is the
-    index of the token after a context. It counts only if the tokens before it equal the context, so
-    entries that collide or are out of date cost a match and nothing else.
+    index of the token after a context. It counts only if the tokens before it equal the context, so an entry
+    that collides or is stale loses a match and does no harm.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -57,14 +57,14 @@ class TextRing:
         self._text = _memory(tokens)
         self._text[:] = EMPTY
         self._tables = {n: _memory(tokens) for n in LENGTHS}  # 0: no place
-        # A search reads single items: of a memoryview that takes half the time.
+        # A search reads single items, which takes half the time in a memoryview.
         self._view, self._places = self._text.data, {n: table.data for n, table in self._tables.items()}
         self._shift = 65 - tokens.bit_length()
         self._end = 1
 
     @property
     def longest(self) -> int:
-        """Return the most tokens that are entered at once: of a longer text these last ones."""
+        """Return how many tokens are entered at most; of a longer text only the last ones are."""
         return min(MAX_ANSWER, len(self._text) // 4)
 
     @property
@@ -100,7 +100,7 @@ class TextRing:
                     table[rows.view(np.int64)] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
-        """Return the latest place after the longest known end of `last`, and the length of that; or zeros."""
+        """Return the latest place after the longest match of the end of `last`, and its length; or zeros."""
         latest, hashed, start = last[: -LENGTHS[-1] - 1 : -1], 0, 0
         known = list[tuple[int, int]]()
         for n, places in self._places.items():
@@ -153,7 +153,7 @@ class EarlierAnswers:
         return self._ring(_digest(key))
 
     def add(self, key: str, prompt: Prompt, answer: Sequence[int]) -> None:
-        """Enter an answer, with the end of its prompt as far as that is text."""
+        """Enter an answer after the last text of its prompt."""
         tail = prompt[max([len(prompt) - TAIL, *(span.end for span in prompt.spans), 0]) :]
         ring, text = self.ring(key), [*tail, *answer[-MAX_ANSWER:]]
         ring.add(text)
@@ -170,7 +170,7 @@ class EarlierAnswers:
     # --- files
 
     def keep_in(self, folder: Path, target: str, vocab_size: int, max_age_s: float) -> None:
-        """Keep the answers of `target`, a name, in a folder. Read those there; remove files that are old."""
+        """Keep the answers of the target of this name in a folder. Read its files; remove old ones."""
         self._folder, self._name, self._vocab_size = folder, _digest(target), vocab_size
         ages = dict[Path, float]()
         for file in folder.glob("*.answers"):
@@ -187,7 +187,7 @@ class EarlierAnswers:
         return self._folder / f"{self._name}-{digest}.answers"
 
     def _read(self, digest: str) -> TextRing:
-        """Return a new ring, with what its file holds. A damaged file is removed."""
+        """Return a new ring with the texts of its file. A damaged file is removed."""
         ring = TextRing(self._ring_tokens)
         if self._folder is None or not (file := self._file(digest)).exists():
             return ring
@@ -205,7 +205,7 @@ class EarlierAnswers:
             return ring
         is_end = tokens == EMPTY
         tokens = tokens[~is_end | ~np.roll(is_end, 1)]  # one after each text
-        while tokens.size:  # many texts at a time: to enter each alone takes seconds where they are short
+        while tokens.size:  # many texts at a time: short ones one by one would take seconds
             piece = tokens[: ring.longest]
             ends = np.flatnonzero(piece == EMPTY)
             size = int(ends[-1]) if ends.size else len(piece)
@@ -248,7 +248,7 @@ def _powers() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _memory(count: int) -> NDArray[np.int32]:
-    """Return zeros that take memory page by page, where they are written.
+    """Return zeros whose memory is allocated page by page, when it is written.
 
     Linux zeroes 2 MB at once for NumPy's large arrays: the first answer would wait 40 ms for a ring.
     """
@@ -260,5 +260,5 @@ def _memory(count: int) -> NDArray[np.int32]:
 
 
 def _digest(name: str) -> str:
-    """Return what stands for a key or a target in names of files."""
+    """Return a digest that stands for a key or a target in file names."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]

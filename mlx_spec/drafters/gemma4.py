@@ -1,9 +1,9 @@
 """Gemma 4 assistants: multi-token prediction over the target's own K/V.
 
 A step takes the target's embedding of a token and the hidden state of the position before it. Its four
-decoder layers attend to the K/V of the target's last cache-owning layer of each attention type; they have
-none of their own. The output replaces the hidden state of the next step. All steps of a draft run at the
-position of the pending token, as in transformers, LiteRT-LM and llama.cpp.
+decoder layers have no K/V: they attend to the target's last cache-owning layer of each attention type. The
+output replaces the hidden state in the next step. All steps of a draft run at the position of the pending
+token, as in transformers, LiteRT-LM and llama.cpp.
 
 Source: transformers `models/gemma4_assistant`. Parameters have the names of the published checkpoints.
 """
@@ -60,7 +60,7 @@ class AssistantConfig:
     sliding_window: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
-    draft_vocab_size: int | None = None  # W: the head is W rows of the target's own; None for its own head
+    draft_vocab_size: int | None = None  # W, if the head is W rows of the target's; None for its own head
     num_centroids: int = 0  # 0 for a dense head
     centroid_intermediate_top_k: int = 0
 
@@ -174,7 +174,7 @@ def _check(what: str, expected: object, found: object) -> None:
 
 
 class AssistantNetwork(nn.Module):
-    """One step: a token and a hidden state of the target to logits and the next hidden state."""
+    """One step: maps a token and a hidden state of the target to logits and the next hidden state."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class AssistantNetwork(nn.Module):
     def __call__(
         self, embedded: mx.array, hidden: mx.array, position: mx.array, shared: Mapping[str, KVRows]
     ) -> tuple[mx.array, mx.array]:
-        """Return the next hidden state [B, D] and the final norm [B, h] for two [B, D] of the target."""
+        """Return the next hidden state [B, D] and the final norm's output [B, h] for two inputs [B, D]."""
         enter, *between, leave = self._stages
         x, queries = enter(embedded, hidden, position)
         *inner, last = [shared[layer.attention_type] for layer in self.model.layers]
@@ -200,9 +200,9 @@ class AssistantNetwork(nn.Module):
 
     @cached_property
     def _stages(self) -> list[Stage]:
-        """The step cut at its attentions, whose K and V grow; the parts between them are compiled once.
+        """Return the step cut at its attentions, whose K and V grow. The stages between are compiled once.
 
-        Made in the first step, from the weights at that time.
+        They are made in the first step, from the weights at that time.
         """
         layers, norm = self.model.layers, self.model.norm
 
@@ -241,9 +241,9 @@ class AssistantNetwork(nn.Module):
         return mx.argsort(self.masked_embedding.token_ordering)[ids]
 
     def sort_table(self, *, by_token: bool = False) -> None:
-        """Bring the rows of the embedding table, stored by token id, into the order of a centroid head.
+        """Sort the rows of the embedding table into the order of a centroid head.
 
-        `by_token`: back into the order in which they are stored.
+        With `by_token`, sort them back by token id, as they are stored.
         """
         if "masked_embedding" in self:
             order = self.masked_embedding.token_ordering.astype(mx.int32)
@@ -428,7 +428,7 @@ def _newest(request: DraftRequest) -> Newest | None:
 
 
 def _side_by_side(shared: Sequence[Mapping[str, KVRows]]) -> Mapping[str, KVRows]:
-    """Return the rows of several sequences in one array, the shorter ones padded at their end and masked."""
+    """Return the rows of several sequences in one array; shorter ones are padded at their end and masked."""
     if len(shared) == 1:
         return shared[0]
     result = {}

@@ -1,4 +1,4 @@
-"""Parts that EAGLE-3, P-EAGLE and the DFlash family share: sizes in config.json, attention, own tables."""
+"""Shared by EAGLE-3, P-EAGLE and the DFlash family: sizes in config.json, layers, attention, own tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"silu": SiluMLP, "gelu_pytor
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The sizes in config.json, and the names of the tensors for what it does not say."""
+    """The sizes in config.json. The names of the tensors show what config.json does not say."""
 
     hidden_size: int  # D
     vocab_size: int  # V, the target's
@@ -48,7 +48,7 @@ class LayerConfig:
     rope: nn.Module
     tensors: frozenset[str]
     conventions: Conventions
-    written: Config  # config.json, for what only one family reads
+    written: Config  # config.json, for keys that only one family reads
 
     @classmethod
     def from_dict(cls, config: Config, tensors: Collection[str], target_config: Config) -> LayerConfig:
@@ -80,7 +80,7 @@ class LayerConfig:
 
 
 def _rope(config: Config, conventions: Conventions, head_dim: int, target_config: Config) -> nn.Module:
-    """Return the target's rotation; the drafter's own if the target has one per attention type."""
+    """Return the target's rotary embedding; the drafter's own if the target has one per attention type."""
     found: Config = {}
     max_positions = text_config(target_config).get("max_position_embeddings")
     if conventions.rope != "own":
@@ -92,7 +92,7 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
         max_positions = found.get("max_position_embeddings")
     scaling = found.get("rope_parameters") or found.get("rope_scaling")  # the new form, or the old one
     both = {**found, **(scaling or {})}
-    is_cut = both.get("rope_type") != "proportional"  # which turns a part of the pairs of a whole head
+    is_cut = both.get("rope_type") != "proportional"  # proportional ropes rotate some pairs of the whole head
     dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0)) if is_cut else head_dim
     base = float(both.get("rope_theta") or 10000.0)
     try:
@@ -129,9 +129,9 @@ def load_layers(
 
 
 def add_tables(network: nn.Module, tensors: Collection[str], width: int, vocab: int, drafted: int) -> None:
-    """Add the tables that the checkpoint brings: of `vocab` tokens, `drafted` of them in the LM head.
+    """Add the tables that the checkpoint has: embedding, LM head, and the map of a reduced vocabulary.
 
-    They are the embedding, the LM head and the map of a reduced vocabulary.
+    The embedding has `vocab` tokens, the LM head `drafted` of them.
     """
     if "embed_tokens.weight" in tensors:
         network.embed_tokens = nn.Embedding(vocab, width)
@@ -156,7 +156,7 @@ class DrafterLayer(nn.Module):
         return self.finish(x, self.self_attn(self.input_layernorm(x), cache))
 
     def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
-        """Return the output [1, T, D] for the result of attention."""
+        """Return the layer's output [1, T, D] from the residual stream and the output of attention."""
         x = residual + attended
         result: mx.array = x + self.mlp(self.post_attention_layernorm(x))
         return result

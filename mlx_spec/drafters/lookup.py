@@ -1,7 +1,7 @@
 """Lookup: suffix decoding (arXiv:2411.04975) in the conversation and in earlier answers.
 
-`Lookup` finds the longest match. A policy has a belief for each of a few ranges of its length: one equal
-token says little about the next one, six say nearly everything.
+`Lookup` finds the longest match. A policy has a separate belief for each of a few ranges of match lengths:
+one equal token says little about the next one, six say nearly everything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_spec.tokenizer import common_prefix
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, EarlierTexts, Features, FeatureSpec, Sampler, no_draft
 
 MAX_MATCH = 32  # tokens of a match that are compared
-# The proposals of lookup, with the lengths of the matches that they draft from.
+# The proposals of lookup, and the match lengths that each drafts from.
 RANGES = {"lookup": (6, MAX_MATCH), "lookup, a few tokens": (2, 5), "lookup, one token": (1, 1)}
 MAX_TAIL = 64  # tokens compared to notice that the history was replaced
 
@@ -24,11 +24,11 @@ class Lookup(SequenceDrafter):
     """Copies what followed the longest earlier match of the last tokens.
 
     In the conversation it is found as in LZ77 compressors: a table from the last few tokens to the latest
-    place after them, and a chain from every place to the one before. Earlier answers count where they match
-    longer. A draft is no longer than its match, as in suffix decoding.
+    place after them, and a chain from every place to the one before. An earlier answer is copied if its match
+    is longer. A draft is no longer than its match, as in suffix decoding.
 
-    A place is the index of the token that followed a match. `min_match` tokens must match before anything is
-    copied; with 1, a single token is a proposal of its own.
+    A place is the index of the token that followed a match. At least `min_match` tokens must match, at least
+    2; with 1, a match of a single token is copied, too.
     """
 
     needs = FeatureSpec()
@@ -47,20 +47,20 @@ class Lookup(SequenceDrafter):
         return tuple(MatchRange(self, *lengths) for lengths in RANGES.values())
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
-        """Copy these texts, too. Forget the conversation if they are of another key: its text was theirs."""
+        """Copy these texts, too. If they belong to another key, forget the conversation of the last one."""
         if earlier is not self._earlier:
             self._forget()
         self._earlier, self._found = earlier, None
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Index a prompt while it is read. The next draft indexes the few tokens of a round."""
+        """Index a prompt while it is read. The few tokens of a round are indexed by the next draft."""
         if not 0 <= len(history) - len(self._before) <= MAX_DRAFT_TOKENS + 1:
             self._index(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Copy at most `limit` tokens that followed the longest match, the latest of equals.
+        """Copy at most `limit` tokens that followed the longest match, the latest one if several are equal.
 
-        A copy that reaches the end of the history goes on with its own beginning.
+        A copy that reaches the end of the history continues with its own first tokens.
         """
         earlier, place, length = self._find(history)
         count = min(limit, length)
@@ -74,11 +74,11 @@ class Lookup(SequenceDrafter):
         return Draft(mx.array(copied, dtype=mx.int32), source=self.source)
 
     def available(self, history: Sequence[int]) -> int:
-        """Return the most tokens that would be drafted: the length of the longest match, or 0."""
+        """Return how many tokens it would draft at most: the length of the longest match, or 0."""
         return self._find(history)[2]
 
     def _find(self, history: Sequence[int]) -> tuple[EarlierTexts | None, int, int]:
-        """Return where the longest match is, None for the conversation, its place and its length, or 0."""
+        """Return the text of the longest match (None for the conversation), its place and its length."""
         last = list(history[-self._max_match :])
         if self._found is not None and self._found[:2] == (len(history), last):
             return self._found[2]
@@ -95,11 +95,11 @@ class Lookup(SequenceDrafter):
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
         self._after_one: dict[int, int] = {}  # a token -> the latest place after it; may be out of date
         self._before = [0] * self._min_match  # place -> the place before it with the same tokens, or 0
-        self._tail: list[int] = []  # the last tokens indexed, as far as places can be taken back
+        self._tail: list[int] = []  # the last indexed tokens, whose places can be taken back
         self._found = None
 
     def _index(self, history: Sequence[int]) -> None:
-        """Enter all places up to the last token: a continuation can be copied from them."""
+        """Enter all places up to the last token, from which a continuation can be copied."""
         start = len(self._before) - len(self._tail)
         if (kept := common_prefix(self._tail, history[start : len(self._before)])) < len(self._tail):
             self._take_back(start, kept)
@@ -109,7 +109,7 @@ class Lookup(SequenceDrafter):
             key = tuple(history[place - self._min_match : place])
             self._before.append(self._latest.get(key, 0))
             self._latest[key] = self._after_one[key[-1]] = place
-        # Not from the history: what comes before the tail may differ from what was indexed.
+        # Not from the history: its tokens before the tail may differ from those that were indexed.
         self._tail = [*self._tail, *history[new : len(self._before)]][-MAX_TAIL:]
 
     def _take_back(self, start: int, kept: int) -> None:
@@ -134,7 +134,7 @@ class Lookup(SequenceDrafter):
             return (place, 1) if is_match else (0, 0)
         last = list(history[-self._max_match :])[::-1]
         best, length = 0, self._min_match - 1
-        for _ in range(128):  # The latest places are compared. A draft must not wait for all of a long text.
+        for _ in range(128):  # only the latest places: a draft must not wait for a search of a long text
             if not place or length == len(last):
                 break
             if length < place and history[place - 1 - length] == last[length]:
@@ -152,7 +152,7 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
 
 
 class MatchRange(SequenceDrafter):
-    """The drafts of a lookup whose match has `low` to `high` tokens. The ranges of a sequence share it."""
+    """Drafts from matches of `low` to `high` tokens. All ranges of a sequence share one lookup."""
 
     needs = FeatureSpec()
 

@@ -34,7 +34,7 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampl
 
 
 class MedusaNetwork(nn.Module):
-    """All heads; the residual blocks of each have biases or not."""
+    """All heads. Their residual blocks have biases if `biased`."""
 
     def __init__(self, heads: int, blocks: int, hidden_size: int, vocab_size: int, *, biased: bool) -> None:
         super().__init__()
@@ -60,22 +60,22 @@ class _Head(nn.Module):
 
 
 class GuessRates:
-    """The acceptance of guesses that sequences have seen: first guesses by depth, others by rank.
+    """The measured acceptance of guesses: first guesses by depth, others by rank.
 
-    Shared by all sequences of a pair. A guess of rank r counts only if all guesses before it were wrong.
+    Shared by all sequences of a pair. A guess of rank r counts only if all likelier guesses were rejected.
     """
 
     def __init__(self, heads: int) -> None:
-        # Accepted and judged guesses. At first an acceptance of 0.6 is assumed of the first guess, and of
-        # 0.35 of another one if those before it fail. The assumption is worth 6 drafts.
+        # Accepted and judged guesses. The prior is an acceptance of 0.6 for the first guess, and of 0.35 for
+        # a further one if the guesses before it fail. It weighs as much as 6 drafts.
         self._first = [[6 * 0.6, 6.0] for _ in range(heads)]
-        # Beside the first, a place gets 3 guesses. Rarer ones are accepted too rarely to be worth a row.
+        # A place gets 3 further guesses. Less likely ones are accepted too rarely to be worth a row.
         self._other = [[6 * 0.35, 6.0] for _ in range(3)]
         self._judged = 0  # drafts
         self._template: TreeTemplate | None = None
 
     def observe(self, tree: Tree, drafted: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learn from a draft and the tokens that were emitted in its place."""
+        """Learn from a draft and the tokens that were emitted after its history."""
         row = 0
         for depth, token in enumerate(tokens):
             if not (guesses := [j for j, parent in enumerate(tree.parents) if parent == row]):
@@ -95,7 +95,7 @@ class GuessRates:
             self._template = None
 
     def template(self) -> TreeTemplate:
-        """Return the places that are likeliest to be accepted, as many as fit a pass."""
+        """Return the places that are likeliest to be accepted, MAX_DRAFT_TOKENS of them."""
         if self._template is None:
             others = [accepted / judged for accepted, judged in self._other]
             rates = []
@@ -112,7 +112,7 @@ class GuessRates:
         return self.template().reach
 
     def chain_gains(self) -> Sequence[float]:
-        """Return the same for a chain, which ends with the last head."""
+        """Return the expected accepted tokens that each further draft token of a chain adds."""
         return [*accumulate((accepted / judged for accepted, judged in self._first), mul)]
 
 
@@ -164,7 +164,7 @@ class MedusaTrees(Medusa):
 def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
     """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
     conventions = Conventions.from_config(config)
-    known = {  # The hidden states of a prompt are not worth their memory: the first token gets no draft.
+    known = {  # Without the hidden states of a prompt, which take memory, only the first token has no draft.
         POST_NORM: FeatureSpec(final_hidden=True, prompt_hidden=False),
         PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt_hidden=False),
     }

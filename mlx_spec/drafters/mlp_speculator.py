@@ -59,7 +59,7 @@ class SpeculatorSizes:
 
 
 class MLPSpeculatorNetwork(nn.Module):
-    """All steps. Names are those that the converter writes; tied steps are stored once."""
+    """All steps. Parameters have the converter's names; tied steps are stored once."""
 
     gates: ClassVar[int] = 1  # parts of a projection, of the inner size each
 
@@ -92,11 +92,11 @@ class MLPSpeculatorNetwork(nn.Module):
         place = min(step, len(self.emb) - 1)
         embedded = mx.tile(self.emb[place](token), (1, self.gates))
         mixed = self.proj[min(step, len(self.proj) - 1)](memory[0]) + self._weight * embedded
-        memory = self.remember(mixed, memory[1], place)
+        memory = self.next_memory(mixed, memory[1], place)
         return self.head[place](memory[0]), memory
 
-    def remember(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
-        """Return the memory after a step whose state and token were mixed."""
+    def next_memory(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
+        """Return the memory after a step, from the sum of its projected state and its embedded token."""
         return nn.gelu(self.ln[place](mixed)), cell
 
 
@@ -109,7 +109,7 @@ class LSTMSpeculatorNetwork(MLPSpeculatorNetwork):
         super().__init__(sizes)
         self.cell_ln = [ShiftedNorm(sizes.inner_size) for _ in self.ln]
 
-    def remember(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
+    def next_memory(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
         forget, given, out, candidate = mx.split(mixed, 4, axis=-1)
         cell = cell * mx.sigmoid(forget) + nn.gelu(self.cell_ln[place](candidate)) * mx.sigmoid(given)
         return nn.gelu(self.ln[place](cell)) * mx.sigmoid(out), cell
@@ -142,7 +142,7 @@ class MLPSpeculator(SequenceDrafter):
         self._length = len(history)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return at most a token a step; none if the hidden state belongs to another history."""
+        """Return one token for each step; none if the hidden state belongs to another history."""
         if limit < 1 or self._hidden is None or self._length != len(history):
             return no_draft()
         memory, token = self._network.begin(self._hidden), mx.array([history[-1]], dtype=mx.int32)

@@ -68,13 +68,13 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
 
 
 class Forced(SequenceDrafter):
-    """Drafts the tokens that a grammar leaves no choice about.
+    """Drafts the tokens that a grammar forces.
 
     The history belongs to one answer and starts with a prompt.
     """
 
     needs = FeatureSpec()
-    prior = 0.995  # acceptance expected of one token: only a stop token of the request can come instead
+    prior = 0.995  # expected acceptance of one token: only a stop token of the request can replace it
 
     def __init__(self, matcher: Matcher, prompt_length: int) -> None:
         self._matcher = matcher
@@ -101,10 +101,10 @@ class Forced(SequenceDrafter):
 
 
 class GrammarFilter(DrafterWrapper):
-    """Another drafter, whose tokens are cut after the first one that the grammar forbids.
+    """Cuts another drafter's tokens after the first one that the grammar forbids.
 
-    The tokens after it would waste rows of the target's pass. The forbidden token stays and is rejected: a
-    policy learns only from verdicts, and would otherwise pay in every round for empty drafts.
+    Later tokens would waste rows of the target's pass. The forbidden token stays and is rejected: a policy
+    learns only from verdicts. Without one it would pay for an empty draft in every round.
 
     Only chains without probabilities are cut. Dropping a drawn token because it is forbidden would change
     the distribution of the drafts, and then the acceptance rule would no longer be exact.
@@ -130,10 +130,10 @@ def for_request(
     grammar: Grammar | None = None,
     prediction: Sequence[int] = (),
 ) -> tuple[tuple[Drafter, ...], tuple[RequestDrafter, ...]]:
-    """Return the drafters of a sequence under the grammar of a request, and those that the request brings.
+    """Return the drafters of a sequence, filtered by its grammar, and the drafters that its request brings.
 
-    Both are proposals of the sequence's own policy. A request's drafters draft in no time, so the policy
-    weighs only the rows that their tokens add to a pass of the target.
+    The policy chooses among both. A request's drafters draft in no time, so the policy weighs only the rows
+    that their tokens add to a pass of the target.
     """
     matcher = None if grammar is None else grammar.matcher(prompt)
     extras: list[RequestDrafter] = []

@@ -35,10 +35,10 @@ from mlx_spec.model.places import placed
 from mlx_spec.prompt import Places
 from mlx_spec.types import Features, FeatureSpec
 
-# --- the decoder layer: mlx-lm's own, as the target has it with full attention and, if any, with experts
+# --- the decoder layer of mlx-lm, with full attention, and with experts if the target has any
 
 
-# By the `model_type` of the target: the arguments, the layer, and arguments that are others in a head.
+# By the `model_type` of the target: class of the arguments, class of the layer, arguments to override.
 LAYERS: dict[str, tuple[Any, Callable[[Any, int], nn.Module], dict[str, Any]]] = {
     "qwen3_next": (
         qwen3_next.ModelArgs,
@@ -78,7 +78,7 @@ def _build_layer(layer_type: str, text: Mapping[str, Any]) -> nn.Module:
 
 
 class MTPNetwork(nn.Module):
-    """The head: two norms, a projection, a decoder layer, a norm. Names are those the converter writes."""
+    """The head: two norms, a projection, a decoder layer, a norm. Parameters have the converter's names."""
 
     def __init__(self, config: Mapping[str, Any], conventions: Conventions) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class MTPNetwork(nn.Module):
     def __call__(
         self, embedded: mx.array, hidden: mx.array, caches: list[DrafterCache]
     ) -> tuple[mx.array, mx.array]:
-        """Return the hidden state of the next step and the final norm, [T, D] each, for two [T, D]."""
+        """Return the hidden state for the next step and the final norm's output, [T, D] each."""
         dtype = self.norm.weight.dtype
         inputs = [self.norm_embedding(embedded.astype(dtype)), self.norm_hidden(hidden.astype(dtype))]
         x = self.fc(mx.concatenate(inputs, axis=-1))[None]

@@ -1,9 +1,9 @@
 """A smaller language model with another tokenizer: its draft is read as text and encoded again.
 
 This is assisted generation with different tokenizers (transformers, "universal assisted decoding"), with one
-difference: a draft holds only certain tokens, those that stay the same when one more token of the drafter
-follows. The draft is the drafter's likeliest text. It is deterministic, so verification is exact: if the two
-texts do not line up, tokens are rejected and nothing else happens.
+difference: a draft holds only certain tokens. A token is certain if it stays the same when the drafter adds
+one more. The draft is the drafter's likeliest text. It is deterministic, so verification is exact: if the
+two texts do not line up, tokens are rejected and nothing else happens.
 
 Text passes between the two models as bytes, because a token may be half a character. Tokens of one history
 need not end where tokens of the other end; only text that begins exactly at the end of the history is used.
@@ -42,8 +42,8 @@ from mlx_spec.types import Draft, Features, Sampler, no_draft
 def encode_after(tokenizer: Tokenizer, before: bytes, text: bytes) -> list[int] | None:
     """Return the tokens of `text` when it follows `before`.
 
-    None if no token ends between the two, or if the tokenizer does not write the same bytes. The space that
-    some tokenizers put before every text is left out: here it would stand in the middle.
+    None if no token ends between the two, or if the tokenizer does not write the same bytes. Some tokenizers
+    put a space before every text; it is left out.
     """
     anchor = b"x" if (before + text)[:1].isspace() else b"\n"  # it does not become one token with the text
     expected = anchor + before + text
@@ -88,9 +88,9 @@ class Place:
 class Translation:
     """The history of one sequence in the drafter's tokens.
 
-    It is cut into pieces whose ends do not depend on later text. A closed piece is encoded once; only the
-    last one is encoded again with every token. A control token is a separate piece: the drafter's token of
-    the same name, or nothing.
+    The history is cut into pieces whose ends do not depend on later text. A closed piece is encoded once;
+    only the last piece is encoded again for each draft. A control token is a separate piece. It becomes the
+    drafter's token of the same name, or nothing.
     """
 
     def __init__(self, target: Tokenizer, drafter: Tokenizer) -> None:
@@ -190,12 +190,12 @@ class Retokenized(DrafterWrapper):
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Draft greedily, at most `limit` tokens: a deterministic draft has the highest acceptance.
 
-        Waits for the drafter: its text is put into the target's tokens on the host.
+        Waits for the drafter, because the host encodes its text in the target's tokens.
         """
         place = self._place(history)
         if limit < 1 or not place.tokens:
             return no_draft()
-        # The drafter's tokens per token of the target, as far as a short text can be believed.
+        # The drafter's tokens per token of the target, within limits because a short text misleads.
         ratio = min(max(len(place.tokens) / len(history), 0.25), 4.0)
         steps = min(math.ceil(limit * ratio) + 1, 48)  # the drafter's tokens in one draft
         tokens = read_tokens(self.inner.draft(place.tokens, steps, self._greedy).tokens)
@@ -210,7 +210,7 @@ class Retokenized(DrafterWrapper):
     def _certain(self, place: Place, tokens: Sequence[int]) -> list[int]:
         """Return the target's tokens that no further token of the drafter can change.
 
-        A control token of the drafter ends the text, and so makes all of it certain.
+        A control token of the drafter ends the text, so all of it is certain.
         """
         controls = self._drafter.controls
         end = next((i for i, token in enumerate(tokens) if token in controls), len(tokens))

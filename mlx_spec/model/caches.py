@@ -1,8 +1,8 @@
 """The caches of all layers of an unmodified mlx-lm model, for one sequence or several.
 
-Each kind of cache has one exact rollback rule, or is refused. A sequence begins alone. It may join others in
-shared buffers and leave them again, and is alone a set of one lane. Lanes 0 to B - 1 are in use; a lane that
-becomes free is filled with the last one.
+Each kind of cache has one exact rollback rule, or is refused. A sequence begins alone, in caches with one
+lane. It may join others in shared buffers, one lane each, and leave them again. Lanes 0 to B - 1 are in use;
+the last lane moves to a lane that becomes free.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Cache = TypeVar("Cache")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A place that one sequence can go back to. It holds references: later rows are written elsewhere."""
+    """A place that one sequence can return to. It holds references: later rows go to other arrays."""
 
     size: int
     # By window: first and oldest position, number of columns, reach.
@@ -90,7 +90,7 @@ class Caches:
         return made
 
     def for_model(self, layers: Iterable[Cache] | None = None) -> Sequence[Any]:
-        """Return the layers, or others in their place, as the model takes them: some form lists."""
+        """Return the layers, or others in their place, in the form of the model: some are lists."""
         given: Iterator[Any] = iter(self.layers if layers is None else layers)
         return [tuple(islice(given, size)) if size else next(given) for size in self._groups]
 
@@ -111,7 +111,7 @@ class Caches:
 
     @property
     def prompts_see_further(self) -> bool:
-        """Return True if a token of a prompt sees more than the same token does when it is generated."""
+        """Return True if a token sees more when it is part of a prompt than when it is generated."""
         return any(window and columns.reach > window for window, columns in self._columns.items())
 
     def arrays(self) -> list[mx.array]:
@@ -130,11 +130,11 @@ class Caches:
         blocks: Blocks = (),
         in_all: bool = False,
     ) -> None:
-        """Prepare all layers for a pass of T rows in each lane, after those not yet committed.
+        """Prepare all layers for a pass of T rows in each lane, after the uncommitted rows.
 
-        Those after the first `rows` of a lane are padding; if it is None, there is none. With `reads_prompt`
-        they are tokens of a prompt, which see further in some models. Rows of one of `blocks` see later ones
-        of it in layers with a window, or in all layers.
+        Rows after the first `rows` of a lane are padding; None if there is no padding. With `reads_prompt`
+        they are tokens of a prompt, which see further in some models. Within each of `blocks` attention is
+        bidirectional, in layers with a window, or with `in_all` in all layers.
         """
         self._make_room(T, len(self.sizes))
         ends = self._ends(len(self.sizes))
@@ -152,7 +152,7 @@ class Caches:
     def commit(self, keep: Sequence[int]) -> None:
         """Keep the first `keep` uncommitted rows of each lane and drop the others.
 
-        Recurrent layers keep all rows of a lane if any are kept: the caller keeps all that are not padding.
+        Recurrent layers keep all rows of a lane, or none: the caller keeps either 0 or all rows but padding.
         """
         assert all(0 <= k <= self.uncommitted for k in keep), f"commit of {keep} of {self.uncommitted} rows"
         for state in self.recurrent:
@@ -189,7 +189,7 @@ class Caches:
         return Checkpoint(self.sizes[0] + self.uncommitted, places, layers)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Return to a checkpoint. Rows of full attention may only have been appended since."""
+        """Return to a checkpoint. Since then, rows of full attention may only have been appended."""
         for window, (first, oldest, count, reach) in saved.places.items():
             columns = self._columns[window]
             columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
@@ -201,7 +201,7 @@ class Caches:
         self.sizes, self.uncommitted = [saved.size], 0
 
     def state(self, saved: Checkpoint, *, newest: bool) -> CacheState:
-        """Return what a checkpoint holds. An older one lacks the rows that the newest one has as well."""
+        """Return the content of a checkpoint. An older one leaves out rows that the newest one has, too."""
         numbers = {str(w): [first, oldest, reach] for w, (first, oldest, _, reach) in saved.places.items()}
         arrays = dict[str, mx.array]()
         for i, (layer, held) in enumerate(zip(self.layers, saved.layers, strict=True)):
@@ -223,7 +223,7 @@ class Caches:
         layers, places = [], dict[int | None, tuple[int, int, int, int]]()
         for i, layer in enumerate(self.layers):
             arrays = state.part(str(i)).arrays
-            # Slices: each sequence that begins with this state writes into arrays of its own.
+            # Slices, so that each sequence that begins with this state writes into its own arrays.
             found: Arrays = [arrays[str(j)][:] for j in range(len(arrays))]
             if isinstance(layer, AttentionCache):
                 window = layer.columns.window
@@ -237,10 +237,10 @@ class Caches:
             layers.append(found)
         return Checkpoint(size, places, layers)
 
-    # --- company
+    # --- several sequences
 
     def join(self, lone: Caches) -> None:
-        """Move the only sequence of other caches into a free lane. Recurrent ones have tokens."""
+        """Move the only sequence of other caches into a free lane. A recurrent one must have tokens."""
         assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
         if not self.layers:
             self.layers, self._groups = [self._like(layer) for layer in lone.layers], lone._groups
@@ -255,7 +255,7 @@ class Caches:
             state.join(its_state)
 
     def leave(self, lane: int, lone: Caches | None) -> None:
-        """Remove a sequence; the last lane takes its place. `lone` gets its committed rows."""
+        """Remove a sequence; the last lane takes its place. `lone`, if given, gets its committed rows."""
         last = len(self.sizes) - 1
         if lone is not None:
             self._copy(lane, lone)
@@ -296,7 +296,7 @@ class Caches:
         return self._columns.setdefault(window, Columns(window, self._lanes))
 
     def _with_rollback(self, cache: Any) -> LayerCache:
-        """Return a cache of ours in place of one of mlx-lm's."""
+        """Return our cache for one of mlx-lm's. Raises NotRewindable for an unknown class."""
         kind = type(cache)
         if kind is KVCache:
             return AttentionCache(self._columns_for(None))

@@ -11,16 +11,16 @@ from mlx_lm.utils import dequantize_model
 def dequantized(model: nn.Module) -> nn.Module:
     """Return a model with dense layers, in the type of their scales. The weights are not computed yet.
 
-    It is `dequantize_model` of mlx-lm with another way to unpack: on a CPU `mx.dequantize` takes each integer
-    alone, twice the time of whole arrays for 4 bits and four times for 5. Tables of tokens are left to it:
-    the arrays between would be as large as the result.
+    It is `dequantize_model` of mlx-lm with another way to unpack. On a CPU `mx.dequantize` takes the integers
+    one by one, twice the time of whole arrays for 4 bits and four times for 5. Embeddings are left to it: the
+    intermediate arrays would be as large as the result.
     """
     dense = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.QuantizedLinear) or module.bits not in UNPACK:
             continue
-        # Left out are modes other than affine, and heads: 2^20 scales are 128 MB of dense weights in groups
-        # of 32.
+        # Modes other than affine and LM heads are left to it, too: 2^20 scales in groups of 32 are 128 MB of
+        # dense weights.
         if module.biases is None or module.scales.size > 1 << 20:
             continue
         weight = _weight(module.weight, module.scales, module.biases, module.bits)
@@ -46,7 +46,7 @@ def _four(packed: mx.array) -> mx.array:
 
 
 def _five(packed: mx.array) -> mx.array:
-    """Return the eight integers in each five bytes. Bytes of one place stand together for that."""
+    """Return the eight integers in each five bytes, which are first sorted by their place in the five."""
     a, b, c, d, e = mx.contiguous(packed.reshape(-1, 5).T)
     high = (a >> 5 | b << 3, b >> 2, b >> 7 | c << 1, c >> 4 | d << 4, d >> 1, d >> 6 | e << 2, e >> 3)
     return mx.stack([part & 31 for part in (a, *high)], axis=-1)

@@ -1,4 +1,4 @@
-"""Where an mlx-lm model keeps its modules, and wrappers that capture outputs or start layers early."""
+"""Find the modules of an mlx-lm model; wrappers that capture outputs or start layers early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_spec.types import TargetParts
 
 
 class ModuleWrapper(nn.Module):
-    """Replaces a module and passes its attributes on."""
+    """Replaces a module and hands its attributes on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Capture(ModuleWrapper):
 
 
 def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
-    """Return the last outputs of captures, which let go of them. One may be named several times."""
+    """Return the last outputs of captures and clear them. A capture may be listed several times."""
     outputs = [each.outputs[0] for each in captures]
     for each in captures:
         each.outputs.clear()
@@ -92,7 +92,7 @@ def capture(owner: Any, key: Any) -> Capture:
 def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     """Prepare decoder layers for an early start. Return the switch, which is off.
 
-    Building the graph takes the host 1 to 2 us an operation. Without an early start the device is idle
+    The host needs 1 to 2 us to build an operation of the graph. Without an early start the device is idle
     until the graph of the whole pass is built.
     """
     # Each start ends a command buffer, so a GPU starts several layers at once.
@@ -126,7 +126,7 @@ class Decoder:
 
     @property
     def table(self) -> Any:
-        """Return the embedding. Raises Mismatch if it is not where most models have it."""
+        """Return the embedding. Raises Mismatch if it is not found under its usual name."""
         if "embed_tokens" not in self.owner:
             kind = type(self.outer).__module__.rpartition(".")[2]
             raise Mismatch(f"this drafter reads the embedding of its target, which is not known for {kind}")

@@ -1,10 +1,10 @@
 """The cache of one layer of a target, for one sequence or several: K and V, or a recurrent state.
 
-Attention layers have buffers [lanes, H, columns, D]. Every sequence has a lane and an end of its own. A pass
-writes T rows after the end of each; shorter blocks are padded. Padding lies after all rows that its lane's
-queries see, and the next pass overwrites it. So there is no mask for padding, and rollback is a number:
-nothing is copied. Attention reads rows in the order of the text, whatever mix of single steps, blocks and
-rollbacks came before, so the sums equal those in plain decoding.
+Attention layers have buffers [lanes, H, columns, D]. Every sequence has its own lane, which ends at its own
+column. A pass writes T rows after the end of each; shorter blocks are padded. Padding lies after all rows
+that its lane's queries see, and the next pass overwrites it. So padding needs no mask, and rollback changes a
+number and copies nothing. Attention always reads rows in the order of the text, after any mix of single
+steps, blocks and rollbacks. So its sums equal the sums of plain decoding.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Columns:
     Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
     along the text, and short sequences may begin after column 0, so that all windows lie side by side.
 
-    Some models name a wider window than their caches have: then a token of a prompt sees `reach` tokens, and
-    a generated one, alone in its pass in mlx-lm, sees `window`. Their `reach` shows in their first mask, when
-    all rows are still there.
+    Some models name a wider window than their caches have. Then a token of a prompt sees `reach` tokens. A
+    generated token, which is alone in its pass in mlx-lm, sees `window`. The first mask that the model asks
+    for tells `reach`, when all rows are still there.
     """
 
     def __init__(self, window: int | None, lanes: int) -> None:
@@ -42,11 +42,11 @@ class Columns:
         self.reach = window or 0
         self.lanes = lanes  # of the buffers; the first ones are in use
         self.count = 0  # columns of the buffers
-        self.first: list[int] = []
-        self.oldest: list[int] = []  # the first position that a lane holds
+        self.first: list[int] = []  # by lane: the position in column 0
+        self.oldest: list[int] = []  # by lane: the first position that it holds
 
     def end_column(self, size: int, sizes: Sequence[int]) -> int:
-        """Return the column at which a sequence of `size` tokens should end beside others."""
+        """Return the column at which a sequence of `size` tokens should end to lie beside the others."""
         if self.window is None:
             return size
         kept = min(size, self.reach - 1 + MAX_UNCOMMITTED)
@@ -64,22 +64,22 @@ class Columns:
         return [end - kept for end in ends], kept + T + WINDOW_SLACK
 
     def begin(self, ends: Sequence[int], T: int, *, reads_prompt: bool = False, blocks: Blocks = ()) -> None:
-        """Set what the layers need for a pass of T rows after the `ends` of the lanes.
+        """Prepare the columns of a pass of T rows after the `ends` of the lanes.
 
-        Rows of one of `blocks` see later ones of it, too. Only a pass of one sequence has any.
+        Within each of `blocks` attention is bidirectional. Only a pass of one sequence has blocks.
         """
         self.rows, self.T, self.reads_prompt, self._blocks = len(ends), T, reads_prompt, blocks
         self.starts = [end - first for end, first in zip(ends, self.first, strict=True)]
         seen = self.reach if reads_prompt else None
         visible = [self.oldest_visible(end, seen) - f for end, f in zip(ends, self.first, strict=True)]
-        self.low, self.high = min(visible), max(self.starts) + T
-        self.is_level = len(set(self.starts)) == 1  # one slice takes the rows of all lanes
+        self.low, self.high = min(visible), max(self.starts) + T  # columns that some lane sees
+        self.is_level = len(set(self.starts)) == 1  # all lanes write the same columns, so one slice does
         self._is_even = self.is_level and len(set(visible)) == 1  # all lanes need the same mask
         self._masks: dict[int | None, mx.array] = {}
         self._places: dict[int, mx.array] = {}
 
     def oldest_visible(self, position: int, window: int | None = None) -> int:
-        """Return the first position that the query at a position sees; by default it is a generated token."""
+        """Return the first position that the query at `position` sees; by default as a generated token."""
         return 0 if self.window is None else max(position - (window or self.window) + 1, 0)
 
     def visible(self, lane: int, size: int) -> tuple[slice, slice, slice]:
@@ -118,9 +118,9 @@ class Columns:
 
 
 class AttentionCache:
-    """K and V of one attention layer. It has what unmodified mlx-lm models use of a cache.
+    """K and V of one attention layer, with the interface that unmodified mlx-lm models use.
 
-    `offset` is an int where all sequences have one length, else an array [B], as in mlx-lm's own batches.
+    `offset` is an int if all sequences have one length, else an array [B], as in mlx-lm's own batches.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -165,7 +165,7 @@ class AttentionCache:
         return KVRows(keys, values)
 
     def keep_rows(self, start: int, rows: mx.array) -> None:
-        """Move the rows at positions `start + rows` of the first lane to `start`."""
+        """Move the rows at positions `start + rows` of the first lane to positions from `start` on."""
         start -= self.columns.first[0]
         for buffer in self.buffers:
             buffer[:1, :, start : start + rows.size] = buffer[:1, :, start + rows]
@@ -225,9 +225,10 @@ class AttentionCache:
 
 
 class ChunkCache(AttentionCache):
-    """K and V of a layer that sees no token before its own chunk. Its model builds the mask.
+    """K and V of a layer in which a token sees its own chunk only. Its model builds the mask.
 
-    The window of a chunk's size holds all tokens that a query can see.
+    A window as long as a chunk holds all tokens that a query can see. Llama 4 of mlx-lm reads
+    `start_position` and calls `maybe_trim_front`.
     """
 
     @property
@@ -236,7 +237,7 @@ class ChunkCache(AttentionCache):
         return self.columns.low + self.columns.first[0]
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: a window drops its old rows by itself."""
+        """Do nothing: a window drops its old rows anyway."""
 
 
 class QuantizedCache(AttentionCache):
@@ -260,7 +261,7 @@ class RecurrentCache(ArraysCache):
     """The state arrays [B, ...] of one recurrent layer: delta nets, convolutions, Mamba.
 
     A running state cannot be shortened. Models replace its arrays and never write into them, so a saved
-    state is a list of references. Whoever dropped rows feeds the kept ones again.
+    state is a list of references. After a rollback the target writes the kept rows again.
     """
 
     def __init__(self, arrays: int) -> None:
@@ -273,18 +274,18 @@ class RecurrentCache(ArraysCache):
         return [array for array in state if array is not None]
 
     def restore(self, saved: Sequence[mx.array | None]) -> None:
-        """Return to a state, which is committed."""
+        """Return to a saved state. It counts as committed."""
         state: Any = list(saved)  # the base class has no types
         self.cache = state
         self._committed = list(saved)
 
     def begin(self, rows: Sequence[int], T: int) -> None:
-        """Prepare a pass of T rows in each lane. Those after the first `rows` of a lane are padding."""
+        """Prepare a pass of T rows in each lane. Rows after the first `rows` of a lane are padding."""
         lengths: Any = None if min(rows) == T else mx.array(list(rows), dtype=mx.int32)
         self.lengths = lengths
 
     def settle(self, keep: Sequence[bool]) -> None:
-        """Commit the last pass of each lane, or return to the state before it."""
+        """Commit the last pass of each lane if `keep`, else return to the state before it."""
         if all(keep) or not any(keep):
             self.restore(self.cache if all(keep) else self._committed)
             return
@@ -301,7 +302,7 @@ class RecurrentCache(ArraysCache):
         lone.restore([None if state is None else state[lane : lane + 1] for state in self._committed])
 
     def keep(self, lanes: Sequence[int]) -> None:
-        """Keep these lanes in this order, after the last pass and before it."""
+        """Keep these lanes in this order, in the state after the last pass and in the committed one."""
         order, committed = mx.array(list(lanes), dtype=mx.int32), self._committed
         self.restore([state[order] for state in self.arrays()])
         self._committed = [None if state is None else state[order] for state in committed]
@@ -311,7 +312,7 @@ LayerCache = AttentionCache | RecurrentCache
 
 
 def _by_lane(chosen: mx.array, yes: mx.array, no: mx.array) -> mx.array:
-    """Return the lanes of one array where `chosen` [B] is True, else another's."""
+    """Return for each lane the state in `yes` if `chosen` [B] is True, else the state in `no`."""
     return mx.where(chosen.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 

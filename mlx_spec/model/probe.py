@@ -1,4 +1,4 @@
-"""Ask a target at load: do several rows of a pass give what single passes give?"""
+"""Check at load that one pass of several rows gives the logits of several passes of one row."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlx_spec.model.target import LMTarget
 
 
 def rounding_of(model: nn.Module) -> float:
-    """Return the largest error that rounding explains in a model."""
+    """Return the largest relative error that rounding explains in a model."""
     weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     types = {array.dtype for _, array in weights}
-    # A share of the largest logit or state.
+    # Shares of the largest logit or state.
     return 0.05 if types & {mx.bfloat16, mx.float16} else 0.01
 
 
@@ -25,8 +25,8 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
     """Verify rows together, one by one and after a rollback. Raises NotRewindable if they differ.
 
     Raises BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
-    `make` returns new targets of the model. The median error counts: single rows may have more, because
-    another expert is chosen at a near tie, while a wrong mask or position spoils most rows.
+    `make` returns new targets of the model. The median error counts. Single rows may have a larger one,
+    because another expert is chosen at a near tie; a wrong mask or position spoils most rows.
     """
     prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
     kept = 2  # rows that a rollback keeps

@@ -1,4 +1,4 @@
-"""Read a model by mlx-lm, for targets, draft models and conversions."""
+"""Read a model with mlx-lm, for targets, draft models and conversions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def read_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model in `folder` and its config.json, repaired or overridden by `config`.
 
-    `classes` finds the model's class. Raises BadCheckpoint for what mlx-lm cannot read, and for weights that
-    are integers, which it would compute with.
+    `classes` finds the model's class. Raises BadCheckpoint for checkpoints that mlx-lm cannot read, and for
+    integer weights, with which it would compute.
     """
     checkpoint = read_checkpoint(folder)
     checkpoint.check_quantizer()
@@ -66,7 +66,7 @@ def read_model(
 
 
 def _obstacle(error: BaseException) -> str:
-    """Return in words why mlx-lm does not load a model, and the way out."""
+    """Return the reason why mlx-lm does not load a model, and the way out."""
     text = one_line(error)
     way = "get a copy that mlx-lm converted, such as mlx-community has"
     if isinstance(error, SystemExit):
@@ -74,7 +74,7 @@ def _obstacle(error: BaseException) -> str:
     if "required positional argument" in text:
         keys = re.findall(r"'([a-z_0-9]+)'", str(error))
         return f"config.json lacks {shortened(keys)}: {way}"
-    if "'NoneType'" in text:  # of a key that mlx-lm reads without a look whether it is there
+    if "'NoneType'" in text:  # mlx-lm reads a key without checking that it is there
         line = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if key := re.search(r"\b(?:args|config)\.([a-z_0-9]+)", line):
             return f"config.json lacks {key[1]}: {way}"
@@ -88,7 +88,7 @@ def _obstacle(error: BaseException) -> str:
 def _searchable(checkpoint: StoredModel) -> Iterator[Path]:
     """Yield a folder in which mlx-lm finds the files of a model, and no others.
 
-    It reads all files of one pattern, and takes brackets in a path for a pattern.
+    mlx-lm reads all files that match a pattern, and reads brackets in a path as a pattern, too.
     """
     folder, files = checkpoint.folder, checkpoint.headers.files
     if escape(str(folder)) == str(folder) and {*map(str, files)} == {*glob(str(folder / WEIGHTS))}:

@@ -1,4 +1,4 @@
-"""A pass over a prompt with spans: rows of their own in place of embeddings of tokens."""
+"""A pass over a prompt with spans, whose rows replace embeddings of tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 
 
 def blocks_of(sight: Sight | None, spans: Sequence[Span], start: int, end: int) -> Blocks:
-    """Return where rows of a pass see later ones: the spans in it, if the family reads them so.
+    """Return the spans of a pass within which attention is bidirectional; none if the family has it causal.
 
-    Then the pass holds each of them whole.
+    Such a pass holds each of its spans whole.
     """
     if sight is None or sight.together is None:
         return ()
@@ -42,7 +42,7 @@ def run_with_spans(
 ) -> mx.array:
     """Return the logits [T, V] of tokens from position `start` on, with the rows of `spans` in their places.
 
-    The model gets the ids, too: where it has embeddings by layer, it reads the pad token's there.
+    The model gets the ids, too. Its per-layer embeddings, if it has any, read the pad token in spans.
     """
     owner = decoder_of(model).owner
     with _unscaled(owner) as scale:
@@ -65,9 +65,9 @@ def run_with_spans(
 
 @contextmanager
 def _unscaled(owner: nn.Module) -> Iterator[float | None]:
-    """Let a model take embeddings as they are, for one pass. Yield its scale.
+    """Turn off a model's scaling of embeddings for one pass. Yield its scale.
 
-    It is None where the scale is a number in the model's code: then rows are divided by it before, which may
+    It is None if the scale is a number in the model's code. Then rows are divided by it before, which may
     change their last bit.
     """
     scale: float | None = vars(owner).get("embed_scale")

@@ -1,4 +1,4 @@
-"""An unmodified mlx-lm model as a Target: uncommitted writes, exact rollback, captured hidden states."""
+"""An unmodified mlx-lm model as a target: uncommitted writes, exact rollback, captured hidden states."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mlx_spec.model.tree import (
 from mlx_spec.prompt import Places, Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
-MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a pass of their own
-# What a model raises that calculates with an int where positions of several rows or sequences are given.
+MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a separate pass
+# Errors of a model that expects one int and gets the positions of several rows or sequences.
 POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 SharedKV = Callable[[], Mapping[str, KVRows]]
@@ -46,11 +46,11 @@ class LMTarget:
     """A language model, its caches and the tokens they hold, for one sequence.
 
     The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`):
-    after a rejection its state is restored, and the accepted tokens join the next forward pass instead of
-    costing a pass of their own.
+    after a rejection its state is restored, and the accepted tokens join the next forward pass, which saves a
+    separate pass.
     """
 
-    MAX_CHECKPOINTS = 2  # places beside the present one: more would keep old windows and states in memory
+    MAX_CHECKPOINTS = 2  # besides the present place: more would keep old windows and states in memory
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class LMTarget:
     def _reset(self) -> None:
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
-        self._read = 0  # the first tokens that were written as a prompt's
+        self._from_prompt = 0  # how many of the first tokens were written as a prompt
         self._places = Places()
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._checkpoints: list[Checkpoint] = []  # that `rewind` returns to where rows are gone
-        self._batch_kv: SharedKV | None = None  # while a batch has the caches
+        self._checkpoints: list[Checkpoint] = []  # places that `rewind` can return to after rows are gone
+        self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
 
     @property
     def size(self) -> int:
@@ -116,13 +116,13 @@ class LMTarget:
 
     @property
     def reads_spans_whole(self) -> bool:
-        """Return True if rows of a span see each other, so that one pass has to write them."""
+        """Return True if attention within a span is bidirectional, so that one pass has to write it whole."""
         return self._sight is not None and self._sight.together is not None
 
     def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated.
 
-        `spans` belong to the whole prompt. Rows of a chunk that lie in one are its own.
+        `spans` are the spans of the whole prompt. Positions of the chunk inside a span get the span's rows.
         """
         features, points = self._begin_prefill(tokens, spans)
         return self._end_prefill(len(tokens), features, points)
@@ -132,11 +132,11 @@ class LMTarget:
     ) -> Iterator[Features | None]:
         """Do what `prefill` does. Yield None after each layer, and then the features.
 
-        Nothing else may use this target meanwhile. Closed early, it has written nothing.
+        No other code may use this target meanwhile. If it is closed early, nothing has been written.
         """
         features, points = self._begin_prefill(tokens, spans)
         try:
-            for cache in self._caches.attention:  # its K and V follow from the layers before
+            for cache in self._caches.attention:  # its K and V depend on the layers before, which run first
                 mx.eval(cache.buffers)
                 yield None
             yield self._end_prefill(len(tokens), features, points)
@@ -180,7 +180,7 @@ class LMTarget:
         return features
 
     def checkpoint(self) -> None:
-        """Let `rewind` return to this place, also when its rows are gone."""
+        """Let `rewind` return to this place, also after its rows are gone."""
         self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-self.MAX_CHECKPOINTS :]
 
     def verify(self, tokens: mx.array) -> mx.array:
@@ -214,7 +214,7 @@ class LMTarget:
     def detach(self, shared_kv: SharedKV) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
-        Until `attach`, only `count` may be called, and K and V are those that `shared_kv` returns.
+        Until `attach`, only `count` may be called, and `shared_kv` returns the K and V.
         """
         assert not self._uncommitted, "caches are detached after a commit"
         if self._replay.size:
@@ -224,13 +224,13 @@ class LMTarget:
         return self._caches
 
     def attach(self, replay: mx.array) -> Caches:
-        """Return the detached caches, to be filled again with all tokens but those to replay."""
+        """Return the detached caches. The caller fills them with all tokens except `replay`."""
         self._batch_kv, self._replay = None, replay
         return self._caches
 
     def count(self, tokens: int, *, reads_prompt: bool = False) -> None:
-        """Count tokens that a pass committed."""
-        self._read += tokens if reads_prompt and self._read == self._size else 0
+        """Count tokens that a shared or own pass committed."""
+        self._from_prompt += tokens if reads_prompt and self._from_prompt == self._size else 0
         self._size += tokens
 
     @cached_property
@@ -247,7 +247,7 @@ class LMTarget:
         return reason
 
     def _misread_tree(self) -> str | None:
-        """Return how the model mistakes the rows of a tree for a text; None if it does not."""
+        """Return how the model reads the rows of a tree as a chain; None if it reads them as a tree."""
         caches = Caches.of_model(self._model)
         caches.begin(3)
         views = [TreeCacheView(cache, tree_of((0, 0))) for cache in caches.attention]
@@ -279,7 +279,7 @@ class LMTarget:
         return logits
 
     def commit_path(self, rows: Sequence[int]) -> Features:
-        """Keep these rows of a tree, a path from row 0 on. Return the features of those kept."""
+        """Keep these rows of a tree, a path from row 0 on, and drop the others. Return their features."""
         if list(rows) != list(range(len(rows))):
             index = mx.array(list(rows))
             self._caches.keep_path(index)
@@ -301,7 +301,7 @@ class LMTarget:
             self._checkpoints = checkpoints
         self._checkpoints = self._reached()  # other tokens may follow now
         self._places = self._places.before(self._size)
-        self._read = min(self._read, self._size)
+        self._from_prompt = min(self._from_prompt, self._size)
         return self._size
 
     def reach(self) -> list[tuple[int, int]]:
@@ -312,23 +312,23 @@ class LMTarget:
 
     @property
     def _last_reusable(self) -> int:
-        """Return the largest size to rewind to: no generated token where prompts see further."""
-        return self._read if self._caches.prompts_see_further else self._size
+        """Return the largest size to rewind to. If prompts see further, no generated token is reused."""
+        return self._from_prompt if self._caches.prompts_see_further else self._size
 
     def state(self) -> CacheState:
-        """Return what caches and checkpoints hold, by @checkpoint. There must be no uncommitted rows."""
+        """Return the content of the caches ("@0") and of the checkpoints ("@1", ...), all committed."""
         checkpoints, replay = self._reached(), cast(list[int], self._replay.tolist())
         placed = [number for span in self._places.before(self._size).spans for number in span]
-        numbers = {"size": [self._size, self._read], "replay": replay, "places": placed}
+        numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}
         parts = {"all": CacheState(numbers=numbers)}
         for j, place in enumerate([self._caches.checkpoint(), *checkpoints]):
             parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
         return CacheState.join(parts)
 
     def restore(self, state: CacheState) -> None:
-        """Take over the state of a target with the same model; this one is new."""
+        """Take over the state of a target with the same model. This target must be new."""
         numbers = state.part("all").numbers
-        self._size, self._read = numbers["size"]
+        self._size, self._from_prompt = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
         of_span = iter(numbers["places"])
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
@@ -363,12 +363,12 @@ class LMTarget:
         self._drop_passes([self._caches.uncommitted], self._replay[:0])
 
     def _drop_passes(self, keep: list[int], replay: mx.array) -> None:
-        """Keep the first uncommitted rows of the caches, and tokens to replay."""
+        """Keep the first uncommitted rows of the caches, note the tokens to replay, forget the passes."""
         self._caches.commit(keep)
         self._replay, self._uncommitted, self._captured = replay, [], []
 
     def _write_replay(self) -> None:
-        """Give the tokens to replay a pass of their own, and commit it."""
+        """Write the tokens to replay in a separate pass, and commit it."""
         self._write(self._replay[:0])
         self._commit_all()
 

@@ -1,4 +1,4 @@
-"""Targets whose blocks are written and verified in one pass: each has its own text, draft and rollback."""
+"""Targets whose blocks are verified in one pass. Each keeps its own text, draft and rollback."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class SingleTarget:
 class TargetBatch:
     """Targets of one model whose rows are written and verified in one pass.
 
-    A target joins with what it has committed, and is not used by itself until it leaves. Recurrent states
-    lack accepted tokens of a rejected draft: those are put in front of the next block, as when alone.
-    `takes_drafts` is False if a pass may hold one token of each sequence only.
+    A target joins with its committed tokens, and is not used directly until it leaves. After a rejection a
+    recurrent state lacks the accepted tokens; they are put in front of the next block, as in a single target.
+    `takes_drafts` is False if a pass may hold only one token of each sequence.
     """
 
     def __init__(self, model: nn.Module, needs: FeatureSpec, *, takes_drafts: bool = True) -> None:
@@ -53,7 +53,7 @@ class TargetBatch:
         self._caches = Caches()
         self._origins: list[LMTarget] = []
         self._replays: list[mx.array] = []  # by target: committed tokens that its caches lack
-        # By target: tokens of the last pass, those replayed included. Only for recurrent states.
+        # By target: tokens of the last pass, replayed ones included. Only for recurrent states.
         self._rows: list[mx.array] = []
         self._captured: list[mx.array] = []  # by capture, [B, T, D]
 
@@ -74,7 +74,7 @@ class TargetBatch:
         self._replays.append(no_draft().tokens)
 
     def leave(self, index: int, *, keep: bool, checkpoint: bool = False) -> None:
-        """Remove a target; the last one takes its index. With `keep` it can go on by itself.
+        """Remove a target; the last one takes its index. With `keep` it gets its caches back.
 
         With `checkpoint` it can also return to this place later.
         """
@@ -93,7 +93,7 @@ class TargetBatch:
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         """Write and commit tokens of prompts [R], without logits; `sizes` are the rows of each target.
 
-        Returns their features, evaluated. No state may be recurrent: checkpoints would be missing.
+        Returns their features, evaluated. Not for recurrent targets, whose checkpoints would be missing.
         """
         self._write(tokens, sizes, [0] * len(sizes), reads_prompt=True)
         if not self._needs.prompt_hidden:
@@ -134,7 +134,7 @@ class TargetBatch:
         """
         T = max(sizes)
         self._caches.begin(T, sizes, reads_prompt=reads_prompt)
-        if min(sizes) < T:  # which tokens are padding does not matter
+        if min(sizes) < T:  # any token may serve as padding
             ends = zip(sizes, itertools.accumulate(sizes), strict=True)
             index = [[min(end - size + j, end - 1) for j in range(T)] for size, end in ends]
             tokens = tokens[mx.array(index)]
@@ -174,17 +174,17 @@ class TargetBatch:
 
 @dataclass(frozen=True)
 class BatchSupport:
-    """Says if sequences of one model can share passes exactly."""
+    """Says whether sequences of one model can share passes exactly."""
 
     obstacle: str | None  # None if they can
     takes_drafts: bool  # False if padding spoils a recurrent state
 
 
 def probe_batch(model: nn.Module) -> BatchSupport:
-    """Find out whether sequences of a model can share passes: two unequal ones decode together and alone.
+    """Return whether sequences of a model can share passes: two unequal ones decode together and alone.
 
-    A model that calculates with positions by itself raises, or its logits differ. One that does not mask
-    padding in its recurrent state gets wrong logits after an unequal pass.
+    A model that calculates with positions raises, or its logits differ. A model that does not mask padding in
+    its recurrent state has wrong logits after an unequal pass.
     """
     is_recurrent, tolerance = LMTarget(model).is_recurrent, rounding_of(model)
     rows = 4  # neither 1 nor the number of sequences, so that no wrong shape fits
@@ -205,10 +205,10 @@ def probe_batch(model: nn.Module) -> BatchSupport:
 def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
     """Return the largest error of two sequences together, over passes with the given rows of each.
 
-    It is the error of logits, or of half of the recurrent states: padding that is not masked spoils all of
-    them, and may hardly show in the next logits.
+    It is the error of logits, or the median error of recurrent states: padding that is not masked spoils all
+    of them, and may hardly show in the next logits.
     """
-    lengths = (3, 6)  # tokens of two prompts: unequal, so that rows need positions of their own
+    lengths = (3, 6)  # tokens of two prompts: unequal, so that their positions differ
     shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in lengths]
     for target, length in zip(alone, lengths, strict=True):
         origin = LMTarget(model)

@@ -1,8 +1,8 @@
 """Trees of draft tokens: which token follows which, and how a model reads them.
 
 Row 0 of the target's pass is the pending token and row j + 1 is draft token j. A token comes after its
-parent, and likelier guesses for a place come before others. In depth-first order, the tokens up to the first
-leaf are a chain. A model reads a tree with a mask by path and rotary positions by depth.
+parent, and guesses for one place are in order, the likeliest first. In depth-first order, the tokens up to
+the first leaf are a chain. A model reads a tree with a mask by path and rotary positions by depth.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return for every row how many guesses for the same place come before it, [T]."""
+        """Return for every row how many likelier guesses there are for its place, [T]."""
         return (0, *(self.parents[:j].count(row) for j, row in enumerate(self.parents)))
 
     @cached_property
@@ -59,14 +59,14 @@ class Tree:
 
     @cached_property
     def segments(self) -> tuple[tuple[int, ...], ...]:
-        """Return all rows in runs; in a run each row follows the one before it."""
-        runs: list[list[int]] = [[0]]
+        """Return all rows in segments; in a segment each row is the parent of the next one."""
+        segments: list[list[int]] = [[0]]
         for j, row in enumerate(self.parents):
             if row == j:
-                runs[-1].append(j + 1)
+                segments[-1].append(j + 1)
             else:
-                runs.append([j + 1])
-        return tuple(tuple(run) for run in runs)
+                segments.append([j + 1])
+        return tuple(map(tuple, segments))
 
     def ancestors(self) -> list[list[bool]]:
         """Return [T, T]: True where the column's row is on the path to the row, itself included."""
@@ -125,9 +125,9 @@ def tree_template(nodes: int, rates: Sequence[Sequence[float]]) -> TreeTemplate:
 
 
 class TreeCacheView:
-    """Appends the rows of a tree from row `start` on to a cache; masks for each everything off its path.
+    """Appends the rows of a tree from row `start` on to a cache. The mask hides all rows off a row's path.
 
-    The cache holds the rows before `start` already. They use up a sliding window as if they were of one path.
+    The cache already holds the rows before `start`. In a sliding window they take as much room as one path.
     """
 
     def __init__(self, cache: AttentionCache, tree: Tree, start: int = 0) -> None:
@@ -138,7 +138,7 @@ class TreeCacheView:
         # The index of the pending token; rotary positions are shifted after pictures.
         self._base = cache.columns.first[0] + cache.columns.starts[0] - start
         self.window = cache.columns.window
-        # A list, because only RowwiseRope can compute with it: any other use of positions raises.
+        # A list, because only RowwiseRope can compute with it: other code that uses positions raises.
         self.offset = [cache.offset - start + depth for depth in tree.depths[start:]]
         self.has_masked = False  # True once the model has asked for a mask
 
@@ -173,12 +173,12 @@ class TreeCacheView:
 class RowwiseRope(ModuleWrapper):
     """A rotary embedding that also takes one offset for each row of one sequence.
 
-    One offset for each of several sequences is left to the embedding itself.
+    Offsets for several sequences, one each, are left to the embedding itself.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
-        self.runs = 0  # calls that rotated several rows from one offset on: they are not rows of a tree
+        self.runs = 0  # calls that rotated several rows from one offset on, which is wrong for a tree
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         """Rotate [1, H, T, D] from one offset on, or by offsets [T]."""
@@ -193,7 +193,7 @@ class RowwiseRope(ModuleWrapper):
 
 
 def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """Return why rows cannot have positions of their own in these layers of a model; None if they can."""
+    """Return why rows cannot have separate positions in these layers of a model; None if they can."""
     for index, layer in enumerate(layers):
         if not any(ROPE in owner for owner in layer.modules()):
             return f"layer {index} has no rotary embedding"
@@ -202,7 +202,7 @@ def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
         inner = rope.layer if isinstance(rope, RowwiseRope) else rope
         if not _rotates_rows_independently(inner):
             holders = (i for i, layer in enumerate(layers) if any(m is owner for m in layer.modules()))
-            place = next((f"layer {i}" for i in holders), "a layer beside the others")
+            place = next((f"layer {i}" for i in holders), "a module outside the layers")
             return f"{place} has positions by {type(inner).__name__}"
     return None
 
@@ -232,7 +232,7 @@ def unwrap_ropes(model: nn.Module) -> None:
 
 
 def rope_owners(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with rotary embeddings: layers that reuse K/V may be in a list of their own."""
+    """Return all modules with rotary embeddings. Layers that reuse K/V may be in a separate list."""
     return [owner for owner in model.modules() if ROPE in owner]
 
 

@@ -1,6 +1,6 @@
-"""The tokens that a row may draw: a shortlist of the likeliest ones, or the vocabulary; and filters of them.
+"""The candidates that a row may draw, a shortlist or the whole vocabulary, and the filters on them.
 
-Filters keep the first tokens in one order: the larger score first, and of equal scores the smaller id. A
+Filters keep the first tokens in one order: by score, the largest first, then by id, the smallest first. A
 vocabulary is never sorted. Everything is lazy.
 """
 
@@ -22,17 +22,19 @@ class Candidates:
     """The tokens that each of T rows may draw, and their distribution."""
 
     scores: mx.array  # [T, C] float32: the logarithm of the distribution, up to a constant; -inf if dropped
-    weights: mx.array  # [T, C] float32: in proportion to the distribution
+    weights: mx.array  # [T, C] float32: proportional to the distribution
     ids: mx.array | None = None  # [T, C] int32, in order; None if column i is token i
-    mass: mx.array | None = None  # [T, 1] weight of the vocabulary, if a shortlist stands for all of it
-    # [T] bool, False if a shortlist ends before the nucleus; empty if that cannot be
+    mass: mx.array | None = (
+        None  # [T, 1] total weight of the vocabulary, if a shortlist may lack a part of it
+    )
+    # [T] bool, False if the nucleus exceeds the shortlist; empty if that is impossible
     fits: list[mx.array] = field(default_factory=list)
 
     @classmethod
     def of(cls, logits: mx.array, top_k: int, temperature: float, length: int) -> Candidates:
-        """Return the first `top_k` tokens of logits [T, V], or all if it is 0, at a temperature.
+        """Return the first `top_k` tokens of logits [T, V] at a temperature; all tokens if `top_k` is 0.
 
-        With a length, they are a shortlist. For a nucleus of all tokens it may be too short.
+        With a `length` above 0 only a shortlist of that length is returned. A nucleus may exceed it.
         """
         V = logits.shape[-1]
         if not length:
@@ -67,17 +69,17 @@ class Candidates:
         return mx.put_along_axis(rest, self.ids, values, axis=-1)
 
     def beside(self, tokens: mx.array, q: mx.array) -> tuple[Candidates, mx.array, mx.array]:
-        """Return these candidates with the draft tokens [K], their columns [K], and q [K, C].
+        """Return the candidates with the draft tokens [K] added, the columns [K] of these, and q [K, C].
 
-        q [K, V] is the distribution that the tokens were drawn from. Only candidates are ever drawn, so that
-        the rest of q does not matter. T is K + 1.
+        q [K, V] is the distribution that the tokens were drawn from. Only candidates are ever drawn, so the
+        rest of q does not matter. T is K + 1.
         """
         if self.ids is None:
             return self, tokens, q
         K = tokens.shape[0]
         drafted = mx.concatenate([tokens, mx.array([-1], dtype=mx.int32)])[:, None]  # none in the last row
         ids = mx.concatenate([self.ids, drafted], axis=-1)
-        columns = (ids[:K] == drafted[:K]).argmax(axis=-1)  # the first one: of a candidate, its own
+        columns = (ids[:K] == drafted[:K]).argmax(axis=-1)  # the first match: a candidate's own column
         scores = mx.pad(self.scores, [(0, 0), (0, 1)], constant_values=mx.array(-math.inf))
         weights = mx.pad(self.weights, [(0, 0), (0, 1)])
         return (
@@ -87,13 +89,13 @@ class Candidates:
         )
 
     def only(self, kept: mx.array) -> Candidates:
-        """Return the candidates that are kept, bool [T, C]."""
+        """Return the candidates with all dropped for which `kept`, bool [T, C], is False."""
         return replace(self, scores=mx.where(kept, self.scores, -mx.inf), weights=self.weights * kept)
 
     def first(self, amounts: mx.array, goal: mx.array) -> mx.array:
-        """Return the fewest first tokens whose amounts [T, C] reach the goal [T, 1], bool [T, C].
+        """Return the shortest prefix, in order, whose amounts [T, C] reach the goal [T, 1], bool [T, C].
 
-        A token is kept if the amounts before it are less than the goal. Equal scores have equal amounts.
+        A token is kept if the amounts before it sum to less than the goal. Equal scores have equal amounts.
         """
         if self.ids is not None:
             return mx.cumsum(amounts, axis=-1, inclusive=False) < goal
@@ -106,9 +108,9 @@ class Candidates:
 
 
 def shortlist_length(top_k: int, top_p: float, vocab_size: int, *, nucleus: int = 2048) -> int:
-    """Return how many candidates are listed; 0 if the vocabulary is.
+    """Return the length of the shortlist; 0 to use the whole vocabulary.
 
-    Nearly all nuclei of a model that was trained have less than 2,048 tokens.
+    Nearly all nuclei of trained models have fewer than 2,048 tokens.
     """
     if 0 < top_k < vocab_size:
         # Beyond 4096 tokens, thresholds over the vocabulary cost about as much as sorting.
@@ -119,8 +121,8 @@ def shortlist_length(top_k: int, top_p: float, vocab_size: int, *, nucleus: int 
 def likeliest(scores: mx.array, count: int) -> mx.array:
     """Return the first `count` tokens [T, count] int32 of scores [T, V], in order.
 
-    They lie in the first `count` chunks, in the order of the chunks' maxima: each of these chunks has a token
-    that comes before all tokens of another chunk.
+    They lie in the `count` chunks with the largest maxima: the maximum of each of these chunks comes before
+    all tokens of the other chunks.
     """
     T, V = scores.shape
     ids, values, wanted = mx.arange(V)[None], scores, math.isqrt(V // count)
@@ -137,7 +139,7 @@ def likeliest(scores: mx.array, count: int) -> mx.array:
 def _first(values: mx.array, ids: mx.array, count: int) -> mx.array:
     """Return the first `count` ids [T, count] int32, in order, by their values [T, N].
 
-    A key is a value and its id in one number, so that no sort has to be stable.
+    A key holds a value and its id in one number, so the sort need not be stable.
     """
     scale = mx.array(2**32, mx.int64)
     keys = ids.astype(mx.int64) - _rank(values).astype(mx.int64) * scale
@@ -147,20 +149,21 @@ def _first(values: mx.array, ids: mx.array, count: int) -> mx.array:
 
 
 def _rank(values: mx.array) -> mx.array:
-    """Return integers int32 in the order of values."""
+    """Return int32 integers that have the order of `values`."""
     bits = (values.astype(mx.float32) + 0.0).view(mx.int32)  # -0.0 and 0.0 are equal
     return mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _value(ranks: mx.array) -> mx.array:
-    """Return the float32 values of ranks."""
+    """Return the float32 values that have these ranks."""
     return mx.where(ranks < 0, ranks ^ 0x7FFFFFFF, ranks).view(mx.float32)
 
 
 def _last_score(scores: mx.array, amounts: mx.array, goal: mx.array) -> mx.array:
-    """Return the largest score [T, 1] down to which amounts [T, V] reach the goal; -inf if all are less.
+    """Return the largest threshold [T, 1] at which the amounts [T, V] of all scores above or equal reach the
+    goal; -inf if no threshold does.
 
-    Bisects the 32 bits of a score: 32 passes over the vocabulary, whatever the scores are.
+    Bisects the 32 bits of a score: always 32 passes over the vocabulary.
     """
     high = _rank(scores.max(axis=-1, keepdims=True))
     low = mx.full(high.shape, _rank(mx.array(-math.inf)), mx.int32)
@@ -174,7 +177,7 @@ def _last_score(scores: mx.array, amounts: mx.array, goal: mx.array) -> mx.array
 def _top_p(candidates: Candidates, p: float) -> Candidates:
     """Keep the fewest tokens whose probabilities reach p together."""
     share = np.float32(p)
-    if share > p:  # a token that is not needed must not be kept because of a rounded p
+    if share > p:  # p rounded up would keep a token too many
         share = np.nextafter(share, np.float32(0))
     listed = softmax.total(candidates.weights)
     mass = listed if candidates.mass is None else candidates.mass

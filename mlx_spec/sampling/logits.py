@@ -1,4 +1,4 @@
-"""Penalties and grammar masks of logits, before a distribution is made of them."""
+"""Penalties and grammar masks, which change logits before they become a distribution."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Penalties:
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
         self._prompt_length, self._vocab_size = prompt_length, vocab_size
         self._counted = 0  # tokens of the history that the fields below include
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # different tokens of the history
         self._seen = mx.array([], dtype=mx.int32)  # [N], the same tokens
-        # Another thread may count, and a lazy array belongs to the thread that made it: these hold values.
+        # Evaluated, because another thread may count, and a lazy array belongs to the thread that made it.
         size = 0 if self.is_idle else vocab_size
         self._in_prompt = mx.array(np.zeros(size, np.bool_))  # tokens of the prompt
         self._generated = mx.array(np.zeros(size, np.float32))  # how often each token was generated
@@ -37,9 +37,9 @@ class Penalties:
         return Penalties(self._repetition, self._presence, self._frequency, *sizes)
 
     def apply(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return logits [T, V] less the penalties for the prompt, the output and each row's draft tokens.
+        """Return logits [T, V] with the penalties for the prompt, the output and each row's draft tokens.
 
-        Only tokens that occurred are touched.
+        Only tokens that occurred change.
         """
         T, K = logits.shape[0], drafted.shape[0]
         self._count(history)
@@ -81,9 +81,9 @@ class GrammarMask:
         self._matcher: Matcher | None = None
 
     def limits(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
-        """Return limits of logits [T, V], -inf for tokens that are not allowed. Waits for the draft only.
+        """Return upper limits of logits [T, V], -inf for forbidden tokens. Waits for the draft only.
 
-        It does not wait where the device can tell by the drafted token itself.
+        It does not wait for a queued token if the device can choose between two masks by that token.
         """
         if self._matcher is None:
             self._matcher = self._grammar.matcher(history[: self._prompt_length])

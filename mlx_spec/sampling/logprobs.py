@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens under the target's distribution, of generated tokens and of a given prompt.
+"""Log-probabilities of generated tokens and of prompt tokens under the target's distribution.
 
-They follow the target's logits with penalties, bias and grammar, before temperature and filters.
+They come from the target's logits with penalties, bias and grammar, before temperature and filters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
 
 
 class LogprobRecorder:
-    """Wrap a sampler and keep the scores of the target's draws until `logprobs` reads them.
+    """Wraps a sampler and keeps the scores of the target's draws until `logprobs` reads them.
 
-    Drafters draw with `drafting`, which records nothing. Only single draws are evaluated at once: reading one
-    must not wait for the token after it.
+    Drafters draw with `drafting`, which records nothing. A draw of a single row is evaluated at once, so that
+    reading it does not wait for the token after it.
     """
 
     is_argmax = False  # draws are recorded
@@ -93,10 +93,10 @@ def score_prompt(
 ) -> Iterator[tuple[TokenLogprob, ...]]:
     """Yield the log-probabilities of a prompt in chunks, from the second token that `target` lacks on.
 
-    For an empty target these are all tokens but the first, which has none. Afterwards target and drafters
-    hold the prompt as after `prefill`, so that it can be continued. Every cache is exact up to
-    MAX_UNCOMMITTED rows; chunks of that size are slower than a prefill.
-    `processor` must be its own. Tokens that its prompt does not hold count as generated under penalties.
+    With an empty target these are all tokens but the first, which has none. Afterwards target and drafters
+    hold the prompt as after `prefill`, so that it can be continued. Chunks have MAX_UNCOMMITTED rows, up to
+    which every cache is exact; they are slower than a prefill. No other generation may use `processor`. For
+    penalties, tokens after its prompt count as generated.
     """
     end = len(tokens) - 1
     for low in range(target.size, end, MAX_UNCOMMITTED):
@@ -113,10 +113,10 @@ def score_prompt(
 
 
 def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
-    """Return the values to read of scores [T, V] for `tokens` [T]. Lazy, [T, 1 + 2 top] float32.
+    """Return the log-probabilities to read from scores [T, V], lazy, [T, 1 + 2 top] float32.
 
-    They are the log-probabilities of the token and of the `top` likeliest tokens, and the ids of these.
-    Ids are exact up to 2**24.
+    A row has the log-probability of its token in `tokens` [T], those of the `top` likeliest tokens, and the
+    ids of the likeliest. Ids are exact up to 2**24.
     """
     own = mx.take_along_axis(scores, tokens[:, None], axis=-1)
     if top := min(top, scores.shape[-1]):

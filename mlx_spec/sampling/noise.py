@@ -1,4 +1,4 @@
-"""Noise, and draws with it."""
+"""Gumbel noise, seeded or not, and draws in proportion to weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_spec.sampling.softmax import chunk_size, in_chunks
 def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
     """Return Gumbel noise, float32, always finite.
 
-    The token that wins has a small exponential. -log1p(-u) has a spacing of 2**-32 there; -log(u) would have
-    2**-24, too coarse for a distribution over 262,144 tokens.
+    The winning token has a small exponential variate. There -log1p(-u) has a spacing of 2**-32; -log(u) would
+    have 2**-24, too coarse for a distribution over 262,144 tokens.
     """
     # The least number is half the spacing of `mx.random.uniform` near 0.
     uniform = mx.maximum(mx.random.uniform(shape=shape, key=key), 2.0**-33)
@@ -22,10 +22,10 @@ def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
 
 
 def seeded_noise(seed: int, position: int, shape: tuple[int, int], ids: mx.array | None = None) -> mx.array:
-    """Return the noise [T, C] of a seed for `shape`; row j draws the token at `position + j`.
+    """Return the noise of a seed, of shape [T, C]. Row j is for the token at `position + j`.
 
-    The noise of the tokens `ids` [T, C], or of all C tokens of the vocabulary. These are two streams: noise
-    for a few tokens has a key for each, which would cost twice as much for all.
+    It is the noise of the tokens `ids` [T, C]; without `ids`, of all C tokens of the vocabulary. The two are
+    different streams: noise for `ids` has a key for each token, which would cost twice as much for all.
     """
     T, C = shape
     keys = mx.array([noise_key(seed, position + j) for j in range(T)], dtype=mx.uint32)
@@ -37,7 +37,7 @@ def seeded_noise(seed: int, position: int, shape: tuple[int, int], ids: mx.array
 
 
 def draw_by_weight(weights: mx.array, key: mx.array) -> mx.array:
-    """Draw a column [T] int32 of each row of weights [T, N], which need no normalising.
+    """Draw a column [T] int32 of each row of weights [T, N], which need not sum to 1.
 
     First a chunk is drawn by its sum, then a column of it: this takes noise for 2 sqrt(N) values, not for N.
     """

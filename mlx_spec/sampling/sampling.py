@@ -1,7 +1,7 @@
-"""Sampling settings, the distribution that they make of logits, and the samplers that draw from it.
+"""Sampling settings, the distribution that they define, and the samplers that draw from it.
 
 Order: repetition penalty, presence and frequency penalty, logit bias, grammar, temperature, top_k, top_p,
-min_p. It is the order of Hugging Face; vLLM adds the bias first and applies min_p before the other two.
+min_p. This is the order of Hugging Face; vLLM adds the bias first and applies min_p before top_k and top_p.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Drawn = tuple[mx.array, mx.array | None]
 class Sampling:
     """How to choose tokens. The defaults are greedy decoding.
 
-    At temperature 0 the most likely token is taken. Penalties and bias count, and the other fields are idle.
-    With a seed, the text depends on the seed and the model alone, not on the drafter.
+    At temperature 0 the most likely token is taken: top_k, top_p, min_p and the seed have no effect. With a
+    seed, the text depends on the seed and the model alone, not on the drafter.
     """
 
     temperature: float = 0.0  # 0, or 0.0001 to 10000
@@ -50,7 +50,7 @@ class Sampling:
     seed: int | None = None  # any integer, taken modulo 2**64
     min_tokens: int = 0  # generated tokens before one of `late_tokens` may be drawn
     late_tokens: frozenset[int] = frozenset()  # such as those that end a text
-    grammar: Grammar | None = None  # the grammar of answers; it stands above a ban by logit_bias
+    grammar: Grammar | None = None  # the grammar of answers; it wins over a ban by logit_bias
 
     def __post_init__(self) -> None:
         bounds = {
@@ -82,7 +82,7 @@ class Sampling:
             object.__setattr__(self, name, value)
 
     def sampler(self, prompt_length: int, vocab_size: int) -> Greedy:
-        """Return the sampler of one generation, whose history starts with `prompt_length` prompt tokens."""
+        """Return the sampler of one generation. Its history starts with `prompt_length` prompt tokens."""
         banned = {token for token, value in (self.logit_bias or {}).items() if value == -math.inf}
         banned |= self.late_tokens if self.min_tokens else frozenset()
         if self.grammar is None and len(banned) >= vocab_size and banned.issuperset(range(vocab_size)):
@@ -126,7 +126,7 @@ class LogitsProcessor:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the logits stay as they are, and the largest one is taken."""
+        """Return True if tokens are the argmax of unchanged logits."""
         changes = self._bias, self._late_ban, self._grammar_mask
         is_changed = not self._penalties.is_idle or any(change is not None for change in changes)
         return self.sampling.temperature == 0 and not is_changed
@@ -158,8 +158,8 @@ class LogitsProcessor:
     def process(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return logits [T, V] with penalties, bias and grammar, before temperature and filters.
 
-        Idle settings return the logits as they are. Log-probabilities want the rows of a draw again: the last
-        ones are kept.
+        Idle settings return the logits as they are. The last result is kept, because a record of
+        log-probabilities asks for the rows of a draw again.
         """
         last = self._last
         if last is None or last[0] is not logits or last[1] is not drafted or last[2] != len(history):
@@ -173,7 +173,7 @@ class LogitsProcessor:
         if not self._penalties.is_idle:
             logits = self._penalties.apply(logits.astype(mx.float32), history, drafted)
         if (bias := self._row_bias(logits.shape[0], len(history) + drafted.shape[0])) is not None:
-            # With this bias, a banned token is drawn only if the grammar allows no other.
+            # A finite bias: a banned token is drawn only if the grammar allows no other.
             bias = bias if most is None else mx.maximum(bias, -1e30)
             logits = logits.astype(mx.float32) + bias
         return logits if most is None else mx.minimum(logits, most)
@@ -181,7 +181,7 @@ class LogitsProcessor:
     def _row_bias(self, rows: int, length: int) -> mx.array | None:
         """Return the bias, [V] or [T, V], of rows the last of which follows `length` tokens."""
         before = length - rows + 1 - self.prompt_length  # tokens generated before row 0
-        # These rows draw one of the first `min_tokens`, a number that MLX may not hold.
+        # Rows that draw one of the first `min_tokens`. Bounded, because MLX may not hold that number.
         early = min(self.sampling.min_tokens - before, rows)
         if self._late_ban is None or early <= 0:
             return self._bias
@@ -190,7 +190,7 @@ class LogitsProcessor:
 
 
 class Greedy:
-    """Takes the token with the highest score. It accepts the draft tokens that it would have taken itself."""
+    """Takes the token with the highest score. Accepts draft tokens that equal its own choices."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
@@ -222,14 +222,14 @@ class Greedy:
     ) -> mx.array:
         if draft.parents is None:
             verdict = match(self.draw(logits, history, draft.tokens, exact=exact)[0], draft.tokens)
-            # Of all rows: whether the draws are made again must not depend on what was drawn.
-            self.fits = _all(self.fits)
+            # For all rows: a decision to draw again must not depend on the drawn tokens.
+            self.fits = _all_fit(self.fits)
             return verdict
         tree, chosen, fits = tree_of(draft.parents), list[mx.array](), list[mx.array]()
-        for rows, path in _runs(tree, logits, draft.tokens):
+        for rows, path in _segments(tree, logits, draft.tokens):
             chosen.append(self.draw(rows, history, path, exact=exact)[0])
             fits += self.fits
-        self.fits = _all(fits)
+        self.fits = _all_fit(fits)
         return walk(mx.concatenate(chosen), draft.tokens, tree)
 
     def logprobs(self, first_position: int, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
@@ -260,7 +260,7 @@ class Seeded(Greedy):
     ) -> Drawn:
         candidates, scores = self._noisy(logits, history, drafted)
         tokens, self.fits = candidates.tokens(scores.argmax(axis=-1)), candidates.fits
-        if exact and self.fits:  # A row whose shortlist fits keeps its noise, whatever rows are beside it.
+        if exact and self.fits:  # a row whose shortlist fits keeps its noise, so it does not depend on others
             whole, scores = self._noisy(logits, history, drafted, exact)
             tokens, self.fits = mx.where(self.fits[0], tokens, whole.tokens(scores.argmax(axis=-1))), []
         return tokens, None
@@ -268,7 +268,7 @@ class Seeded(Greedy):
     def _noisy(
         self, logits: mx.array, history: Sequence[int], drafted: mx.array, exact: bool = False
     ) -> tuple[Candidates, mx.array]:
-        """Return the candidates and their scores [T, C] with the noise, which is known before a draw."""
+        """Return the candidates, and their scores [T, C] with the noise of the seed."""
         candidates = self.processor.candidates(logits, history, drafted, exact=exact)
         first = len(history) + drafted.shape[0] - logits.shape[0] + 1  # position of the token of row 0
         T, C = candidates.scores.shape
@@ -276,7 +276,7 @@ class Seeded(Greedy):
 
 
 class Unseeded(Greedy):
-    """Draws with fresh noise. Drafts that come with their distribution are judged by it."""
+    """Draws with fresh noise. A draft with `probs` is verified by them, any other by match."""
 
     def __init__(self, processor: LogitsProcessor, *, key: int | None = None) -> None:
         super().__init__(processor)
@@ -302,9 +302,9 @@ class Unseeded(Greedy):
             return super().verify(logits, history, draft, exact=exact)
         uniform = mx.random.uniform(shape=draft.tokens.shape, key=self._next_key())
         tree = None if draft.parents is None else tree_of(draft.parents)
-        runs = [(logits, draft.tokens)] if tree is None else _runs(tree, logits, draft.tokens)
-        found = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in runs]
-        self.fits = _all([fits for candidates in found for fits in candidates.fits])
+        segments = [(logits, draft.tokens)] if tree is None else _segments(tree, logits, draft.tokens)
+        found = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in segments]
+        self.fits = _all_fit([fits for candidates in found for fits in candidates.fits])
         ids: mx.array | None = None
         if tree is None:
             beside, columns, q = found[0].beside(draft.tokens, draft.probs)
@@ -320,16 +320,16 @@ class Unseeded(Greedy):
         return mx.array(noise_key(self._seed, next(self._indices)), dtype=mx.uint32)
 
 
-def _all(fits: list[mx.array]) -> list[mx.array]:
-    """Return whether all rows fit, as `types.Sampler.fits`."""
+def _all_fit(fits: list[mx.array]) -> list[mx.array]:
+    """Return whether all rows fit, in the form of `types.Sampler.fits`."""
     return [mx.concatenate(fits).all(keepdims=True)] if fits else []
 
 
-def _runs(tree: Tree, logits: mx.array, tokens: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
-    """Yield rows of a tree that follow each other, and the draft tokens of the path to the last one."""
-    for run in tree.segments:
-        path = [row - 1 for row in tree.paths[run[-1]][1:]]
-        yield logits[run[0] : run[-1] + 1], tokens[mx.array(path, dtype=mx.int32)]
+def _segments(tree: Tree, logits: mx.array, tokens: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
+    """Yield the logits of each segment of a tree, and the draft tokens of the path to its last row."""
+    for segment in tree.segments:
+        path = [row - 1 for row in tree.paths[segment[-1]][1:]]
+        yield logits[segment[0] : segment[-1] + 1], tokens[mx.array(path, dtype=mx.int32)]
 
 
 def _bias_vector(bias: Mapping[int, float] | None, vocab_size: int) -> mx.array | None:
@@ -345,7 +345,7 @@ def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
     """Return a read-only copy. Raises InvalidValue for an id or value out of range."""
     if not isinstance(bias, Mapping):
         raise InvalidValue(f"logit_bias={bias!r} is not allowed: give a mapping from token ids to numbers")
-    most = 1e9  # It stays finite in float32 when it is divided by the lowest temperature.
+    most = 1e9  # stays finite in float32 after division by the lowest temperature
     checked = dict[int, float]()
     for token, value in bias.items():
         key = checked_integer("logit_bias token id", token, least=0)

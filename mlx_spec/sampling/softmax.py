@@ -1,7 +1,7 @@
-"""Sums over a vocabulary, and the distribution of scores.
+"""Sums and softmax over a vocabulary.
 
 Float32 sums of 262,144 numbers lose the small ones: MLX's `logsumexp` is 1.4e-4 too small on a CPU. Sums of
-chunks and then the sum of these are right to 1e-6. Everything that normalises over a vocabulary comes here.
+chunks, and then the sum of these, are right to 1e-6. All code that normalises over a vocabulary uses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def total(values: mx.array) -> mx.array:
 
 
 def weights(scores: mx.array) -> mx.array:
-    """Return weights [..., N] float32 in proportion to the probabilities; the largest of a row is 1."""
+    """Return weights [..., N] float32, proportional to the probabilities; the largest of a row is 1."""
     scores = scores.astype(mx.float32)
     # `mx.exp` takes 2.4 times as long on a CPU without Accelerate.
     return mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))

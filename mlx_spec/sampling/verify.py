@@ -34,8 +34,8 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
 
     With P_i = min(1, P_{i-1} p_i / q_i) and s_i the mass of max(P_i p - q, 0) after i tokens, prefix i passes
     with probability h_i = s_i / (s_i + 1 - P_i), and h_K = P_K. n is the longest prefix that passes: one that
-    fails does not end the search. A row of q that is not a number, after an overflow in the drafter, ends the
-    draft before its token.
+    fails does not end the search. A row of q that is NaN, after an overflow in the drafter, ends the draft
+    before its token.
     """
     K = tokens.shape[0]
     ratio = mx.log(_probability(p, tokens)) - mx.log(mx.maximum(_probability(q, tokens), MIN_NORMAL))

@@ -53,9 +53,9 @@ def test_drafts_are_those_of_torch(case, tmp_path):
 
 
 def no_memory(network: Any) -> None:
-    remember = network.remember
+    next_memory = network.next_memory
     object.__setattr__(
-        network, "remember", lambda mixed, cell, place: remember(mixed, mx.zeros_like(cell), place)
+        network, "next_memory", lambda mixed, cell, place: next_memory(mixed, mx.zeros_like(cell), place)
     )
 
 
