@@ -1,8 +1,8 @@
-"""`mlx-spec bench`: the speed of a pair here, with speculation and without.
+"""`mlx-spec bench`: measure the speed of a pair on this device, with speculation and without.
 
-Ways to decode ("arms") take turns of a few tokens, so that slow changes of the machine affect all of them.
-An answer is timed from the end of its prompt, not from its first token: a pipelined decoder computes the
-second token before it returns the first, and would have that pass for free.
+Ways to decode ("arms") take turns of a few tokens, so that slow changes of the machine affect them alike.
+An answer is timed from the end of its prompt, not from its first token: a decoder with a queue computes the
+second token before it returns the first, and that pass would not be counted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Question:
 class Run:
     """One answer of an arm, decoded a few tokens at a time."""
 
-    rounds: Iterator[Round]  # those to come
+    rounds: Iterator[Round]  # the rounds to come
     done: list[Round] = field(default_factory=list)
     seconds: float = 0.0  # from the end of the prompt
 
@@ -74,9 +74,9 @@ class Run:
         return bool(self.done) and self.done[-1].finish_reason is not None
 
     def decode(self, burst: int) -> None:
-        """Decode at least `burst` tokens more, and wait for the token that was queued beyond them.
+        """Decode at least `burst` more tokens, and wait for the token that is queued after them.
 
-        Work that others queued before is not counted.
+        Work that was queued before this call is not counted.
         """
         import mlx.core as mx
 
@@ -95,12 +95,12 @@ class Speed:
     """The speed of one arm over all answers."""
 
     name: str
-    tokens_per_second: float  # of all answers
-    gain: float  # that, by the same of plain decoding in the same turns
-    spread: tuple[float, float]  # quartiles of that ratio over answers
-    accepted: float | None  # share of the draft tokens; None if it drafted none
-    length: float | None  # tokens of a round that drafted
-    other_text: int  # answers with other tokens than plain decoding
+    tokens_per_second: float  # over all answers
+    gain: float  # tokens_per_second divided by plain decoding's, in the same turns
+    spread: tuple[float, float]  # quartiles of the gain over answers
+    accepted: float | None  # share of the draft tokens; None if nothing was drafted
+    length: float | None  # tokens emitted by a round that drafted
+    other_text: int  # number of answers whose tokens differ from plain decoding
 
 
 def chat_questions(tokenizer: Tokenizer) -> list[Question]:
@@ -113,7 +113,7 @@ def chat_questions(tokenizer: Tokenizer) -> list[Question]:
 
 
 def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
-    """Return a way to decode with fixed drafts of the pair's first drafter; None is the pair's own policy."""
+    """Return the parts of a new sequence with a fixed draft length, or with the pair's policy for None."""
     from mlx_spec.decode.sequence import SequenceParts
     from mlx_spec.policy import FixedPolicy
 
@@ -128,7 +128,7 @@ def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
 def in_turns(
     pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
-    """Return an answer of each arm, of at most `count` tokens. Turn i begins with arm start + i."""
+    """Return an answer of each arm, with at most `count` tokens. Arm start + i goes first in turn i."""
     from mlx_spec.decode.loop import decode
 
     runs = []
@@ -148,13 +148,13 @@ def in_turns(
 
 
 def speeds(names: Iterable[str], answers: Sequence[Sequence[Run]]) -> list[Speed]:
-    """Return the speed of each arm. The first is plain decoding; `answers` has one list of runs a prompt."""
+    """Return the speed of each arm. The first is plain decoding; `answers` has the runs of each prompt."""
     long = [runs for runs in answers if all(len(run.tokens) > 1 for run in runs)]
     return [_speed(name, [(runs[0], runs[i]) for runs in long]) for i, name in enumerate(names)]
 
 
 def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
-    """Return the speed of the second of each two runs, next to the first."""
+    """Return the speed of an arm. Each pair in `runs` is a plain run and the arm's run of the same prompt."""
     import numpy as np
 
     ratios = [len(own.tokens) / own.seconds * plain.seconds / len(plain.tokens) for plain, own in runs]
@@ -177,15 +177,15 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
 
 
 def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -> tuple[list[Speed], int]:
-    """Return the speed of each arm, plain decoding first, and the number of answers of each.
+    """Measure all arms. Return their speeds, plain decoding first, and the number of answers of each.
 
-    `length` is the number of draft tokens that the pair was loaded with.
+    `length` is the fixed draft length of the pair; None if its policy is adaptive.
     """
     lengths: dict[str, int | None] = {"plain": 0}
     if pair.drafter_names and length is not None:
         lengths |= {f"K = {length}": None}
     elif pair.drafter_names:
-        # Between plain decoding and the pair's own policy, arms draft 2 and 4 tokens.
+        # Fixed lengths, to compare the adaptive policy with.
         lengths |= {**{f"K = {k}": k for k in (2, 4)}, "adaptive": None}
     arms = [arm(pair, length) for length in lengths.values()]  # they keep their policies between prompts
     questions = chat_questions(pair.tokenizer)
@@ -224,7 +224,7 @@ def _run(options: Options) -> int:
 
 
 def speed_table(found: Sequence[Speed]) -> list[str]:
-    """Return the lines of a table of speeds, and what its columns are."""
+    """Return the lines of a table of speeds, and of the explanation of its columns."""
     head = ("decoder", "tokens/s", "× plain", "middle half", "accepted", "tokens a round")
     return [
         *table([head, *map(_row, found)], right=(1, 2)),

@@ -1,6 +1,6 @@
-"""`mlx-spec doctor`: checks of the machine, a self-test of a pair, and a certificate to paste into an issue.
+"""`mlx-spec doctor`: check the machine, test a pair, and print a certificate to paste into an issue.
 
-No line has a path or the name of a host or user: all of it may be shown to others.
+No line has a path or the name of a host or user, so users can show all of it to others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Options(PairOptions):
     """
 
     def check_name(self) -> None:
-        """Let a row of the report say it."""
+        """Accept any name: the report says what is wrong with it."""
 
     quick: Annotated[bool, flag("--quick", "test for at most 15 seconds")] = False
     json: Json = False
@@ -100,7 +100,7 @@ def _run(options: Options) -> int:
 
 
 def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
-    """Return target and drafter in words, and the result of the self-test."""
+    """Run the self-test. Return target and drafter in words, and the result."""
     from mlx_spec.cli.progress import StageProgress
 
     from . import selftest
@@ -114,7 +114,7 @@ def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
 
 
 def _inspected(name: str | None, role: Literal["target", "drafter"]) -> CheckpointInfo | None:
-    """Return what the headers of a checkpoint say, or of one half of a pair; None if there are none."""
+    """Return the description of a checkpoint, or of one half of a pair; None if it cannot be inspected."""
     try:
         found = None if name is None or name == LOOKUP else inspect(name)
     except SpecError:
@@ -125,7 +125,7 @@ def _inspected(name: str | None, role: Literal["target", "drafter"]) -> Checkpoi
 
 
 def part_in_words(name: str | None, found: CheckpointInfo | None) -> str:
-    """Return a checkpoint without its place."""
+    """Describe a checkpoint in words, without its path."""
     path = Path(name or "none").expanduser()
     shown = path.name if path.exists() else name or "none"
     if found is None:
@@ -172,14 +172,14 @@ def _machine() -> str:
 
 
 def _backend() -> Check:
-    """Check that MLX is there, alone, and can multiply."""
+    """Check that exactly one build of MLX is installed, and that it can multiply."""
     try:
         require_backend()
     except NoBackend as error:
         return Check("backend", "wrong", str(error))
     import mlx.core as mx
 
-    # Each of these packages holds all of MLX.
+    # Each of these packages contains all of MLX.
     several = [name for name in ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13") if version(name) != "none"]
     if len(several) > 1:
         wrong = f"{' and '.join(several)} overwrite each other's files: uninstall all, then install one"
@@ -193,7 +193,7 @@ def _backend() -> Check:
 
 
 def _blas() -> Iterator[Check]:
-    """Name the BLAS, where MLX's CPU backend calls one, and what it reaches on one large product."""
+    """Name the BLAS and its speed on one large product, if MLX's CPU backend uses a BLAS."""
     try:
         require_backend()
     except NoBackend:
@@ -236,10 +236,10 @@ def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now
 
 
 def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
-    from .selftest import COMPANY, OWN
+    from .selftest import BATCHED, OWN
 
     yield "verdict", _verdict(found)
-    # Three differences are shown in full.
+    # At most three differences are shown in full.
     for comparison in (*found.wrong, *found.near_ties)[:3]:
         yield from _finding(comparison, found.allowed)
     yield from parts.items()
@@ -254,10 +254,10 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
             prompts = len({case.prompt for case in cases})
             text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"
             yield label, f"{text}, {rejected} draft tokens rejected"
-    if company := [each for each in found.comparisons if each.decoder == COMPANY]:
-        equal = sum(each.divergence is None and each.error is None for each in company)
-        text = f"{len(company)} of these answers in one batch with others, {equal} of them the same"
-        yield "company", text
+    if batched := [each for each in found.comparisons if each.decoder == BATCHED]:
+        equal = sum(each.divergence is None and each.error is None for each in batched)
+        text = f"{len(batched)} of these answers in one batch with others, {equal} of them the same"
+        yield "in a batch", text
     if found.noise is not None:
         most = f"{found.noise.roundings:.3g} roundings between correct caches"
         yield "noise", f"{most}; near-tie: logits at most {found.allowed:.3g} roundings apart"

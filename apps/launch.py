@@ -1,6 +1,6 @@
 """`mlx-spec launch`: run a coding agent on a local server, for this run only.
 
-Everything travels in environment variables and options of the agent. No file of the user's is written.
+The agent is configured by environment variables and its options. No file of the user is changed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .menubar.server_process import Address, get_json, health, last_words
 from .server.settings import Settings
 
 PROVIDER = "mlx_spec"  # the name of the server in the configuration of an agent
-ANSWER_S = 30.0  # for a server to say how it is: it may be busy
-PATIENCE_MS = 3_600_000  # an agent's wait for an answer; reading a long prompt may take minutes here
+ANSWER_S = 30.0  # until a server that may be busy answers /health or /v1/models
+PATIENCE_MS = 3_600_000  # until an agent gives up an answer; reading a long prompt may take minutes
 
 Name = Literal["codex", "claude", "opencode", "qwen"]
 
@@ -67,8 +67,8 @@ class Options:
 
     @property
     def address(self) -> Address:
-        """Return where the server may be. Raises InvalidValue."""
-        # An address of IPv6 is in brackets.
+        """Return the address in --url. Raises InvalidValue."""
+        # IPv6 addresses are in brackets.
         url = r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?"
         if (found := re.fullmatch(url, self.url)) is None:
             raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server as an agent uses it."""
+    """A model of a server, for the settings of an agent."""
 
     url: str
     key: str
@@ -114,11 +114,11 @@ def _claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     return {
         "ANTHROPIC_BASE_URL": endpoint.url,
         "ANTHROPIC_AUTH_TOKEN": endpoint.key,
-        "ANTHROPIC_API_KEY": "",  # else it asks which of the two to use
+        "ANTHROPIC_API_KEY": "",  # else Claude Code asks which of the two keys to use
         **dict.fromkeys([*roles, *tiers], endpoint.model),
         **dict.fromkeys(["API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"], str(PATIENCE_MS)),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every request, and no prefix could be reused
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it differs in each request, so no prefix could be reused
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }, []
 
@@ -147,11 +147,11 @@ def _qwen(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
 
 @dataclass(frozen=True)
 class Agent:
-    """A coding agent: how to get it, what it needs, and how to point it at a server."""
+    """A coding agent: how to install it, what it needs, and how to point it at a server."""
 
-    install: str
-    context: int  # tokens of its first prompt, and as many as a short task takes
-    settings: Callable[[Endpoint], tuple[dict[str, str], list[str]]]
+    install: str  # a shell command
+    context: int  # tokens that its first prompt and a short task take together
+    settings: Callable[[Endpoint], tuple[dict[str, str], list[str]]]  # -> variables, arguments
 
 
 AGENTS: dict[str, Agent] = {
@@ -182,14 +182,14 @@ def _run(options: Options) -> int:
         environment = os.environ | variables
         if not own:
             os.execve(place, [place, *words], environment)
-        # A Ctrl-C is for the agent, which may want to go on. Unlike SIG_IGN, a handler is not inherited.
+        # Ctrl-C is for the agent, which may go on. The agent would inherit SIG_IGN, but not a handler.
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
         status = subprocess.Popen([place, *words], env=environment).wait()
         return status if status >= 0 else 128 - status
 
 
 def _bypass_proxy(host: str) -> dict[str, str]:
-    """Return the variables that let an agent ask the server itself, also where others need a proxy."""
+    """Return the variables that let an agent reach the server without the user's HTTP proxy."""
     given = {name.lower(): value for name, value in os.environ.items() if value}
     without = given.get("no_proxy", "")
     if without == "*" or not given.keys() & {"http_proxy", "all_proxy"}:
@@ -198,7 +198,7 @@ def _bypass_proxy(host: str) -> dict[str, str]:
 
 
 def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
-    """Return the server as the agent will use it. Raises NotFound and InvalidValue."""
+    """Return the chosen model. Raises NotFound if it is not served, InvalidValue if it does not suffice."""
     if not (models := _models(address, options.api_key)):
         raise NotFound(f"{address.url} lists no models: if it has a key, give it with --api-key")
     wanted = options.model or (_served_name(options.target) if options.target else next(iter(models)))
@@ -213,7 +213,7 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
         )
     if row["tools"] is False:
         raise InvalidValue(f"{who} has no tool calls that the server knows, and {options.agent} needs them")
-    no_key = "none"  # agents want some key, the server does not
+    no_key = "none"  # agents need some text; a server without a key accepts any
     shown_key = "YOUR-KEY"  # stands for the key in what is printed
     key = shown_key if options.print and options.api_key else options.api_key or no_key
     return Endpoint(address.url, key, wanted, context)
@@ -224,7 +224,7 @@ def _endpoint(address: Address, options: Options, agent: Agent) -> Endpoint:
 
 @contextmanager
 def _server(options: Options) -> Iterator[tuple[Address, bool]]:
-    """Yield where a server is ready, and True if it was started for this run."""
+    """Yield the address of a server that is ready, and True if it was started for this run."""
     address, target = options.address, options.target
     runs = health(address, ANSWER_S) is not None
     if runs and (target is None or _served_name(target) in _models(address, options.api_key)):
@@ -256,7 +256,7 @@ def _server(options: Options) -> Iterator[tuple[Address, bool]]:
 
 
 def _models(address: Address, key: str | None) -> dict[str, dict[str, Any]]:
-    """Return what a server says of its models, by their names."""
+    """Return the rows of /v1/models by the names of the models."""
     return {
         row["id"]: row for row in get_json(address, "/v1/models", key, patience_s=ANSWER_S).get("data") or []
     }
@@ -268,9 +268,9 @@ def _served_name(target: str) -> str:
 
 
 def _announced(process: subprocess.Popen[bytes], log: Path) -> Address:
-    """Return where a server listens once it says so. Raises NotFound if it ends before."""
+    """Wait until a server writes its address into its log; return it. Raises NotFound if the server ends."""
     while True:
-        has_ended = process.poll() is not None  # before the log is read, which is then complete
+        has_ended = process.poll() is not None  # asked before the log is read, so that the log is complete
         if found := re.search(r"  page  http://(.+):(\d+)\n", log.read_text(errors="replace")):
             return Address(found[1], int(found[2]))
         if has_ended:

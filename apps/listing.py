@@ -1,4 +1,4 @@
-"""The table of models that `mlx-spec models` and `/model` show."""
+"""Build the table of models that `mlx-spec models` and `/model` show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import roofline
 
 
 def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
-    """Return the lines of the table, the present model marked, and then those that cannot be loaded."""
+    """Return the lines of the table, with a mark on `present`, and a line for each model with a problem."""
     chip, rows = roofline.this_chip(), [("model", "size", "fits here", "drafter", "expected gain")]
     for model in models:
         gain = None if chip is None or model.problem else expected_gain(model.name, chip)
@@ -39,7 +39,7 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
 
 
 def _fit(model: LocalModel, models: Sequence[LocalModel]) -> str:
-    """Return whether a model fits, with the drafter that is here for it."""
+    """Return in words whether a model fits, together with the drafter on this disk; "" if it is not known."""
     if model.found is None:
         return ""
     needs, found = [model.found.memory], model.found
@@ -50,7 +50,7 @@ def _fit(model: LocalModel, models: Sequence[LocalModel]) -> str:
 
 
 def fit(need: MemoryNeed) -> str:
-    """Return in words whether a model fits the memory of this machine."""
+    """Return in words whether models with this need fit the memory of this machine."""
     try:
         available = memory_for_models()
     except ImportError:

@@ -1,4 +1,4 @@
-"""`mlx-spec inspect`, `models`, `pull` and `rm`: the models on this disk and how they get there."""
+"""`mlx-spec inspect`, `models`, `pull` and `rm`: describe, list, fetch and remove models on this disk."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def description(found: CheckpointInfo | ConvertedPair) -> list[str]:
 
 
 def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | None:
-    """Return all that is known of a checkpoint, under the names of the library."""
+    """Return the fields of a checkpoint as a JSON object, with the names of `CheckpointInfo`."""
     if found is None:
         return None
     if isinstance(found, ConvertedPair):
@@ -140,7 +140,7 @@ def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
 
 
 def _read(found: CheckpointInfo) -> str:
-    """Return the bytes of weights for a token; of a GGUF file also what the file holds of them."""
+    """Return in words the bytes of weights that a token reads; for GGUF also their size in the file."""
     file = "" if found.gguf_read is None else f", in the GGUF file {human_bytes(found.gguf_read)}"
     return f"{human_bytes(found.read)}{file}"
 
@@ -165,7 +165,7 @@ def _needs(shape: TargetShape) -> str:
 
 
 def _self_test(result: Mapping[str, Any]) -> str:
-    """Return the plain values of the self-test in a pair.json, whatever their names."""
+    """Return the figures of the self-test in a pair.json in words, whatever their names."""
     if not result:
         return "not recorded"
     plain = {key: value for key, value in result.items() if isinstance(value, str | int | float)}
@@ -184,7 +184,7 @@ def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
 
 
 def _inspect(options: Inspect) -> int:
-    """Show a checkpoint. Return the exit status: 1 for one that cannot be loaded."""
+    """Show a checkpoint. Return the exit status: 1 if it cannot be loaded."""
     found = inspect(options.name)
     if options.json:
         show(json.dumps(as_json(found), indent=2))
@@ -222,7 +222,7 @@ def _pull(options: Pull) -> int:
         if folder is not None:
             note(f"{repo} is here")
     message = f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
-    with Interrupts(message):  # threads that wait for the network would delay a return
+    with Interrupts(message):  # ends the process at once: threads that wait for the network would delay it
         for plan in plans:
             here = plan.total - plan.missing
             kept = f", {human_bytes(here)} are here" if here else ""

@@ -1,7 +1,7 @@
-"""`mlx-spec race` and `/race`: one question answered twice at once, with drafts and plain.
+"""`mlx-spec race` and `/race`: answer one question twice at the same time, with drafts and plain.
 
-Both take turns of a few tokens, so that both feel the same machine. A turn of the one and a turn of the other
-make a pair; the multiple is the median of the pairs' ratios.
+Both answers take turns of a few tokens, so that other load on the machine affects them alike. One turn of
+each makes a pair. The multiple is the median of the speed ratios of the pairs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Options(LoadOptions):
 
 @dataclass(frozen=True)
 class Race:
-    """Two answers to one prompt, as far as they came."""
+    """Two answers to one prompt, complete or not."""
 
     runs: tuple[Run, Run]  # with drafts, and plain
-    ratios: Sequence[float]  # of the speeds in each pair of turns
-    # Tokens and seconds of each in its first turn, which compiles kernels and does not count.
+    ratios: Sequence[float]  # of the two speeds in each pair of turns
+    # Tokens and seconds of each answer's first turn, which compiles kernels and does not count.
     first: Sequence[tuple[int, float]] = ((0, 0.0), (0, 0.0))
 
     def pace(self, i: int) -> float | None:
-        """Return the tokens a second of an answer; None before the first."""
+        """Return the tokens a second of answer `i`, without its first turn; None before any."""
         run, (tokens, seconds) = self.runs[i], self.first[i]
         if len(run.tokens) == tokens:
             tokens, seconds = 0, 0.0
@@ -60,7 +60,7 @@ class Race:
 
     @property
     def multiple(self) -> tuple[float, float, float] | None:
-        """Return the median of the ratios between the ends of its interval; None before the first."""
+        """Return the median ratio with its interval, as (low, median, high); None without ratios."""
         from mlx_spec.policy.ratios import median_interval
 
         if not self.ratios:
@@ -87,10 +87,10 @@ def race(
     stop: Collection[int] = (),
     step: int | None = None,
 ) -> Iterator[Race]:
-    """Return the race after each chunk of the prompt and after each turn.
+    """Yield the race after each chunk of the prompt and after each turn.
 
-    A chunk has `step` tokens, as many as fit a pass if that is None. Tokens in `stop` end an answer, too.
-    Raises InvalidValue without drafts or without a seed.
+    A chunk has `step` tokens; None for as many as a pass may have. Tokens in `stop` also end an answer.
+    Raises InvalidValue without drafts, or at a temperature without a seed.
     """
     from mlx_spec.decode.loop import decode
     from mlx_spec.decode.running import PREFILL_STEP
@@ -133,7 +133,7 @@ def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run], step: int
 
 
 def _turn(run: Run) -> float | None:
-    """Decode a few tokens more. Return their number a second; None if the answer ended before."""
+    """Decode BURST more tokens. Return tokens a second; None if the answer ended before."""
     if run.is_complete:
         return None
     tokens, seconds = len(run.tokens), run.seconds
@@ -143,7 +143,7 @@ def _turn(run: Run) -> float | None:
 
 
 def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
-    """Return the lines about a race that has ended."""
+    """Return lines with the result of a race: both speeds, the multiple, and whether tokens are equal."""
     lines = [
         f"{name:<12}{race.pace(i) or 0:.1f} tokens/s, {len(race.runs[i].tokens)} tokens"
         for i, name in enumerate(NAMES)
@@ -164,7 +164,7 @@ def _multiple_words(race: Race) -> str:
     if race.multiple is None:
         return "the answer is too short to compare: ask for a longer one"
     (low, middle, high), count = race.multiple, len(race.ratios)
-    if count < 6:  # fewer say little: what the two rows say, and no more
+    if count < 6:  # fewer pairs give no interval: compare the whole answers
         middle = (race.pace(0) or 0.0) / (race.pace(1) or 1.0)
         return f"about {middle:.1f} × plain speed; the answer is too short to say more"
     kind = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
@@ -203,7 +203,7 @@ def _rows(race: Race, tokenizer: Tokenizer, width: int) -> str:
 
 
 def question(tokenizer: Tokenizer, words: str, system: str | None = None) -> list[int]:
-    """Return the prompt of a question; the words as they are if the target has no chat template."""
+    """Return the prompt of a question: as a chat, or plain text if the target has no chat template."""
     if not tokenizer.chats:
         return tokenizer.prompt_tokens(words)
     messages = [{"role": "system", "content": system}] if system is not None else []

@@ -1,6 +1,6 @@
-"""`mlx-spec report`: machine, versions, self-test and speeds in one block to paste into an issue.
+"""`mlx-spec report`: write machine, versions, self-test and speeds as one block to paste into an issue.
 
-It holds no path, no name of a user or host, and no prompt: only what this machine and this pair are.
+The block has no path, no name of a user or host, and no prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options(PairOptions):
     """
 
     def check_name(self) -> None:
-        """Let the block say it."""
+        """Accept any name: the block says what is wrong with it."""
 
 
 def _run(options: Options) -> int:
@@ -58,9 +58,9 @@ def _run(options: Options) -> int:
 
 
 def hiding(*given: str | None) -> Callable[[str], str]:
-    """Return a function that takes paths and the names of user and host out of a text.
+    """Return a function that replaces paths and the names of user and host in a text.
 
-    `given` are names of models: what of them is a path may have spaces, and is known.
+    `given` are names of models. Those that are paths are replaced whole: they may have spaces.
     """
     host = socket.gethostname()
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}

@@ -1,8 +1,8 @@
-"""`mlx-spec roofline`: what speculation should gain on Apple chips, and the bandwidth of this device.
+"""`mlx-spec roofline`: predict the gain of speculation on Apple chips, and measure this device's bandwidth.
 
-A pass over a few rows reads the weights once or more, or computes on them, whichever takes longer, and each
-layer costs a fixed time. Which kernel runs follows mlx/backend/metal/quantized.cpp of MLX 0.32. Rates were
-fitted to published times: they agree within 22 % for single kernels, within 25 % for whole rounds
+The time of a pass over a few rows is the longer one of reading the weights and computing with them, plus a
+fixed time for each layer. The choice of kernels follows mlx/backend/metal/quantized.cpp of MLX 0.32. Rates
+were fitted to published times: they agree within 22 % for single kernels, within 25 % for whole rounds
 (tests/apps/test_roofline.py lists both).
 """
 
@@ -115,7 +115,7 @@ class Options(PairOptions):
 
 
 def this_chip() -> Chip | None:
-    """Return the chip of this machine, None if it is not Apple's. MLX, which knows it, loads slowly."""
+    """Return the chip of this machine; None if it is not Apple's. Does not import MLX, which is slow."""
     if sys.platform != "darwin":
         return None
     command = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
@@ -124,7 +124,7 @@ def this_chip() -> Chip | None:
 
 
 def pair_acceptance(name: str, drafter: Path | None) -> float | None:
-    """Return the accepted share of draft tokens that was measured on held-out answers; None if none was."""
+    """Return the share of draft tokens that held-out answers accepted; None if training measured none."""
     if name == DEMO:
         return 0.8
     try:
@@ -149,16 +149,16 @@ def gains(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, acceptan
 
 
 def round_cost(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, k: int) -> float:
-    """Return the time of a round with k draft tokens, in plain steps."""
+    """Return the time of a round with k draft tokens, as a multiple of a plain round."""
     draft = k * pass_seconds(chip, drafter, 1) if drafter else 0.0
-    steps = (pass_seconds(chip, target, k + 1) + draft) / pass_seconds(chip, target, 1)
-    return steps + 0.05 if k else steps  # of a plain step, for the host's part of a round: 3 to 6 % (mlxcel)
+    cost = (pass_seconds(chip, target, k + 1) + draft) / pass_seconds(chip, target, 1)
+    return cost + 0.05 if k else cost  # the host's part of a round: 3 to 6 % of a plain one (mlxcel)
 
 
 def pass_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of a forward pass over `rows` tokens."""
-    # Seconds of a layer beside reading: 0.08 to 0.3 ms in published rates of 4B to 31B models; as a share of
-    # reading if the layers are not known (mlx-lm's BENCHMARKS.md).
+    # The fixed time of a layer: 0.08 to 0.3 ms in published rates of 4B to 31B models. If the number of
+    # layers is not known: a share of the time of reading (mlx-lm's BENCHMARKS.md).
     fixed = 0.15e-3 * model.layers if model.layers else 0.25 * weight_seconds(chip, model, 1)
     return fixed + weight_seconds(chip, model, rows) + model.kv_read / chip.sustained
 
@@ -185,7 +185,7 @@ def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) ->
     import mlx.core as mx
 
     settings: dict[str, Any] = {"group_size": format.group_size, "bits": format.bits, "mode": format.mode}
-    passes = 8  # handed over at once
+    passes = 8  # handed to the device at once
     row = mx.ones((1, 4096), mx.bfloat16)
     try:
         parts: Any = mx.quantize(row, **settings)
@@ -194,9 +194,9 @@ def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) ->
     row_bytes: int = sum(part.nbytes for part in parts)
     rows, times = size // row_bytes, list[float]()
     weights: list[Any] = [mx.repeat(part, rows, axis=0) for part in parts]
-    while len(times) < 3 or sum(times) < seconds:  # the first also makes the weights: the median is another
+    while len(times) < 3 or sum(times) < seconds:  # the first also makes the weights; the median ignores it
         start, result = time.perf_counter(), row
-        for _ in range(passes):  # each waits for the one before it
+        for _ in range(passes):  # each pass needs the result of the last one
             product = mx.quantized_matmul(result, *weights, **settings) if settings else result @ weights[0].T
             result = row * product[:, :1]
         mx.eval(result)
@@ -207,7 +207,7 @@ def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) ->
 def _run(options: Options) -> int:
     from mlx_spec.load import folders
 
-    name, drafter_path = options.spec.target, options.drafter  # a size stands for itself
+    name, drafter_path = options.spec.target, options.drafter  # either may be a size, such as 17GB
     target_path, own = (name, None) if SIZE.fullmatch(name) else folders(PairSpec(name))
     if drafter_path is None:
         drafter_path = own
@@ -250,7 +250,10 @@ def _run(options: Options) -> int:
 
 
 def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
-    """Return the sizes of a checkpoint on this machine; a name such as "17.3GB" is one of that size."""
+    """Return the sizes of a checkpoint on this machine, or of a name such as "17.3GB".
+
+    Raises NotFound and InvalidValue.
+    """
     if found := SIZE.fullmatch(name):
         size = 1e9 * float(found[1])
         if not 0 < size < float("inf"):

@@ -1,4 +1,4 @@
-"""The self-test of `mlx-spec doctor`: text with drafts against plain text, up to near-ties."""
+"""The self-test of `mlx-spec doctor`: compare text with drafts to plain text, up to near-ties."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ from mlx_spec.vision.conversation import conversation_prompt, prepared
 from .bench import Question, arm, chat_questions
 
 K = 4  # draft tokens
-OWN, ADAPTIVE, SPOILED, COMPANY = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
+# Ways to decode: the pair's drafts with a fixed and an adaptive length; partly wrong drafts, alone and in a
+# batch.
+OWN, ADAPTIVE, SPOILED, BATCHED = f"K = {K}", "adaptive", "spoiled drafts", "beside others"
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much to test."""
 
-    seconds: float  # at most, and the time to read one prompt
+    seconds: float  # upper bound; one more prompt may be read after it
     questions: int
-    tokens: int  # of an answer
+    tokens: int  # upper bound for an answer
 
 
 LONG, QUICK = Effort(60.0, 4, 64), Effort(15.0, 2, 32)
@@ -58,9 +60,9 @@ LONG, QUICK = Effort(60.0, 4, 64), Effort(15.0, 2, 32)
 
 
 class ScriptedDrafter(SequenceDrafter):
-    """Drafts the rest of `truth`; with a vocabulary size, one token of each draft is wrong.
+    """Drafts the rest of `truth`. With a vocabulary size, one token of a draft is wrong.
 
-    The wrong one is at the next place each time, then there is none.
+    The wrong token moves one position further with each draft; after the last position one draft is right.
     """
 
     needs = FeatureSpec()
@@ -99,22 +101,22 @@ class Comparison:
     prompt: str
     decoder: str
     seeded: bool  # else greedy
-    tokens: int  # compared
+    tokens: int  # tokens compared
     drafted: int
     accepted: int
     divergence: Divergence | None = None  # None if the tokens are equal
     drift: Gap | None = None  # between the next logits of two equal answers
-    error: str | None = None  # what broke off the answer
+    error: str | None = None  # why the answer ended early
 
     def is_wrong(self, allowed: float) -> bool:
-        """Return True if there is a defect; `allowed` roundings are none."""
+        """Return True if the difference is a defect: an error, or more than `allowed` roundings."""
         gaps = [self.drift, self.divergence.gap if self.divergence else None]
         return self.error is not None or not all(gap is None or gap.within(allowed) for gap in gaps)
 
 
 @dataclass
 class Answer:
-    """The tokens of one way to decode, until an end or an error."""
+    """The answer of one way to decode, until it ends or fails."""
 
     question: Question
     sampling: Sampling
@@ -131,7 +133,7 @@ class Answer:
 
 
 def after(question: Question, tokens: Sequence[int]) -> Prompt:
-    """Return a question with tokens of its answer."""
+    """Return the prompt of a question followed by tokens of its answer."""
     spans = question.tokens.spans if isinstance(question.tokens, Prompt) else ()
     return Prompt((*question.tokens, *tokens), spans)
 
@@ -141,16 +143,16 @@ class SelfTest:
     """The result of the self-test."""
 
     comparisons: list[Comparison] = field(default_factory=list)
-    left_out: int = 0  # tests for which the time was too short
-    window: int | None = None  # tokens of sliding attention, None if there is none
-    past_window: bool = False  # whether an answer went past it
-    picture: int = 0  # rows of the picture that was read, 0 for none
-    noise: Gap | None = None  # the largest between caches without a rollback, None if not measured
+    left_out: int = 0  # tests that were skipped: out of time
+    window: int | None = None  # tokens of sliding attention; None without such layers
+    past_window: bool = False  # whether an answer went past the window
+    picture: int = 0  # rows of the picture that was read; 0 without a picture
+    noise: Gap | None = None  # the largest gap between correct caches; None if not measured
     seconds: float = 0.0
 
     @property
     def allowed(self) -> float:
-        """Return the roundings up to which another token is a near-tie."""
+        """Return how many roundings a near-tie may be apart."""
         return allowed_roundings(self.noise)
 
     @property
@@ -160,7 +162,7 @@ class SelfTest:
 
     @property
     def near_ties(self) -> list[Comparison]:
-        """Return the comparisons with another token that rounding explains."""
+        """Return the comparisons with a difference that rounding explains."""
         return [c for c in self.comparisons if c.divergence is not None and not c.is_wrong(self.allowed)]
 
     @property
@@ -175,7 +177,7 @@ class SelfTest:
 
 
 def drawing(size: int = 96) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a picture of our own: a disc, a square and stripes on white, [size, size, 3]."""
+    """Return a test picture: a disc, a square and stripes on white, [size, size, 3]."""
     y, x = np.mgrid[0:size, 0:size] / size
     pixels = np.full((size, size, 3), 255, np.uint8)
     pixels[(x - 0.3) ** 2 + (y - 0.3) ** 2 < 0.05] = 220, 40, 40
@@ -206,7 +208,7 @@ def long_text(tokenizer: Tokenizer, tokens: int) -> Question:
 
 
 def self_test(pair: Pair, window: int | None, effort: Effort, progress: StageProgress) -> SelfTest:
-    """Test a pair whose target has sliding attention over `window` tokens, or none."""
+    """Test a pair. `window` is the number of tokens of the target's sliding attention; None without it."""
     tester = _Tester(pair, window, effort)
     count = tester.warm_up()
     progress.stage("self-test: text with drafts and without")
@@ -218,7 +220,7 @@ def self_test(pair: Pair, window: int | None, effort: Effort, progress: StagePro
 
 
 class _Tester:
-    """The state of a self-test that runs."""
+    """The state of a running self-test."""
 
     def __init__(self, pair: Pair, window: int | None, effort: Effort) -> None:
         self._pair, self._window, self._effort = pair, window, effort
@@ -228,7 +230,7 @@ class _Tester:
         self.questions = chat_questions(pair.tokenizer)[: effort.questions]
 
     def _left(self) -> float:
-        """Return the seconds that are left; 0 if there are none."""
+        """Return the seconds that are left, at least 0."""
         return max(self.started + self._effort.seconds - time.monotonic(), 0.0)
 
     def warm_up(self) -> int:
@@ -237,13 +239,13 @@ class _Tester:
             answer = self._decode(Answer(self.questions[0], GREEDY), arm(self._pair, 0), 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
-        decode_cost = 5.0  # plain answers that all ways to decode one take together
+        decode_cost = 5.0  # in plain answers: decoding one question in all ways
         cost = (len(self.questions) + 4) * decode_cost * max(self._token_seconds, 1e-6)
-        min_answer_tokens = 16  # however slow they come
+        min_answer_tokens = 16  # on any device
         return min(max(int(self._effort.seconds / cost), min_answer_tokens), self._effort.tokens)
 
     def cases(self, count: int) -> Iterator[tuple[Question, Sampling]]:
-        """Yield the most telling cases first: the time may not be enough for all."""
+        """Yield questions and samplings, the most telling first: the time may not be enough for all."""
         seeded = Sampling(temperature=0.8, seed=11)
         first, *others = self.questions
         yield first, GREEDY
@@ -266,14 +268,14 @@ class _Tester:
 
     def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, SequenceParts]]:
         """Yield ways to decode with drafts: the pair's own drafts, and drafts that are partly wrong."""
-        for name in (SPOILED, COMPANY):
+        for name in (SPOILED, BATCHED):
             yield name, self._scripted(truth, self._pair.info.vocab_size)
         if self._pair.drafter_names:
             yield OWN, arm(self._pair, K)
             yield ADAPTIVE, self._pair.open()
 
     def _beside_others(self, running: RunningSequence, count: int) -> Iterator[Round]:
-        """Yield the rounds of a sequence that decodes in one batch with the questions, without drafts."""
+        """Yield the rounds of a sequence in one batch with all questions, which decode without drafts."""
         batch = self._pair.batch(len(self.questions) + 1)
         for question in self.questions:
             batch.add(self._pair.prepare(arm(self._pair, 0), question.tokens, max_tokens=count))
@@ -286,8 +288,8 @@ class _Tester:
                     yield result
 
     def compare(self, question: Question, sampling: Sampling, count: int) -> None:
-        """Decode an answer in all ways for which there is time."""
-        prefill_cost = 1 / 32  # of a plain token, for one of a long prompt, at most
+        """Decode an answer in all ways that the time allows, and compare each with plain decoding."""
+        prefill_cost = 1 / 32  # of a plain token, to read one token of a long prompt; upper bound
         reading = len(question.tokens) * prefill_cost * self._token_seconds
         if self._left() <= reading:
             self.found.left_out += 1
@@ -307,24 +309,24 @@ class _Tester:
                 self.found.past_window = True
 
     def _decode(self, answer: Answer, parts: SequenceParts, count: int) -> Answer:
-        """Add at most `count` tokens, fewer if the time is up; an error ends them and is kept."""
-        prompt, sampling, in_company = answer.history, answer.sampling, answer.decoder == COMPANY
+        """Add at most `count` tokens, fewer if the time is up, or set `answer.error`. Return the answer."""
+        prompt, sampling, is_batched = answer.history, answer.sampling, answer.decoder == BATCHED
         try:
             running = self._pair.prepare(parts, prompt, sampling=sampling, max_tokens=count)
-            for round in self._beside_others(running, count) if in_company else decode(running):
+            for round in self._beside_others(running, count) if is_batched else decode(running):
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():
                     return answer
             answer.next = next_logits(parts.target, answer.history)
         except Exception as error:  # a defect may raise anything
-            # A report is shown to others, so it has no paths.
+            # The user may show the report to others, so it has no paths.
             text = re.sub(r"(/[\w.@+~-]+){2,}", "(a file)", one_line(error, 120))
             answer.error = f"{type(error).__name__}: {text}"
         return answer
 
     def _measure_noise(self, expected: Answer) -> None:
-        """Compare the next logits of correct caches: written row by row, in blocks, and all at once."""
+        """Compare the next logits of correct caches that were written row by row, in blocks, or at once."""
         if expected.next is None:
             return
         blocks = Answer(expected.question, expected.sampling)

@@ -1,4 +1,4 @@
-"""`mlx-spec tune`: measure what passes and drafts cost here, show it, and save, export or import it."""
+"""`mlx-spec tune`: measure the costs of passes and drafts on this device; save, export or import them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _run(options: Options) -> int:
     file, device = saved_costs.folder() / saved_costs.file_name(policies.key), policies.key.device
     if not options.json:
         print("\n".join([f"measured on {device}", "", *_report(policies.names, costs.at(measured.context))]))
-    saved_costs.write(file, policies.key, policies.measured, measured)  # raises where policies only warn
+    saved_costs.write(file, policies.key, policies.measured, measured)  # raises; policies would only warn
     saved = {"device": device, "file": str(file), "seconds": asdict(measured)}
     print(json.dumps(saved) if options.json else f"\nsaved in {file}")
     return 0
@@ -76,7 +76,7 @@ def _run(options: Options) -> int:
 
 def _report(names: Sequence[str], costs: CostModel) -> list[str]:
     """Return the table for people, in milliseconds."""
-    sizes = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # rows of a pass: kernels change between these
+    sizes = (1, 2, 3, 4, 5, 6, 8, 11, 17)  # rows of a pass: MLX changes kernels between some of these
     rows = [["rows of a pass", *map(str, sizes)]]
     verify = [float(costs.passes[size - 1]) for size in sizes]
     rows.append(["verify, ms", *(f"{1e3 * seconds:.2f}" for seconds in verify)])

@@ -33,7 +33,7 @@ def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     ranks = join()
     if ranks is not None and options.prompt is None:
         raise InvalidValue("over several machines one --prompt is answered: serve is for conversations")
-    # Nobody closes the stdin of the processes of mlx.launch.
+    # The processes of mlx.launch have an open stdin that never ends, so it is not read.
     prompt = _read_prompt(options.prompt, None if ranks is not None else _piped_text(terminal))
     if prompt is None and options.json:
         refuse("mlx-spec chat", "--json is for one answer: give -p TEXT, or pipe text to stdin")
@@ -50,7 +50,7 @@ def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
 
 
 def _read_prompt(given: str | None, piped: str | None) -> str | None:
-    """Return the prompt with the piped text below it; None for a conversation. Raises InvalidValue."""
+    """Return the prompt followed by the piped text; None for a conversation. Raises InvalidValue."""
     if given is None and piped is None:
         if sys.stdin is None:
             raise InvalidValue("stdin is closed, so nothing can be asked: leave it open, or use -p TEXT")
@@ -65,14 +65,13 @@ def _piped_text(terminal: Terminal) -> str | None:
     """Return all of stdin; None if it is a terminal or closed. Raises InvalidValue if it is not text."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    # After two seconds without a byte on stdin, we say that we wait for it.
+    # After two seconds without input, say what the program waits for.
     if terminal.is_watched and not _has_input(2.0):
         terminal.note("reading the prompt from stdin until its end; </dev/null if there is none")
     content = bytearray()
     try:
         while True:
-            # It waits in steps of half a second: a Ctrl-C just before a read that blocks would be noticed
-            # late.
+            # Wait in steps of half a second: a blocking read would delay a Ctrl-C that comes just before it.
             if _has_input(0.5):
                 if not (piece := os.read(sys.stdin.fileno(), 65536)):
                     return content.decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""Answers on a terminal: stream one, then report how it went: a line, `/stats`, JSON, a trace."""
+"""Stream an answer to a terminal, and report its figures: the status line, `/stats`, JSON, a trace."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Outcome:
     statistics: Statistics
     answer: str
     thinking: str
-    first_seconds: float | None  # until the first round was done; None if there was none
-    peak_bytes: int  # of memory as MLX counts it, weights included
-    max_tokens: int  # that it might have had
+    first_seconds: float | None  # until the first round was done; None without a round
+    peak_bytes: int  # MLX's peak memory, weights included
+    max_tokens: int  # the limit of its tokens
 
     @property
     def is_interrupted(self) -> bool:
@@ -55,17 +55,17 @@ class ChatState:
     shows_answers: bool = True
     is_interactive: bool = False  # render Markdown at the end, and keep keys for the next prompt
     last: Outcome | None = None
-    pictures: list[Part] = field(default_factory=list)  # of the next message
-    shows_race: bool = True  # name the command once, where an answer cannot say what drafts gained
+    pictures: list[Part] = field(default_factory=list)  # attached to the next message
+    shows_race: bool = True  # True until /race was recommended once
 
     def attach(self, file: Path) -> None:
-        """Let the next message have a picture. Raises SpecError."""
+        """Attach a picture to the next message. Raises SpecError."""
         part, about = read_part(file, self.conversation.pair)
         self.pictures.append(part)
         self.terminal.note(f"picture {len(self.pictures)}: {about}")
 
     def message(self, text: str) -> Content:
-        """Return a message as it was typed, with its pictures: attached ones, and those dropped before it.
+        """Return a typed message with its pictures: attached ones, and files whose paths begin the text.
 
         Raises SpecError.
         """
@@ -118,7 +118,7 @@ class ChatState:
             self.terminal.end(interrupted=self.interrupts.pressed)
         if self.is_interactive and not self.highlight and not self.interrupts.pressed:
             self.terminal.render()
-        # A prompt that was interrupted while it was read has no statistics.
+        # An answer that was interrupted before its first round has no statistics.
         statistics = Statistics() if session.statistics is before else session.statistics
         answer, thinking = texts["answer"].strip(), texts["thinking"].strip()
         peak, most = mx.get_peak_memory(), self.conversation.settings.max_tokens
@@ -127,7 +127,7 @@ class ChatState:
     def answer_and_report(self, message: Content) -> Outcome:
         """Stream one answer, then show the status line. Raises SpecError."""
         outcome = self.answer(message)
-        sent = list(map(id, message))  # a message that is answered again has none of those that wait
+        sent = list(map(id, message))  # /retry sends an old message: attached pictures then stay
         self.pictures[:] = [picture for picture in self.pictures if id(picture) not in sent]
         if outcome.statistics.prompt_tokens:
             self.last = outcome
@@ -164,7 +164,7 @@ class ChatState:
 
 
 def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]]:
-    """Return a line of texts with SGR styles: gain, speed, drafted tokens, what cut the answer."""
+    """Return texts with SGR styles that make up a line: gain, speed, drafted tokens, why it was cut."""
     count, gain = statistics.generated_tokens, statistics.gain
     parts = [
         f"{statistics.tokens_per_second:.0f} tokens/s",
@@ -182,7 +182,7 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
 
 
 def wants_race(statistics: Statistics) -> bool:
-    """Return True if an answer was long and drafted much, and what that gained is not known."""
+    """Return True if many draft tokens were accepted, and the gain is not known."""
     return statistics.gain is None and statistics.accepted >= 32
 
 
@@ -238,7 +238,7 @@ def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
 
 
 class Trace:
-    """A file with one line of JSON for each round, as a context manager. Raises InvalidValue."""
+    """A file that gets one line of JSON for each round, as a context manager. Raises InvalidValue."""
 
     def __init__(self, file: Path) -> None:
         self._name = file
@@ -257,7 +257,7 @@ class Trace:
             self._file.close()
 
     def begin(self) -> None:
-        """Begin an answer."""
+        """Count a new turn: its rounds are numbered from 1."""
         self._turn, self._round, self._spans = self._turn + 1, 0, []
 
     def add(self, piece: Piece) -> None:

@@ -1,4 +1,4 @@
-"""The commands of a conversation. Each takes the rest of its line."""
+"""The commands of a conversation, such as /help. Each gets the rest of its line as its argument."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}
 
 
 class Command(NamedTuple):
-    """A command: its function raises SpecError, KeyboardInterrupt, and EOFError to leave."""
+    """A command. `run` may raise SpecError and KeyboardInterrupt, and EOFError to leave."""
 
     run: Callable[[str], None]
-    takes: str
-    about: str
+    takes: str  # its argument, for /help
+    about: str  # for /help and completion
 
 
 class Commands:
@@ -41,7 +41,7 @@ class Commands:
         self._chat = chat
         self._terminal = chat.terminal
         self._conversation = chat.conversation
-        self._own_drafters: dict[str, str | None] = {}  # models that drafted, by their targets
+        self._own_drafters: dict[str, str | None] = {}  # target -> the drafter that /draft auto returns to
         self.table: Mapping[str, Command] = {
             "help": Command(self._help, "", "this list"),
             "exit": Command(self._exit, "", "leave, as Ctrl-D does"),
@@ -64,7 +64,7 @@ class Commands:
         }
 
     def run(self, name: str, argument: str) -> None:
-        """Run a command. Raises what `Command` says."""
+        """Run a command, or raise InvalidValue if there is none of this name. Raises as `Command.run`."""
         name = ALIASES.get(name, name)
         if name not in self.table:
             close = difflib.get_close_matches(name, [*self.table, *ALIASES], n=1)
@@ -73,7 +73,7 @@ class Commands:
         self.table[name].run(argument.strip())
 
     def completer(self) -> CommandCompleter:
-        """Return what the Tab key completes."""
+        """Return the completer for commands and their arguments."""
         one_of, file = partial(WordCompleter, sentence=True), PathCompleter(expanduser=True)
         arguments = {
             "model": one_of(models.names),
@@ -249,7 +249,7 @@ class Commands:
         self._answer_again(self._conversation.turns[-2]["content"])
 
     def _answer_again(self, message: pictures.Content) -> None:
-        """Answer a message in place of the last turn, which returns if no answer comes."""
+        """Replace the last turn by a new answer to `message`; restore the turn if no answer comes."""
         session = self._conversation.session
         turn = session.undo()
         outcome: Outcome | None = None
@@ -318,7 +318,7 @@ class Commands:
 
 
 def _who(drafter: str) -> str:
-    """Return what users read for a drafter: of models, families do not matter."""
+    """Return a drafter in a user's words, without the family of a model."""
     return drafter if drafter == LOOKUP else "the drafter"
 
 

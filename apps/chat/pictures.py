@@ -1,7 +1,7 @@
 """Pictures of messages: files that are named or dropped on the terminal, and kept as data URLs.
 
-A part with a picture has it ready for the tower as `image`, and its file as `url`: another model, or the
-same one at another time, makes it ready again.
+A part with a picture has two fields: `image` is prepared for the vision tower of the present model, `url` is
+the file as a data URL, from which another model prepares it again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Content = str | Sequence[Part]  # of a message
 
 
 def dropped(text: str) -> tuple[list[Path], str]:
-    """Return the picture files that a text begins with, and the text behind them."""
+    """Return the picture files whose paths stand at the beginning of a text, and the rest of the text."""
     if (whole := _picture_file(text.strip())) is not None:
         return [whole], ""
     files = list[Path]()
-    # A word as shells and terminals write the path of a file: quoted, or with backslashes before spaces.
+    # A path as shells and terminals write it: in quotes, or with backslashes before spaces.
     word = r"""\s*(?:'([^']*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^\s'"\\])+))(?=\s|$)"""
     while match := re.match(word, text):
         single, double, bare = match.groups()
@@ -64,7 +64,7 @@ def read_part(file: Path, pair: Pair) -> tuple[dict[str, Any], str]:
 
 
 def _as_jpeg(file: Path) -> bytes:
-    """Return a HEIC file as JPEG: macOS has a program for it. Raises InvalidValue."""
+    """Return a HEIC file as JPEG, by a program of macOS. Raises InvalidValue."""
     if (program := shutil.which("sips")) is None:
         raise InvalidValue("HEIC is read on macOS alone: convert it to JPEG first")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,14 +78,17 @@ def _as_jpeg(file: Path) -> bytes:
 
 
 def ready(content: Content, pair: Pair) -> Content:
-    """Return a message whose pictures are ready for a target. Raises InvalidValue and NoVision."""
+    """Return a message whose pictures are prepared for a target. Raises InvalidValue and NoVision."""
     if isinstance(content, str):
         return content
     return [{**part, "image": _picture(part, pair)} if _is_image(part) else part for part in content]
 
 
 def ready_turns(turns: Sequence[Mapping[str, Any]], pair: Pair) -> list[dict[str, Any]]:
-    """Return turns for a target. One that reads no pictures keeps their files. Raises InvalidValue."""
+    """Return turns whose pictures are prepared for a target. Raises InvalidValue.
+
+    If it reads no pictures, they keep only their files.
+    """
     found = []
     for turn in turns:
         content = turn["content"]
@@ -98,14 +101,14 @@ def ready_turns(turns: Sequence[Mapping[str, Any]], pair: Pair) -> list[dict[str
 
 
 def stored(content: Content) -> Content:
-    """Return a message as files hold it: with data URLs."""
+    """Return a message in the form of files: pictures are data URLs."""
     if isinstance(content, str):
         return content
     return [{"type": "image", "image": _url(part)} if _is_image(part) else dict(part) for part in content]
 
 
 def is_stored(content: object) -> bool:
-    """Return True if a file may hold this as a message."""
+    """Return True if this is the content of a message in the form of `stored`."""
     if not isinstance(content, list):
         return isinstance(content, str)
     return all(
@@ -123,14 +126,14 @@ def words(content: Content) -> str:
 
 
 def shown(content: Content) -> str:
-    """Return a message as lists show it."""
+    """Return a message in one line of text for lists, with [picture] for each picture."""
     if isinstance(content, str):
         return content
     return " ".join("[picture]" if _is_image(part) else part["text"] for part in content)
 
 
 def with_text(content: Content, text: str) -> Content:
-    """Return a message with the same pictures and another text, none if that is empty."""
+    """Return a message with the same pictures and another text; no text if it is empty."""
     pictures = [] if isinstance(content, str) else [part for part in content if _is_image(part)]
     if not pictures:
         return text
@@ -153,7 +156,7 @@ def _is_image(part: Part) -> bool:
 def _picture_file(name: str) -> Path | None:
     if name.startswith("file://"):
         name = unquote(name.removeprefix("file://"))
-    # Files that are taken for pictures: which of them are read is said when they are opened.
+    # Files that count as pictures. Reading one of a kind that is not supported fails later, with a reason.
     suffixes = ".jpg .jpeg .png .webp .gif .bmp .heic .heif .avif .tif .tiff".split()
     if "\n" in name or Path(name).suffix.lower() not in suffixes:
         return None

@@ -1,4 +1,4 @@
-"""The two ways to chat: a conversation until the user leaves, or one answer. Both need MLX."""
+"""Hold a conversation until the user leaves, or give one answer. This module needs MLX."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(
         talk = Conversation(
             first, choice, settings, options.system, None if options.no_earlier_answers else ""
         )
-        del first  # no other name for the pair: /model frees it before it loads the next one
+        del first  # the conversation holds the only reference: /model frees the pair before it loads another
         chat = ChatState(
             talk,
             terminal,
@@ -98,7 +98,7 @@ def run(
 
 
 def about_demo() -> str:
-    """Return what the demo is, and which model to take where it gains little."""
+    """Return what the demo is, and, if its gain would be small on this chip, which model to use instead."""
     about = "This is a small demo model that explains the Python standard library. "
     chip = this_chip()
     gain = None if chip is None else expected_gain(DEMO, chip)
@@ -135,7 +135,7 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
     except KeyboardInterrupt:
         chat.terminal.note("Ctrl-D or /exit leaves")
         return
-    # /usr/bin is a message
+    # A path such as /usr/bin is a message.
     if command := re.fullmatch(r"/([a-z?]+)(?:\s+(.*))?", text.strip(), re.DOTALL | re.IGNORECASE):
         try:
             with chat.interrupts.acting(CtrlC.RAISE):

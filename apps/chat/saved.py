@@ -1,11 +1,11 @@
-"""Conversations on the disk: the files of `/save`, and those that are kept without a word.
+"""Conversations on the disk: the files of `/save`, and the kept files that the program writes unasked.
 
-A kept file has a JSON object a line, so that whatever ends the program leaves all but the last line:
+A kept file has one JSON object a line. If the program is killed, at most the last line is lost:
 
     {"format": ..., "messages": [...], ...}   the conversation, as `/save` writes it
     {"asked": CONTENT}                        a message, when it is sent
     {"kind": KIND, "text": TEXT}              a piece of its answer
-    {"turn": [MESSAGE, ANSWER]}               the turn when it has ended; empty if no answer came
+    {"turn": [MESSAGE, ANSWER]}               the complete turn; empty if no answer came
 
 A change other than a turn writes the whole conversation again.
 """
@@ -30,10 +30,10 @@ from mlx_spec.session import Piece
 
 from .pictures import Content, is_stored, shown
 
-# The beginning of a saved conversation. The version grows when its form changes.
+# The first fields of a saved conversation. The version grows when the form changes.
 FORMAT: dict[str, Any] = {"format": "mlx_spec conversation", "version": 1}
 KEPT_SUFFIX = ".jsonl"
-OWNER_ONLY = 0o600  # mode of files with what was typed and answered
+OWNER_ONLY = 0o600  # mode of the files of conversations and of the input history
 
 
 def file_named(name: str) -> Path:
@@ -45,7 +45,10 @@ def file_named(name: str) -> Path:
 
 
 def replaced(file: Path) -> dict[str, Any] | None:
-    """Return the conversation that `write` would replace. Raises InvalidValue for any other file."""
+    """Return the conversation in a file that `write` would replace; None without a file.
+
+    Raises InvalidValue for a file that is not a conversation.
+    """
     if not file.exists():
         return None
     try:
@@ -63,7 +66,10 @@ def write(file: Path, saved: Mapping[str, Any]) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what any release wrote or kept. Raises NotFound and BadCheckpoint."""
+    """Return a saved or kept conversation of this release or an older one.
+
+    Raises NotFound and BadCheckpoint.
+    """
     try:
         text = file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         content = _kept_content(text) if file.suffix == KEPT_SUFFIX else json.loads(text)
@@ -124,7 +130,7 @@ class Journal:
         self._file = None
 
     def go_on(self, file: Path, saved: Mapping[str, Any]) -> None:
-        """Continue the kept file of this conversation; a copy of it if another process has it."""
+        """Continue the kept file of a conversation; if another process has it, the next message copies it."""
         self.close()
         if self._folder is None or file.parent != self._folder:
             return
@@ -133,7 +139,7 @@ class Journal:
         except OSError:
             return
         if os.pread(self._file.fileno(), 1, max(file.stat().st_size - 1, 0)) != b"\n":
-            self._file.write("\n")  # a killed process left half a line
+            self._file.write("\n")  # ends the half line that a killed process left
         self._written = saved
 
     def ask(self, message: Content, saved: Mapping[str, Any]) -> None:
@@ -154,7 +160,7 @@ class Journal:
             self._write({"kind": piece.kind, "text": piece.text})
 
     def keep(self, saved: Mapping[str, Any]) -> None:
-        """Keep what has changed."""
+        """Write what has changed since the last call."""
         before, now = self._written.get("messages", []), saved["messages"]
         is_turn = now[:-2] == before and saved == {**self._written, "messages": now}
         if self._is_asked and (is_turn or saved == self._written):
@@ -186,9 +192,9 @@ class Journal:
 
 
 def _locked(file: Path, flags: int) -> TextIO:
-    """Return a file to append to. Raises OSError, also if another process has its lock.
+    """Open a file to append to, and lock it. Raises OSError, also if another process has its lock.
 
-    filelock is for files that hold nothing: it empties the one that it locks.
+    The package filelock would empty the file that it locks.
     """
     handle = os.open(file, flags | os.O_APPEND, OWNER_ONLY)
     try:
@@ -216,7 +222,7 @@ def kept_files() -> list[Path]:
 
 
 def newest() -> Path:
-    """Return the conversation that was held last. Raises NotFound."""
+    """Return the file of the conversation that was written last. Raises NotFound."""
     for file in kept_files():
         return file
     raise NotFound(f"no conversation was kept in {kept_folder()} yet: `mlx-spec chat` begins one")
@@ -238,7 +244,7 @@ def kept_rows(most: int = 20) -> list[tuple[str, ...]]:
 
 
 def find(name: str) -> Path:
-    """Return the file of a typed name: a file, or a kept conversation by its name or number."""
+    """Return the file that a typed name means: a path, or the name or number of a kept conversation."""
     file = file_named(name)
     if typed_path(name).is_file() or file.exists():
         return typed_path(name) if typed_path(name).is_file() else file
@@ -255,7 +261,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _kept_content(text: str) -> dict[str, Any]:
-    """Return the conversation in a kept file as far as it came."""
+    """Return the conversation in a kept file, with the unfinished last turn if it has an answer."""
     saved: dict[str, Any] = {"messages": []}
     unfinished = _Unfinished()
     for line in text.split("\n"):
@@ -289,7 +295,7 @@ class _Unfinished:
     thinking: str = ""
 
     def turn(self) -> list[dict[str, Any]]:
-        """Return its messages, none if no piece of the answer came."""
+        """Return its two messages; [] if no text of the answer came."""
         answer, thinking = self.answer.strip(), self.thinking.strip()
         if not answer + thinking:
             return []

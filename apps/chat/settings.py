@@ -1,4 +1,4 @@
-"""The settings of answers, and what `/set` changes of them."""
+"""The settings of answers: from the command line, from `/set`, and from saved conversations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .arguments import Options
 
 @dataclass(frozen=True)
 class AnswerSettings(Sampling):
-    """The settings of all answers to come. The grammar is not among them."""
+    """The settings of all answers to come, without the grammar, which `/json` sets."""
 
     max_tokens: int = Options.max_tokens
     think: bool = False
@@ -27,7 +27,7 @@ class AnswerSettings(Sampling):
             raise InvalidValue(f"think={self.think!r} is not allowed: give on or off")
 
 
-NAMES = tuple(  # of the settings that `/set` knows
+NAMES = tuple(  # the settings that `/set` knows
     name
     for name in vars(AnswerSettings())
     if name not in ("logit_bias", "min_tokens", "late_tokens", "grammar")
@@ -40,7 +40,7 @@ def from_options(options: Options) -> AnswerSettings:
 
 
 def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
-    """Return the settings with one value as typed; "off" is the default. Raises InvalidValue."""
+    """Return the settings with one typed value; "off" stands for the default. Raises InvalidValue."""
     if name not in NAMES:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
     is_default = text in ("off", "none", "default") and name != "think"
@@ -54,7 +54,7 @@ def values(settings: AnswerSettings) -> dict[str, Any]:
 
 
 def from_values(given: Mapping[str, Any]) -> AnswerSettings:
-    """Return the settings with these values, the others at their defaults. Raises InvalidValue."""
+    """Return the settings with these values; other settings have their defaults. Raises InvalidValue."""
     try:
         return AnswerSettings(**{name: value for name, value in given.items() if name in NAMES})
     except TypeError as error:
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def _typed(name: str, text: str) -> bool | int | float:
-    """Return a typed value; which kind a setting takes is checked later."""
+    """Return a typed value as a bool or a number. `AnswerSettings` checks later whether it is allowed."""
     if text in ("on", "off"):
         return text == "on"
     for kind in (int, float):

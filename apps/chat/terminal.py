@@ -1,6 +1,6 @@
-"""Text in and out: answers on stdout, everything else on stderr. Escape codes go to terminals only.
+"""Read and write text: answers on stdout, everything else on stderr. Escape codes go to terminals only.
 
-Tokens are written one by one with the codes of their colours: rich would wrap each piece alone.
+Tokens are written one by one with the codes of their colours, because rich would wrap each piece separately.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from mlx_spec.tokenizer.stream import TokenText
 
-# Parameters of SGR escape codes. Colours are from the table of 256; text of the target has none.
+# Parameters of SGR escape codes, with the 256-colour palette. Text of the target has no colour.
 DIM = "2"
-DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last for all later ones
+DRAFTED = ("38;5;34", "38;5;36", "38;5;38", "38;5;33", "38;5;63")  # by position; the last also for later ones
 COPIED, FORCED = "38;5;172", "38;5;170"
-GAINED = "32"  # green of the terminal's own palette, which fits its background
+GAINED = "32"  # green from the terminal's palette, which fits its background
 BORDER = "│"  # between two rounds
 
-# A character of Chinese, Japanese or Korean is a word.
+# Each character of Chinese, Japanese or Korean counts as a word.
 WORDS = re.compile(
     "\n| +|[\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60]"
     "|[^ \n\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff01-\uff60]+"
@@ -52,10 +52,10 @@ class Terminal:
         self.has_styles = _has_styles(sys.stdout)
         self._moves = self.shows_thinking and not is_dumb_terminal()
         self._dims_notes = _has_styles(sys.stderr)
-        self.renders = False  # each block of an answer as Markdown when it has ended
+        self.renders = False  # True: replace each complete block of an answer by its rendered Markdown
         self._kind = ""  # of the last piece of this answer
-        self._wrapping = Wrapping()  # of all text of that kind
-        self._size: os.terminal_size | None = None  # when that text began
+        self._wrapping = Wrapping()  # of the text of that kind that is not rendered yet
+        self._size: os.terminal_size | None = None  # of the terminal when the answer began
 
     def piece(self, text: str, kind: str, style: str = "") -> None:
         """Show a piece of an answer at once, in an SGR style if there are styles. Raises OSError."""
@@ -87,9 +87,10 @@ class Terminal:
         self._render(self._wrapping.text, "", False)
 
     def _render(self, text: str, rest: str, is_parted: bool) -> None:
-        """Replace blocks on the screen by their rendered Markdown, and show the rest behind them again.
+        """Replace blocks on the screen by their rendered Markdown, and write `rest` again after them.
 
-        They stay as they are without Markdown, or if they may have left the screen or changed its shape.
+        Nothing changes if the text has no Markdown, if it may have left the screen, or if the terminal was
+        resized.
         """
         from .markdown import rendered
 
@@ -112,22 +113,22 @@ class Terminal:
             self.styled([(self._folded(line), DIM)])
 
     def styled(self, parts: Sequence[tuple[str, str]]) -> None:
-        """Show a line of texts that have an SGR style each."""
+        """Show a line that is made up of texts with SGR styles."""
         texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in parts)
         note("".join(in_style(*each) for each in texts))
 
     @contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show that something takes time until it ends, on a terminal that can move its cursor.
+        """Show a spinner within the context, if stderr is a terminal that can move its cursor.
 
-        What it says of its progress stands beside the spinner.
+        Progress lines that are written to stderr meanwhile appear beside the spinner.
         """
         if not (self.is_watched and self._moves):
             yield
             return
         from rich.console import Console
 
-        console = Console(file=sys.stderr, highlight=False)  # itself, whatever stands for it later
+        console = Console(file=sys.stderr, highlight=False)  # the real stderr, before it is redirected
         spinner = console.status(text, spinner="dots", spinner_style="none")
         with spinner, redirect_stderr(_BesideSpinner(spinner, sys.stderr)):
             yield
@@ -140,12 +141,13 @@ class Terminal:
 
     def ask(self, prompt: str) -> str:
         """Return a line of the user. Raises EOFError, and InvalidValue if it is not text."""
-        # Not by input(): it would put the prompt into the answers where stdout is a pipe.
+        # input() would write the prompt to stdout, among the answers, if stdout is a pipe.
         stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
         print(prompt, end="", file=stream, flush=True)
-        # A Ctrl-C that comes just before a blocking read waits for 0.1 s at most.
+        # Python handles signals between these short waits, but not within input(): a Ctrl-C that comes just
+        # before it is handled within 0.1 s.
         while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], 0.1)[0]:
-            pass  # Python handles signals between two short waits, not within input()
+            pass
         try:
             return checked(input(), "this line")
         except UnicodeDecodeError as error:
@@ -209,25 +211,25 @@ def legend() -> list[tuple[str, str]]:
     ]
 
 
-# --- lines: where they end, and how many rows they take
+# --- wrapping lines, and counting the rows that they take
 
 
 class Wrapping:
-    """Breaks the lines of an answer between words while they are written, except in fenced code.
+    """Wraps the lines of an answer at words while they are written, except in fenced code.
 
-    A word is shown at once; if it reaches the edge, its beginning moves to the next line.
+    A word is shown at once. If it then reaches the edge, its beginning moves to the next line.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        self.shown = ""  # with the line breaks that were added
+        self.shown = ""  # the text with the line breaks that were added
         self.line = ""  # the last line of the text
         self._column = 0
-        self._word: list[tuple[str, str]] = []  # its pieces and their styles
+        self._word: list[tuple[str, str]] = []  # the last word: its pieces and their styles
         self.in_code = False
 
     def add(self, text: str, style: str, columns: int) -> str:
-        """Return what to write for more text; 0 columns: their number is not known."""
+        """Return what to write for more text. With 0 columns, for an unknown width, nothing is wrapped."""
         self.text += text
         return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
 
@@ -269,7 +271,7 @@ def in_style(text: str, style: str) -> str:
 
 
 def folded(text: str, columns: int) -> str:
-    """Return a message whose lines end between words."""
+    """Return a message, wrapped at words."""
     fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(fill(line) if len(line) > columns else line for line in text.split("\n"))
 
@@ -294,23 +296,23 @@ def checked(text: str, name: str) -> str:
 
 
 class _BesideSpinner(io.TextIOBase):
-    """Stderr beside a spinner, which shows a line that is written again and again; others go above it."""
+    """Stderr with a spinner: lines that are rewritten with "\\r" appear beside it, others above it."""
 
     def __init__(self, spinner: Status, above: TextIO) -> None:
         self._spinner, self._above = spinner, above
-        self._is_rewritten = False  # the line that was begun last
+        self._is_rewritten = False  # True if the last line was written with "\r"
 
     def isatty(self) -> bool:
         """Return True: the spinner is on a terminal."""
         return True
 
     def write(self, text: str) -> int:
-        """Show a text."""
+        """Show a text. Return its length."""
         if "\r" in text:
             from rich.text import Text
 
             self._spinner.update(Text(text.rpartition("\r")[2].strip()))
-        elif text != "\n" or not self._is_rewritten:  # else its last text stands there long enough
+        elif text != "\n" or not self._is_rewritten:  # the end of a rewritten line needs no line above
             self._above.write(text)
         self._is_rewritten = "\r" in text
         return len(text)

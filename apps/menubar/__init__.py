@@ -1,4 +1,4 @@
-"""The menu bar: keeps the local endpoint running and shows how it is. It never imports MLX."""
+"""The menu bar: keep the local server running and show its state. This package never imports MLX."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _run(plan: MenuPlan, folder: Folder) -> int:
 
 
 def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
-    """Show the menu until it is left. Raises NotFound with what has to be installed."""
+    """Show the menu until the user quits. Raises NotFound that names a missing package."""
     if (problem := macos.framework_problem()) is not None:
         macos.notify(problem)
     from .cocoa import CocoaView
@@ -110,7 +110,7 @@ def _show(plan: MenuPlan, folder: Folder, agent: Path) -> int:
 
     view.run(on_start, app.post)
     if thread.ident is not None:
-        app.post(QUIT)  # in case the view was closed by the desktop
+        app.post(QUIT)  # macOS may have closed the view
         thread.join()
     return ERROR if app.failed else 0
 

@@ -1,4 +1,4 @@
-"""The thread behind the menu: handles clicks, looks after the server, and updates the view."""
+"""Run the thread behind the menu: it handles clicks, watches the server, and updates the view."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MenuPlan:
     """The parsed command line."""
 
     server: ServerOptions
-    selection: PairSpec | None  # None if the pair selected last is to be served
+    selection: PairSpec | None  # None: serve the pair that was selected last
     passed: tuple[str, ...]  # options of the server, for the next login
     installs: bool = False
     removes: bool = False
@@ -58,7 +58,7 @@ class Folder:
 class App:
     """Owns the state of the menu."""
 
-    IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two looks at a server that runs, and at one that starts
+    IDLE_POLL_S, BUSY_POLL_S = 2.0, 0.3  # between two requests to a running, and to a starting server
 
     def __init__(self, plan: MenuPlan, folder: Folder, view: CocoaView, agent: Path) -> None:
         """Take `agent` as the file that starts the menu at login."""
@@ -77,7 +77,7 @@ class App:
         self._inbox.put(message)
 
     def run(self) -> None:
-        """Run until a click on Quit. Then the server has ended and the view is closed."""
+        """Run until a click on Quit. Then end the server and close the view."""
         try:
             threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True).start()
             self._update(login=self._agent.exists())
@@ -85,14 +85,14 @@ class App:
             while self._step():
                 pass
             self._server.stop()
-        except Exception:  # a menu that no longer reacts would be worse than none
+        except Exception:  # a menu that no longer reacts would be worse than no menu
             traceback.print_exc()
             self.failed = True
         finally:
             self._view.close()
 
     def _step(self) -> bool:
-        """Handle one message, or look at the server. Returns False on Quit."""
+        """Handle one message, or check the server after a pause without one. Return False on Quit."""
         busy = self._state.phase in (Phase.STARTING, Phase.LOADING, Phase.CRASHED)
         try:
             message = self._inbox.get(timeout=self.BUSY_POLL_S if busy else self.IDLE_POLL_S)
@@ -110,7 +110,7 @@ class App:
         return True
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Show what went wrong, and go on."""
+        """Do some work; show a SpecError or OSError in the menu."""
         try:
             work()
         except SpecError as error:
@@ -155,7 +155,7 @@ class App:
         self._server.start(self._state.selection)
 
     def _select(self, click: Click) -> None:
-        """Serve another pair: a server that runs is started again, one that does not is left alone."""
+        """Select another pair. Restart the server with it, unless it is stopped."""
         now = self._state.selection or PairSpec(DEMO)
         if click.action is Action.TARGET:
             keeps = now.drafter in (NONE, LOOKUP)  # other drafters were made for one target
@@ -168,12 +168,12 @@ class App:
         names = {"target": selection.target, "drafter": selection.drafter}
         try:
             write_atomically(self._folder.selection, json.dumps(names))
-        finally:  # what is marked is served, also where the disk is full
+        finally:  # serve the pair that the menu marks, also if the disk is full
             if self._state.phase is not Phase.STOPPED:
                 self._restart()
 
     def _list_models(self) -> None:
-        """List models in a separate process: reading checkpoints needs much that a menu does not."""
+        """List models in a separate process, because reading checkpoints imports much."""
         done = subprocess.run(
             [sys.executable, "-m", "mlx_spec", "models", "--json"],
             stdin=subprocess.DEVNULL,
@@ -185,7 +185,7 @@ class App:
 
 
 def listed_models(listing: str) -> dict[str, int]:
-    """Return the targets in the output of `mlx-spec models --json` and their bytes; none if it is none."""
+    """Return target -> bytes from the output of `mlx-spec models --json`; {} if that is not valid."""
     try:
         return {
             row["name"]: row["size"]

@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
 
-NAME = "mlx-spec"  # under which macOS remembers the place of the item
+NAME = "mlx-spec"  # macOS remembers the place of the item under this name
 CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible
 
 
@@ -42,11 +42,11 @@ class CocoaView:
         """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
         self._on_click = on_click
         self._app = AppKit.NSApplication.sharedApplication()
-        # Set before the item is made. Others make it a regular program first (Caffeine#14, codeburn#147): one
-        # switch.
+        # Set once, before the item is made. Other programs switch from a regular program to an accessory
+        # (Caffeine#14, codeburn#147).
         self._app.setActivationPolicy_(AppKit.NSApplicationActivationPolicyAccessory)
         defaults = AppKit.NSUserDefaults.standardUserDefaults()
-        # What macOS 26 remembers of items that it hid (jundot/omlx#1497): without it this one starts afresh.
+        # macOS 26 remembers items that it hid (jundot/omlx#1497). Without these keys it shows the item again.
         for key in (f"NSStatusItem Visible {NAME}", f"NSStatusItem VisibleCC {NAME}"):
             defaults.removeObjectForKey_(key)
         bar = AppKit.NSStatusBar.systemStatusBar()
@@ -128,7 +128,7 @@ class CocoaView:
 
     def _stop(self) -> None:
         self._app.stop_(None)
-        # The loop notices that it was stopped after the next event only.
+        # The loop only notices the stop after its next event.
         event = AppKit.NSEvent.otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_(  # noqa: E501
             AppKit.NSEventTypeApplicationDefined, (0.0, 0.0), 0, 0.0, 0, None, 0, 0, 0
         )

@@ -21,7 +21,7 @@ DOMAIN = f"gui/{os.getuid()}"  # of launchd, for this user
 
 
 def notify(text: str) -> None:
-    """Say something about the menu on stderr and as a notification."""
+    """Show a text about the menu on stderr and as a notification."""
     tell(text)
     # The text is an argument, so nothing in it is taken for AppleScript.
     script = 'display notification (item 1 of argv) with title "mlx-spec"'
@@ -29,7 +29,7 @@ def notify(text: str) -> None:
 
 
 def framework_problem() -> str | None:
-    """Return why no item will be seen (realiti4/claude-swap#310), None if nothing is known against it."""
+    """Return why macOS will not show the item (realiti4/claude-swap#310); None if no reason is known."""
     version = platform.mac_ver()[0]  # such as "26.1"
     major = version.split(".")[0]
     is_framework = bool(sysconfig.get_config_var("PYTHONFRAMEWORK"))
@@ -43,7 +43,10 @@ def framework_problem() -> str | None:
 
 
 def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
-    """Let launchd start the menu at login and again after a crash, not after Quit. Raises InvalidValue."""
+    """Write the agent that starts the menu at login, and again after a crash but not after Quit.
+
+    Raises InvalidValue.
+    """
     if "--api-key" in [word.split("=")[0] for word in passed]:
         raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     content = {
@@ -52,7 +55,7 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
         "WorkingDirectory": str(Path.cwd()),  # paths among the options may be relative
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": 10,  # between two starts by launchd: it refuses shorter ones
+        "ThrottleInterval": 10,  # seconds between two starts, the least that launchd allows
         "ProcessType": "Interactive",
         "LimitLoadToSessionType": "Aqua",
         "StandardOutPath": str(log),
@@ -68,13 +71,13 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
 def install_agent(file: Path, passed: Sequence[str], log: Path, launchctl: str = "launchctl") -> None:
     """Start the menu now and at every login. Raises InvalidValue if launchd refuses."""
     write_agent(file, passed, log)
-    _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")  # an earlier one; it need not exist
+    _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")  # fails without an earlier agent, which is fine
     if (problem := _launchctl(launchctl, "bootstrap", DOMAIN, str(file))) is not None:
         raise InvalidValue(f"launchctl does not take {file} ({problem}); the menu starts at the next login")
 
 
 def remove_agent(file: Path, launchctl: str = "launchctl") -> bool:
-    """Start it no longer, and end the one that launchd started. Returns whether there was one."""
+    """Remove the agent and end the menu that launchd started. Return True if there was an agent."""
     existed = file.exists()
     file.unlink(missing_ok=True)
     _launchctl(launchctl, "bootout", f"{DOMAIN}/{LABEL}")
@@ -82,7 +85,7 @@ def remove_agent(file: Path, launchctl: str = "launchctl") -> bool:
 
 
 def _launchctl(*command: str) -> str | None:
-    """Return what went wrong."""
+    """Run launchctl. Return its error, or None."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -93,7 +96,7 @@ def _launchctl(*command: str) -> str | None:
 
 
 def spawn(*command: str) -> None:
-    """Run a program of macOS, and do not wait for it."""
+    """Run a program of macOS without waiting for it."""
     quiet = subprocess.DEVNULL
     try:
         subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)

@@ -1,4 +1,4 @@
-"""The menu as data: the state of the server and the entries that show it. `cocoa` draws them."""
+"""Build the menu as data: entries for the state of the server. `cocoa` draws them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DRAFTERS = {None: "auto", NONE: "off", LOOKUP: "lookup"}
 
 
 class Action(enum.Enum):
-    """The kinds of clicks."""
+    """The effects of clicks."""
 
     START = enum.auto()
     STOP = enum.auto()
     RESTART = enum.auto()
     TARGET = enum.auto()  # value: a target as `mlx-spec serve --target` takes it
-    DRAFTER = enum.auto()  # value: a drafter, or "" for the target's own
+    DRAFTER = enum.auto()  # value: a drafter, or "" for the drafter made for the target
     COPY_URL = enum.auto()
     COPY_ENVIRONMENT = enum.auto()
     OPEN_PAGE = enum.auto()
@@ -83,10 +83,10 @@ class State:
 
     phase: Phase = Phase.STOPPED
     url: str | None = None  # of the server, without /v1
-    own: bool = True  # False if another program started it: it is watched and not ended
+    own: bool = True  # False if another program started it: the menu then watches but never ends it
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
-    selection: PairSpec | None = None  # None: what `mlx-spec serve` does by itself
-    models: Mapping[str, int] = field(default_factory=dict)  # those on this disk, and their bytes
+    selection: PairSpec | None = None  # None: the default of `mlx-spec serve`
+    models: Mapping[str, int] = field(default_factory=dict)  # models on this disk -> bytes
     figures: Figures = Figures()
     problem: str | None = None
     retry_s: float = 0.0  # until a crashed server is started again
@@ -113,7 +113,7 @@ def _status(state: State) -> tuple[Item, ...]:
 
 
 def headline(state: State) -> str:
-    """Return how the server is, and where."""
+    """Return the state and the address of the server in words."""
     where = (state.url or "").removeprefix("http://")
     name = f"{state.names[0]} at {where}" if state.names else f"Running at {where}"
     return {
@@ -139,7 +139,7 @@ def figures_line(figures: Figures) -> str:
 
 
 def environment_example(url: str, *, key: bool) -> str:
-    """Return shell lines that point OpenAI's and Anthropic's clients at a server. They never hold the key."""
+    """Return shell lines that point OpenAI's and Anthropic's clients at a server, without the real key."""
     secret = "YOUR-KEY" if key else "none"
     return (
         f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={secret}\n"
@@ -197,7 +197,7 @@ def _item(
 
 
 def _wrapped(text: str | None) -> list[str]:
-    """Return a message in lines; the end of a very long one is lost."""
+    """Return a message in at most five lines; a longer one is cut."""
     words = " ".join((text or "").split())
     return textwrap.wrap(words, width=60, max_lines=5, placeholder="…")
 

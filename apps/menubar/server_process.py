@@ -1,4 +1,4 @@
-"""One server process: start it, watch it over HTTP, start it again after a crash, end it."""
+"""Start one server process, watch it over HTTP, start it again after a crash, and end it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlx_spec.hub.catalog import PairSpec
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, State
 
-SHUTDOWN_S = 10.0  # for requests to end
+SHUTDOWN_S = 10.0  # between the request to end and the kill
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Address:
 
     @property
     def connect_host(self) -> str:
-        """Return the host for clients on this machine: a server that listens everywhere is also here."""
+        """Return the host for clients on this machine: loopback if the server listens everywhere."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
     @property
@@ -44,15 +44,15 @@ class Address:
 
 
 def health(address: Address, patience_s: float) -> str | None:
-    """Return "ok", "loading", "draining" or "failed"; None if no server of ours answers in time."""
+    """Return "ok", "loading", "draining" or "failed"; None if no mlx-spec server answers in time."""
     found = get_json(address, "/health", patience_s=patience_s)
     status = found.get("status")
-    service = "mlx_spec"  # /health tells our servers from others by this name
+    service = "mlx_spec"  # only an mlx-spec server has this name in /health
     return status if found.get("service") == service and isinstance(status, str) else None
 
 
 def details(address: Address, key: str | None) -> dict[str, Any]:
-    """Return the names of the models, loaded ones first, and the figures, as far as the server tells."""
+    """Return fields of `State`: names of the models and figures, as far as the server answers."""
     changes: dict[str, Any] = {}
     if rows := get_json(address, "/v1/models", key).get("data"):
         models = sorted(rows, key=lambda row: not row["loaded"])
@@ -71,32 +71,32 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
 def get_json(
     address: Address, path: str, key: str | None = None, *, patience_s: float = 2.0
 ) -> dict[str, Any]:
-    """Return the JSON object at a path; an empty one if the server does not answer in time, as ours do."""
+    """Return the JSON object at a path; {} if the server does not answer with one in time."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     place = address.connect_host, address.port
     try:  # http.client uses no proxy
         with contextlib.closing(http.client.HTTPConnection(*place, timeout=patience_s)) as connection:
             connection.request("GET", path, headers=headers)
             found = json.loads(connection.getresponse().read(4 * 2**20))
-    except (OSError, http.client.HTTPException, ValueError, OverflowError):  # the last: no such port
+    except (OSError, http.client.HTTPException, ValueError, OverflowError):  # overflow: a port above 65535
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def is_free(address: Address) -> bool:
-    """Return False if another program listens there, or if this user may not."""
+    """Return False if another program listens at an address, or if this user may not."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         socket.create_server((address.host, address.port), family=family).close()
-    except OSError as error:  # where there is no such address, the server itself says so
+    except OSError as error:  # other errors, such as an unknown host, are for the server to report
         return error.errno not in (errno.EADDRINUSE, errno.EACCES)
     return True
 
 
 def candidates(address: Address) -> list[Address]:
-    """Return where to try to listen, in order: ten ports from the requested one. For 0, ten free ones."""
+    """Return addresses to try in order: ten ports from the requested one, or ten free ports for 0."""
     count = 10
-    if address.port == 0:  # several, because any connection of this machine may take one meanwhile
+    if address.port == 0:  # ten, because another program may take a free port meanwhile
         with contextlib.ExitStack() as probes:
             found = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
             return [Address(address.host, probe.getsockname()[1]) for probe in found]
@@ -106,7 +106,7 @@ def candidates(address: Address) -> list[Address]:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server that is wanted."""
+    """The server to start."""
 
     address: Address  # with the first port to try
     key: str | None = None
@@ -117,21 +117,21 @@ class ServerProcess:
     """Keeps one server running. All methods belong to one thread; `update` receives changes of `State`."""
 
     FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0  # before a restart; doubled before each later one
-    STABLE_S = 60.0  # of answering, after which a crash counts as the first
-    SILENCE_S = 2.0  # after which a server that should answer is shown as silent
-    PATIENCE_S = 10.0  # for a server at the wanted port to answer; then it is another program's
+    STABLE_S = 60.0  # a server that was ready this long is stable: its next crash counts as the first
+    SILENCE_S = 2.0  # after which a server that does not answer is shown as silent
+    PATIENCE_S = 10.0  # for a server at the wanted port to answer; else the port is another program's
 
     def __init__(self, wanted: ServerOptions, log: Path, update: Callable[..., None]) -> None:
         self._wanted, self._log, self._update = wanted, log, update
         self._selection: PairSpec | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # None while another's is watched
+        self._process: subprocess.Popen[bytes] | None = None  # None if another program started the server
         self._address: Address | None = None
         self._ready_at: float | None = None  # time of the first "ok"
         self._crashes = 0
         self._retry_at: float | None = None
 
     def start(self, selection: PairSpec | None) -> None:
-        """Watch a server of ours that is at the wanted port already, or start one."""
+        """Watch the mlx-spec server that already runs at the wanted port, or start one."""
         if self._process is not None and self._process.poll() is None:
             return
         self._selection, self._retry_at, self._ready_at = selection, None, None
@@ -157,7 +157,7 @@ class ServerProcess:
         self._show(Phase.STOPPED)
 
     def tick(self) -> None:
-        """Look after the server; to be called every second or so."""
+        """Check the server, and start it again if it crashed. Call this every second or so."""
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             try:
                 self.start(self._selection)
@@ -180,14 +180,14 @@ class ServerProcess:
         self._show(Phase.CRASHED, problem=cause, retry_s=delay)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> None:
-        """Start it again, or give up if another start would only repeat a refusal."""
+        """Plan a restart after the server ended, or give up if it would be refused again."""
         address, ready_at, status = self._address, self._ready_at, process.returncode
         self._process = self._address = None
         words = last_words(self._log)
-        # Another program may have taken the port since it was found free, and may have left it again.
+        # Another program may have taken the port after `is_free`, and may have left it again.
         no_port = words if words and CANNOT_LISTEN in words else None
         taken = no_port is not None or (address is not None and not is_free(address))
-        # A server that ends with these statuses says what is wrong: another start would only repeat it.
+        # With these statuses the server refused to start and said why: a restart would fail again.
         refusals = (1, 2)
         if ready_at is None and status in refusals and not taken:
             problem = words or f"the server ended with status {status}: the log may say why"
@@ -199,7 +199,7 @@ class ServerProcess:
         self._retry(no_port or f"the server {ending}")
 
     def _show(self, phase: Phase, **changes: Any) -> None:
-        """Report a phase, and nothing of a server that ran before."""
+        """Report a phase, and forget the figures of an earlier server."""
         fresh = vars(State())
         forgotten = {name: fresh[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
         self._update(phase=phase, **forgotten | changes)
@@ -217,18 +217,18 @@ class ServerProcess:
             self._update(phase=Phase.RUNNING, **details(address, self._wanted.key))
         elif status == "loading":
             self._update(phase=Phase.LOADING)
-        elif status == "draining":  # others, such as "failed", come before the server ends: its end says more
+        elif status == "draining":  # after "failed" the server ends at once, and its end says more
             self._update(phase=Phase.STOPPING)
 
 
 def launch(
     options: Sequence[str], selection: PairSpec | None, port: int, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start `mlx-spec serve` with a new log. A Ctrl-C meant for its parent does not reach it."""
+    """Start `mlx-spec serve` with a new log, in a session that a Ctrl-C for this program does not reach."""
     pair = [] if selection is None else ["--target", selection.target]
     if selection is not None and selection.drafter is not None:
         pair += ["--drafter", selection.drafter]
-    if log.exists():  # the log of the last start is kept
+    if log.exists():  # keep the log of the last start
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
@@ -251,13 +251,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_words(log: Path) -> str | None:
-    """Return the last line for the user in the log of a server."""
+    """Return the last line in a server's log that is meant for the user; None without one."""
     try:
         with log.open("rb") as stream:
-            stream.seek(max(stream.seek(0, os.SEEK_END) - 4096, 0))  # read for the server's last words
+            stream.seek(max(stream.seek(0, os.SEEK_END) - 4096, 0))  # the end of the log is enough
             lines = stream.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return None
-    prefix = "mlx-spec: "  # of the lines that the server writes for its user
+    prefix = "mlx-spec: "  # of lines for the user
     ours = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     return ours[-1] if ours else None

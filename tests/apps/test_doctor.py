@@ -23,7 +23,7 @@ from mlx_spec import demo
 from mlx_spec.apps.doctor import WIDTH, Check, certificate, main, part_in_words, version
 from mlx_spec.apps.selftest import (
     ADAPTIVE,
-    COMPANY,
+    BATCHED,
     OWN,
     QUICK,
     SPOILED,
@@ -70,7 +70,7 @@ def test_the_demo_pair_passes(report):
     found = report["self_test"]
     compared = found["comparisons"]
     assert report["ok"] and report["problem"] is None
-    assert {each["decoder"] for each in compared} == {SPOILED, OWN, ADAPTIVE, COMPANY}
+    assert {each["decoder"] for each in compared} == {SPOILED, OWN, ADAPTIVE, BATCHED}
     assert {each["seeded"] for each in compared} == {False, True}
     assert not any(each["divergence"] or each["error"] for each in compared)
     assert all(each["tokens"] > 0 and each["drift"] is not None for each in compared)
@@ -82,7 +82,7 @@ def test_the_demo_pair_passes(report):
 def test_a_picture_is_read_the_same_with_drafts(variant, drafter):
     found = self_test(pair_of(variant, drafter), None, PATIENT, StageProgress(io.StringIO()))
     seen = [each for each in found.comparisons if each.prompt.startswith("a drawing")]
-    assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, COMPANY}
+    assert {each.decoder for each in seen} == {SPOILED, OWN, ADAPTIVE, BATCHED}
     assert found.passed and found.picture == 64
     lines = certificate({}, found, [], NOW)
     assert "picture      a drawing of 64 rows was read by the vision tower" in lines

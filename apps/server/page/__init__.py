@@ -23,11 +23,12 @@ INDEX = "index.html"
 MODULES = (
     "chat.js",
     "chats.js",
-    "code.js",
     "conversation.js",
     "dom.js",
     "exchange.js",
+    "extensions.js",
     "figures.js",
+    "highlight.js",
     "markdown.js",
     "origins.js",
     "pictures.js",
@@ -35,7 +36,6 @@ MODULES = (
     "server.js",
     "settings.js",
     "store.js",
-    "syntax.js",
 )
 LIBRARIES = ("vendor/markdown-it.min.js", "vendor/temml.min.js")  # see vendor/README.md
 FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)

@@ -1,4 +1,4 @@
-// The page: the conversation that is shown, its requests, and the server's state every two seconds.
+// The page: shows a conversation, sends its requests, and asks for the server's state every two seconds.
 import { Chats } from "./chats.js";
 import { Conversation } from "./conversation.js";
 import { announce, byId, copyButton, element, keep, known, plural, recall } from "./dom.js";
@@ -10,11 +10,11 @@ import { Refused, getJson, setKey, streamAnswer, streamRace } from "./server.js"
 import { chosenCard, hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
 import { isKept } from "./store.js";
 
-const POLL_MS = 2000; // between two looks at the server
-const RACE_TOKENS = 256; // of each answer of a race: enough turns to compare them
+const POLL_MS = 2000; // between two requests for the server's state
+const RACE_TOKENS = 256; // in each answer of a race: enough turns to compare
 const WAITING_POLL_MS = 300; // while an answer has not begun
 const OPENED = "mlx_spec.opened"; // the conversation of this tab
-const DRAFT = "mlx_spec.draft"; // what was typed and not sent
+const DRAFT = "mlx_spec.draft"; // the text that was typed and not sent
 const SWITCHES = "mlx_spec.switches"; // of this browser
 const EXAMPLES = {
   demo: ["What does os.path.join do?", "Write code that reads a JSON file", "What does zip do?"], // its one subject
@@ -31,7 +31,7 @@ const QUEUED = { answers: "waiting for other answers", measuring: "waiting for a
 
 const figures = new Figures();
 const pictures = new Pictures(() => Boolean(chosenCard()?.images));
-const sources = new Set(); // of all text so far
+const sources = new Set(); // origins of all text so far
 const log = byId("log");
 const welcome = byId("welcome");
 const ideas = byId("ideas");
@@ -74,7 +74,7 @@ async function find(record) {
   return opened.get(record.id);
 }
 
-// Shows a conversation, or a new one for null. An answer that streams goes on in its own.
+// Shows the conversation of a record, or a new one for null. A streaming answer goes on in its conversation.
 async function open(record) {
   show(record ? await find(record) : new Conversation(view));
   log.scrollTop = log.scrollHeight;
@@ -82,7 +82,7 @@ async function open(record) {
   byId("message").focus();
 }
 
-// An answer that streams in a conversation ends with it; undone, it is there as far as it came.
+// Stops the answer that streams in a deleted conversation. After an undo its text so far is there.
 function removed(record) {
   if (running?.exchange.conversation === record.id) stop();
 }
@@ -114,7 +114,7 @@ function stop() {
   running?.controller.abort();
 }
 
-// Asks as another branch of an exchange, whose own stays.
+// Asks again in a new branch beside an exchange, which stays.
 function askAgain(question, exchange) {
   if (!running) send(question, exchange.parent, exchange.images);
 }
@@ -142,17 +142,17 @@ async function send(written, parent = conversation.record.leaf, images = []) {
   const complete = `Answer complete${count ? `, ${plural(count, "token")}` : ""}`;
   announce(end.problem ?? (end.stopped ? "Stopped" : complete));
   setRunning(null);
-  isListed = false; // a model that was loaded knows more of itself
+  isListed = false; // the list of models says more about a model once it was loaded
 }
 
-// Answers a question twice at once, with drafts and plain, and shows both below its answer.
+// Answers a question twice at the same time, with drafts and plain, and shows the race below its answer.
 async function race(exchange) {
   if (running) return;
   const view = exchange.showRace();
   const messages = [...systemMessages(), ...conversation.history(exchange), ...exchange.asks()];
   const fields = requestFields();
   const most = Math.min(fields.max_completion_tokens ?? RACE_TOKENS, RACE_TOKENS);
-  const seed = fields.temperature && !known(fields.seed) ? { seed: 0 } : {}; // else both draw other tokens
+  const seed = fields.temperature && !known(fields.seed) ? { seed: 0 } : {}; // without a seed both answers would draw other tokens
   const controller = new AbortController();
   setRunning({ controller, exchange: { conversation: exchange.conversation, showPhase: (text) => view.showPhase(text) }, phase: "waiting" });
   let lines = ["The race was stopped."];
@@ -176,7 +176,7 @@ function problemOf(error) {
   return error instanceof Refused ? error.message : "The server cannot be reached. Is it still running?";
 }
 
-// Draws the chunks of one answer. Returns how it ended.
+// Streams one answer into an exchange. Returns what `summary` reads.
 async function follow(exchange, body) {
   const end = { timings: null, usage: null, reason: null, stopped: false, problem: null };
   const { signal } = running.controller;

@@ -2,12 +2,13 @@
 import { announce, byId, element } from "./dom.js";
 import { listConversations, purge, put } from "./store.js";
 
-const UNDO_MS = 10_000; // that a deletion can be undone
+const UNDO_MS = 10_000; // how long a deletion can be undone
 const FILES = { Markdown: ["md", "text/markdown", (one) => one.toMarkdown()],
   JSON: ["json", "application/json", (one) => JSON.stringify(one, null, 2)] };
 
 export class Chats {
-  // `open` takes a record or null, for a new one; `find` returns the Conversation of a record, `removed` hears of it.
+  // `open` shows the conversation of a record, or a new one for null. `find` returns the Conversation of a record.
+  // `removed` is called with a deleted record.
   constructor({ open, find, removed }) {
     Object.assign(this, { open, find, removed, records: [], current: null });
     byId("new-chat").addEventListener("click", () => open(null));
@@ -20,12 +21,12 @@ export class Chats {
     const found = await listConversations().catch(() => []);
     const now = Date.now();
     for (const one of found.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id);
-    const mine = new Map(this.records.map((one) => [one.id, one])); // open ones may be newer here
+    const mine = new Map(this.records.map((one) => [one.id, one])); // records of open conversations may be newer here
     this.records = found.filter(({ deleted }) => !deleted).map((one) => mine.get(one.id) ?? one);
     this.draw();
   }
 
-  // Marks the record of what is shown, new or not.
+  // Marks the record of the shown conversation; adds it to the list if it is new.
   choose(record) {
     this.current = record.id;
     if (record.title && !this.records.some(({ id }) => id === record.id)) this.records.push(record);

@@ -1,4 +1,4 @@
-// A conversation: a tree of exchanges. An edit or another try is a branch; the path to one leaf is shown.
+// A conversation is a tree of exchanges. An edited or repeated question is a branch. The page shows the path to one leaf.
 import { Exchange } from "./exchange.js";
 import { markdown } from "./pictures.js";
 import { keeper, listExchanges, newId } from "./store.js";
@@ -6,7 +6,7 @@ import { keeper, listExchanges, newId } from "./store.js";
 const TITLE_CHARS = 60;
 
 export class Conversation {
-  // `view` has {log, sources, actions, failed} of the page.
+  // `view` is {log, sources, actions, failed}: the page's elements and callbacks.
   constructor(view, record = { id: newId(), title: "", leaf: null, updated: 0, deleted: null }) {
     this.view = view;
     this.record = record;
@@ -54,7 +54,7 @@ export class Conversation {
     return [...this.exchanges.values()].filter((one) => one.parent === parent);
   }
 
-  // Shows another branch, down to its newest leaf.
+  // Shows a sibling of an exchange, `step` further, and its newest leaf.
   turnTo(exchange, step) {
     const siblings = this.#siblings(exchange);
     let next = siblings[siblings.indexOf(exchange) + step];

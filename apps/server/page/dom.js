@@ -1,4 +1,4 @@
-// Elements of the document, and numbers as text.
+// Makes elements of the document, keeps values in the browser's storage, and formats numbers.
 
 const SVG = "http://www.w3.org/2000/svg"; // a name, never fetched
 
@@ -22,7 +22,7 @@ export function announce(text) {
   byId("announce").textContent = text;
 }
 
-const SAID_MS = 1500; // that a button says what it did
+const SAID_MS = 1500; // how long a button shows "Copied"
 
 // Returns a button that copies what `text` returns.
 export function copyButton(text, label = "Copy") {
@@ -32,7 +32,7 @@ export function copyButton(text, label = "Copy") {
       await navigator.clipboard.writeText(text());
       button.textContent = "Copied";
     } catch {
-      button.textContent = "Copy by hand"; // there is no clipboard outside localhost and https
+      button.textContent = "Copy by hand"; // browsers have a clipboard on localhost and https only
     }
     announce(button.textContent);
     setTimeout(() => { button.textContent = "Copy"; }, SAID_MS);
@@ -40,17 +40,17 @@ export function copyButton(text, label = "Copy") {
   return button;
 }
 
-// --- what outlives a reload: in "sessionStorage" for this tab, in "localStorage" for this browser
+// --- values that survive a reload: in "sessionStorage" for this tab, in "localStorage" for this browser
 
 export function recall(storage, key) {
   try {
     return JSON.parse(window[storage].getItem(key));
   } catch {
-    return null; // it is blocked, or holds something else
+    return null; // storage is blocked, or the value is not JSON
   }
 }
 
-// Returns false if there is no space.
+// Stores a value; null removes it. Returns false if storage is full or blocked.
 export function keep(storage, key, value) {
   try {
     if (value === null) window[storage].removeItem(key);

@@ -1,14 +1,14 @@
-// A question and its answer: drawn while it streams, and kept in the browser.
+// An exchange: a question and its answer, which is drawn while it streams, and kept in the browser.
 import { copyButton, decimal, duration, element, known, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
 import { content, thumbnails } from "./pictures.js";
 import { RaceView } from "./race.js";
 
-const FOLLOW_PX = 80; // from the end of the conversation; further up the page does not scroll
-const IDLE_SHARE = 3; // of the time of a drawing, for which the next one waits: long answers leave time to scroll
+const FOLLOW_PX = 80; // the page follows an answer if it is scrolled this near to the end of the conversation
+const IDLE_SHARE = 3; // the pause after a drawing, as a multiple of its time: leaves time to scroll in long answers
 
 export class Exchange {
-  // `view` has {log, sources, actions}: the legend explains `sources`, and actions get this exchange.
+  // `view` is {log, sources, actions}. The legend explains `sources`; actions are called with this exchange.
   constructor(view, { id, parent, question, images = [], conversation }) {
     Object.assign(this, view, { id, parent, question, images, conversation, model: "", facts: [], problem: null, race: null, hasEnded: false });
     this.said = element("div", { class: "said" }, ...thumbnails(images), question);
@@ -24,7 +24,7 @@ export class Exchange {
     this.elements = [this.asked, this.turn];
   }
 
-  // Draws what a conversation shows of it: one of several branches.
+  // Draws the exchange as branch `number` of `count`.
   show(number, count) {
     const branches = count < 2 ? [] : [
       this.#button("‹", () => this.actions.turn(this, -1), "Branch before"),
@@ -37,7 +37,7 @@ export class Exchange {
     this.#drawText(true);
   }
 
-  // Opens the question for a change; the draft in the message box stays.
+  // Lets the user edit the question in place; the draft in the message box stays.
   #edit() {
     const box = element("textarea", { class: "edited", "aria-label": "Edited message", rows: "3" });
     box.value = this.question;
@@ -60,7 +60,7 @@ export class Exchange {
     box.focus();
   }
 
-  // Says what happens before the first text; `share` of it is done, if that is known.
+  // Shows what the answer waits for, until its first text; `share` is the part that is done, or null.
   showPhase(text, share = null) {
     if (this.answer.text || this.thinking) return;
     if (this.status.textContent !== text) {
@@ -72,7 +72,7 @@ export class Exchange {
     if (bar && share !== null) bar.value = share;
   }
 
-  // Takes the text of a chunk by origin; text without origins is the model's own.
+  // Adds the text of a chunk, by the origins of its tokens; without origins it counts as the target's.
   take(chunk) {
     const delta = chunk.choices?.[0]?.delta ?? {};
     const text = delta.content || delta.reasoning_content;
@@ -176,7 +176,7 @@ export class Exchange {
     return [{ role: "user", content: content(this.question, this.images) }];
   }
 
-  // As it is kept. What is read before the end was cut off.
+  // Returns the record that is kept. A record that was kept before the end says that the answer was cut off.
   toJSON() {
     const { id, conversation, parent, question, images, model, facts, race, hasEnded } = this;
     const problem = hasEnded ? this.problem : "The answer was cut off: its page was closed.";
@@ -199,7 +199,7 @@ export function isNearEnd(log) {
   return log.scrollHeight - log.scrollTop - log.clientHeight < FOLLOW_PX;
 }
 
-// Returns what stands below an answer.
+// Returns the facts that are shown below an answer.
 export function summary({ timings, usage, reason, stopped }, limit) {
   const facts = timings?.gain_words ? [timings.gain_words] : [];
   const count = timings?.generated_tokens ?? usage?.completion_tokens;

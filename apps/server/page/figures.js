@@ -1,12 +1,12 @@
-// Live figures by model: from the answer that streams here, and from /metrics.json for answers to other clients.
+// Shows live figures by model: from the answer that streams here, and from /metrics.json for other clients.
 import { byId, bytes, decimal, duration, element, known, percent, plural, shape, speed } from "./dom.js";
 import { isModel, sourceWords } from "./origins.js";
 
 const MAX_POINTS = 240; // of a chart
-const SPEED_ROUNDS = 6; // rounds that a point of the speed is an average of
+const SPEED_ROUNDS = 6; // each point of the speed is an average over this many rounds
 const MAX_ROUNDS = 120; // in the chart of draft lengths
-const MAX_POSITIONS = 12; // bars that have space for their numbers
-const CANCEL_MS = 1000; // after which the server has counted an answer that was stopped
+const MAX_POSITIONS = 12; // more bars would have no space for their numbers
+const CANCEL_MS = 1000; // by then the server has counted an answer that was stopped
 const LEFT = 36; // px, for the numbers of the axis
 const BELOW = 16; // px, for the numbers below bars
 const NOTHING = "not measured yet";
@@ -14,17 +14,17 @@ const NOTHING = "not measured yet";
 // The figures of one model: of the answer that streams here, or of the last one of another client.
 class ModelFigures {
   constructor() {
-    this.now = {}; // speed, gain, reason, isOn, perRound, firstToken, accepted: of one answer; `whose` it is
+    this.now = {}; // figures of one answer: speed, gain, reason, isOn, perRound, firstToken, accepted, whose
     this.speeds = []; // {x: seconds of generating, y: tokens/s}
-    this.lengths = []; // draft tokens, a round each
+    this.lengths = []; // draft tokens of each round
     this.drafters = {}; // name -> {drafted, accepted}: tokens by position, of all answers
-    this.numbers = null; // the last ones of the server
-    this.statistics = null; // the last ones of the answer that streams here
-    this.rounds = []; // the last of them: {tokens, seconds}
+    this.numbers = null; // this model's latest part of /metrics.json
+    this.statistics = null; // latest statistics of the answer that streams here
+    this.rounds = []; // its latest rounds: {tokens, seconds}
     this.generatingSeconds = 0;
     this.isStreaming = false;
-    this.endedAt = 0; // performance.now(), of that answer
-    this.isCounted = true; // it is in `numbers`
+    this.endedAt = 0; // performance.now() when that answer ended
+    this.isCounted = true; // true once `numbers` includes that answer
   }
 
   begin() {
@@ -50,7 +50,7 @@ class ModelFigures {
     this.now.firstToken = timings.ttft_ms ?? this.now.firstToken;
   }
 
-  // `statistics` are those of the answer so far: the round is their difference to the ones before.
+  // Takes the statistics of the answer so far. The round is the difference to the statistics before it.
   #takeRound(statistics) {
     const before = this.statistics ?? { drafted: 0, generated_tokens: 0, decode_seconds: 0 };
     const tokens = statistics.generated_tokens - before.generated_tokens;
@@ -87,9 +87,9 @@ class ModelFigures {
     push(this.speeds, { x: this.generatingSeconds, y: value });
   }
 
-  // Takes what /metrics.json has of this model. An answer that streams here is followed by itself.
+  // Takes this model's part of /metrics.json. While an answer streams here, its own statistics are shown.
   look(numbers, askedAt) {
-    if (askedAt < this.endedAt) return; // the end of that answer may be missing
+    if (askedAt < this.endedAt) return; // the server may not have counted the end of the last answer yet
     const before = this.numbers;
     this.numbers = numbers;
     if (this.isStreaming) return;
@@ -100,7 +100,7 @@ class ModelFigures {
       this.drafters[name] = { drafted: [...drafted[name]], accepted: [...accepted[name] ?? []] };
     }
     if (before && this.isCounted) this.#takeOthers(before, numbers);
-    else if (!before && numbers.last && !this.now.whose) { // from before this page was opened: no point of a chart
+    else if (!before && numbers.last && !this.now.whose) { // older than this page: shown, but not in charts
       this.#takeLast(numbers.last);
       this.now.whose = "the last answer";
     }
@@ -116,7 +116,7 @@ class ModelFigures {
     const [drafts, drafted] = [growth("spec_decode_num_drafts_total"), growth("spec_decode_num_draft_tokens_total")];
     const accepted = growth("spec_decode_num_accepted_tokens_total");
     if (drafts > 0) push(this.lengths, drafted / drafts);
-    const answers = growth("time_to_first_token_seconds_count"); // that have ended; others still run
+    const answers = growth("time_to_first_token_seconds_count"); // answers that have ended
     this.now = {
       whose: answers <= 1 ? "another client's answer" : `the last of ${answers} answers of other clients`,
       firstToken: answers > 0 ? (growth("time_to_first_token_seconds_sum") / answers) * 1000 : null,
@@ -161,12 +161,12 @@ export class Figures {
     this.drawSoon();
   }
 
-  // Takes /metrics.json, which was asked for at `askedAt`, in performance.now().
+  // Takes /metrics.json, requested at `askedAt` (performance.now()).
   look(metrics, askedAt) {
     if (known(metrics.memory_bytes)) push(this.memory, { x: askedAt, y: metrics.memory_bytes });
     this.budget = metrics.memory_budget_bytes ?? null;
     for (const [name, numbers] of Object.entries(metrics.models)) {
-      if (this.hasLooked) this.#of(name).numbers ??= {}; // all that it has done is new
+      if (this.hasLooked) this.#of(name).numbers ??= {}; // a model that is new there: all its counts are new
       this.#of(name).look(numbers, askedAt);
     }
     this.hasLooked = true;
@@ -233,7 +233,7 @@ export class Figures {
     drawLine(byId("memory-chart"), { points: this.memory, format, label: `${used} in use` });
   }
 
-  // A chart for each drafter: what one has accepted says nothing about another.
+  // Draws a chart for each drafter, because their acceptance rates have nothing in common.
   #drawAcceptance(drafters, otherwise) {
     const drafting = Object.entries(drafters).filter(([, { drafted }]) => drafted.some((count) => count > 0));
     const hosts = drafting.map(() => element("div", { class: "chart" }));
@@ -296,13 +296,13 @@ function drawArea(svg, points, foot) {
   svg.append(shape("path", { class: "area", d: area }), shape("path", { class: "line", d: path }));
 }
 
-// points: {x, y}, x rises; reference: a value that a dashed line marks.
+// Draws `points` {x, y}, sorted by x. A dashed line marks the value `reference`.
 function drawLine(host, { points, reference, format, label }) {
   const drawn = chart(host, label);
   if (!drawn) return;
   const { svg, width, height } = drawn;
   const values = points.map((point) => point.y).sort((a, b) => a - b);
-  const most = Math.min(values.at(-1), 3 * values[values.length >> 1]); // an outlier would flatten the rest
+  const most = Math.min(values.at(-1), 3 * values[values.length >> 1]); // 3 × median: outliers would flatten the rest
   const top = ceiling(Math.max(most, reference ?? 0));
   const foot = height - 5;
   const span = points.at(-1).x - points[0].x || 1;
@@ -316,7 +316,7 @@ function drawLine(host, { points, reference, format, label }) {
   svg.append(shape("circle", { class: "dot", cx: at.at(-1)[0], cy: at.at(-1)[1], r: 3 }));
 }
 
-// values: one for each round.
+// Draws a step for each value.
 function drawSteps(host, values, label) {
   const drawn = chart(host, label);
   if (!drawn) return;
@@ -329,7 +329,7 @@ function drawSteps(host, values, label) {
   drawArea(svg, values.flatMap((value, i) => [[LEFT + wide * i, y(value)], [LEFT + wide * (i + 1), y(value)]]), foot);
 }
 
-// A bar for each position: the share of its draft tokens that were accepted.
+// Draws a bar for each position: the accepted share of its draft tokens.
 function drawBars(host, { name, drafted, accepted, slots }) {
   const shares = drafted.slice(0, MAX_POSITIONS).map((count, i) => (count ? (accepted[i] ?? 0) / count : 0));
   const drawn = chart(host, `${sourceWords(name)}: ${shares.map((share, i) => `position ${i + 1}: ${percent(share)}`).join(", ")}`);

@@ -1,30 +1,30 @@
-// Markdown over text whose tokens have origins. markdown-it parses; text only ever becomes text nodes.
-import { highlights } from "./code.js";
+// Renders Markdown whose tokens have origins. markdown-it parses it; text becomes text nodes only, never HTML.
+import { highlights } from "./highlight.js";
 import { copyButton, element } from "./dom.js";
 import { Origins } from "./origins.js";
-import { extendSyntax } from "./syntax.js";
+import { extendSyntax } from "./extensions.js";
 
-const { markdownit, temml } = globalThis; // scripts that stand before this module
+const { markdownit, temml } = globalThis; // set by the scripts before this module
 const LINK = /^(?:https?:|mailto:)/i;
-const TARGET = /\]\([^)]*\)/y; // of a link, behind its text
+const TARGET = /\]\([^)]*\)/y; // the address of a link, after its text
 // The beginning of a line that may become a list, a heading, a rule or a fence.
 const UNDECIDED = /^[ \t]*(?:[-=*_+#>|~`:$\\[ \t]+|\d{1,9}[.)]?)$/;
 
 const parser = markdownit({ html: false, linkify: true, breaks: true }).use(extendSyntax);
 parser.validateLink = (address) => LINK.test(address);
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // main.py is a file
-parser.core.ruler.disable("text_join"); // an escaped character keeps what stands for it
+parser.core.ruler.disable("text_join"); // so that an escaped character keeps its own token
 
-// Text as it grows. Blocks before the last one are drawn once.
+// Markdown that grows. Blocks before the last one are drawn once only.
 export class Rendered extends Origins {
   constructor(host) {
     super();
     this.host = host;
-    this.env = {}; // of the parser: it keeps definitions of addresses from block to block
+    this.env = {}; // of the parser: definitions of links, from block to block
     this.settled = { offset: 0, nodes: 0 };
   }
 
-  // Draws what is known for sure; all of it once the text is complete.
+  // Draws the text without a last line that may still become a list or heading; all text once it is complete.
   draw(isComplete = false) {
     while (this.host.childNodes.length > this.settled.nodes) this.host.lastChild.remove();
     const { offset } = this.settled;
@@ -38,13 +38,13 @@ export class Rendered extends Origins {
   }
 }
 
-// Makes elements from tokens. The place of each text is found again in the source, where its origins are known.
+// Makes elements from tokens of markdown-it. Finds each text again in the source, to know the origins of its tokens.
 class Builder {
   constructor(rendered, source, offset) {
     this.rendered = rendered;
     this.text = rendered.text;
-    this.cursor = offset; // all before it is drawn
-    this.limit = offset; // the end of the block
+    this.cursor = offset; // the text before it is drawn
+    this.limit = offset; // the end of the present block
     this.starts = [offset]; // of lines
     for (let at = source.indexOf("\n"); at >= 0; at = source.indexOf("\n", at + 1)) this.starts.push(offset + at + 1);
     this.end = offset + source.length;
@@ -114,7 +114,7 @@ class Builder {
     parent.append(element("div", { class: "code" }, head, element("pre", { tabindex: "0" }, code)));
   }
 
-  // Returns where a text stands; -1 if the source has it in another form.
+  // Returns the offset of a text in the source; -1 if the source writes it in another form.
   #find(text) {
     const at = this.text.indexOf(text, this.cursor);
     if (at < 0 || at + text.length > this.limit) return -1;
@@ -162,10 +162,10 @@ const link = (href) => ({ href, rel: "noopener noreferrer", target: "_blank" });
 
 function formula({ content, markup, meta }) {
   const host = element("span", { class: meta.isDisplayed ? "formula displayed" : "formula" });
-  if (!content) host.append(markup); // of which the end is still to come
+  if (!content) host.append(markup); // the formula has not ended yet
   else try {
     temml.render(content, host, { displayMode: meta.isDisplayed, throwOnError: true });
-  } catch { // no LaTeX
+  } catch { // not valid LaTeX
     host.replaceChildren(markup);
   }
   return host;

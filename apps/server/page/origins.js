@@ -1,8 +1,8 @@
-// Where each token came from: the model itself, or a drafter. Runs of text, their marks, and the legend.
+// Shows where each token came from, the target or a drafter: text in runs of one origin, and the legend.
 import { element } from "./dom.js";
 
 const SHADES = 8; // classes k1 to k8 of the style sheet
-// What users read for drafters; others are models, whose families do not matter.
+// Words for drafters that are not models. All models are "drafter": users do not care about families.
 const SOURCES = {
   lookup: "copied from the text",
   earlier: "from earlier answers",
@@ -18,10 +18,10 @@ export function isModel(source) {
   return !(source in SOURCES);
 }
 
-// Text as it grows, with its origins.
+// Text that grows, with the origins of its tokens.
 export class Origins {
   text = "";
-  runs = []; // {start, source, position}, in order; neighbours of the model itself are one
+  runs = []; // {start, source, position} in order; neighbouring tokens of the target are one run
 
   append(text, source, position) {
     const before = this.runs.at(-1);
@@ -29,7 +29,7 @@ export class Origins {
     this.text += text;
   }
 
-  // As it is kept in the browser.
+  // Returns the form that is kept in the browser.
   toJSON() {
     return { text: this.text, runs: this.runs.map(({ start, source, position }) => [start, source, position]) };
   }
@@ -38,7 +38,7 @@ export class Origins {
     runs.forEach(([start, source, position], i) => this.append(text.slice(start, runs[i + 1]?.[0]), source, position));
   }
 
-  // Appends the text from one place to another, a span for each origin; `marks` colour parts of it.
+  // Appends the text between two offsets to `parent`, a span for each run; `marks` are ranges to colour.
   paint(parent, from, to, marks = [], shift = 0) {
     let passed = 0; // marks
     for (let i = this.#runAt(from); i < this.runs.length && this.runs[i].start < to; i += 1) {
@@ -54,7 +54,7 @@ export class Origins {
     }
   }
 
-  // Appends nodes that stand for the text at a place.
+  // Appends nodes that replace text, such as a formula, with the origin of the text at `from`.
   paintAs(parent, from, ...nodes) {
     parent.append(this.runs.length ? originSpan(this.runs[this.#runAt(from)], nodes) : nodes[0]);
   }
@@ -70,7 +70,7 @@ export class Origins {
   }
 }
 
-// Returns the text as strings and coloured spans; it stands at `offset` of what the marks, from one on, are for.
+// Returns the text as strings and coloured spans. Marks count from `offset` before it; those before `first` are over.
 function coloured(text, marks, first, offset) {
   const parts = [];
   let at = 0;
@@ -100,7 +100,7 @@ function originText(run) {
   return `${sourceWords(run.source)}${place}`;
 }
 
-// Draws the entries for `sources`, those of the text so far.
+// Draws the legend for the sources of the text so far.
 export function drawLegend(host, sources) {
   const hasDrafter = [...sources].some((source) => source && isModel(source));
   const shades = Array.from({ length: SHADES }, (_, i) => `drafter k${i + 1}`);

@@ -1,26 +1,26 @@
-// Pictures of a message: pasted, dropped or chosen, scaled to what the server takes, and shown small.
+// Pictures of a message: pasted, dropped or chosen, scaled to the server's limits, and shown as thumbnails.
 import { announce, byId, element } from "./dom.js";
 
-const MOST = 20; // of one prompt, as the server takes them
-const EXACT_CHARS = 1_500_000; // of a data URL: a body of 32 MiB holds twenty
+const MOST = 20; // pictures in a prompt, the server's limit
+const EXACT_CHARS = 1_500_000; // of a PNG's data URL: twenty fit the server's limit of 32 MiB for a body
 const SIDE = 2048; // pixels of a picture's longer side: models read fewer
 
 export const thumbnails = (urls) => urls.map((url, i) => element("img", { src: url, alt: `Picture ${i + 1}` }));
 
-// Returns a message as the API takes it.
+// Returns the content of a message in the form of the API.
 export function content(text, urls) {
   if (!urls.length) return text;
   const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
   return text ? [...parts, { type: "text", text }] : parts;
 }
 
-// Returns pictures as Markdown: their places, and what they hold, for the end of the text.
+// Returns pictures as Markdown: references, and the definitions with their data, for the end of the document.
 export function markdown(urls, first) {
   const names = urls.map((_, i) => `picture-${first + i}`);
   return [names.map((name, i) => `![Picture ${first + i}][${name}]`), names.map((name, i) => `[${name}]: ${urls[i]}`)];
 }
 
-// Returns a picture upright, on white, as a data URL: photos as JPEG, others without loss unless that is large.
+// Returns a picture upright, on white, as a data URL: PNG, but JPEG for photos and if the PNG would be large.
 async function dataUrl(file) {
   const picture = await createImageBitmap(file, { imageOrientation: "from-image" });
   const scale = Math.min(1, SIDE / Math.max(picture.width, picture.height));
@@ -55,7 +55,7 @@ export class Pictures {
   #take(event, data) {
     const files = [...(data?.files ?? [])];
     const isText = event.type === "paste" && data?.types.includes("text/html") && data.types.includes("text/plain");
-    if (!files.length || isText) return; // tables and documents are copied with a picture of them
+    if (!files.length || isText) return; // text that is copied from a document may come with a picture of itself
     event.preventDefault();
     if (this.sees()) this.add(files);
     else this.#say("This model reads no pictures.");

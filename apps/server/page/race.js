@@ -1,7 +1,7 @@
-// A race below an answer: one question answered twice at once, with drafts and plain, in two live rows.
+// Shows a race below an answer: one question answered twice at the same time, with drafts and plain, in two rows.
 import { element, known, plural, speed } from "./dom.js";
 
-const TAIL = 200; // characters of an answer that a row may show
+const TAIL = 200; // last characters of an answer that a row shows
 
 export class RaceView {
   constructor() {
@@ -10,7 +10,7 @@ export class RaceView {
     this.rows = [];
   }
 
-  // Says what a race waits for.
+  // Shows what the race waits for.
   showPhase(text) {
     if (text) this.status.textContent = text;
   }
@@ -23,7 +23,7 @@ export class RaceView {
     racers.forEach((racer, i) => this.rows[i].take(racer, most));
   }
 
-  // Shows how it ended, in whole lines.
+  // Shows the lines about the result.
   end(lines) {
     if (this.status.isConnected) this.status.remove();
     this.element.append(...lines.map((line) => element("p", { class: "result" }, line)));

@@ -1,6 +1,6 @@
 // Requests to the server, and the chunks of its streams.
 
-let apiKey = ""; // kept in this variable and nowhere else
+let apiKey = ""; // kept in memory only
 
 export function setKey(key) {
   apiKey = key;
@@ -16,8 +16,8 @@ export class Refused extends Error {
 async function request(path, options = {}) {
   const headers = apiKey ? { ...options.headers, authorization: `Bearer ${apiKey}` } : options.headers;
   const response = await fetch(path, { cache: "no-store", ...options, headers });
-  if (response.ok || path === "health") return response; // its status is 503 while the server loads or leaves
-  const body = await response.json().catch(() => null); // no JSON: the status tells
+  if (response.ok || path === "health") return response; // health has status 503 while the server loads or shuts down
+  const body = await response.json().catch(() => null); // without JSON the error shows the status
   throw new Refused(response.status, body?.error?.message ?? `the server answered ${response.status}`);
 }
 

@@ -1,8 +1,8 @@
-// What a request asks for besides its messages: the model, its sampling, the system prompt.
+// The settings of requests: the model, its sampling, the system prompt.
 import { byId, element, keep, recall } from "./dom.js";
 
 const KEPT = "mlx_spec.settings"; // of this browser
-// Parameters of the API -> [label, least, most, step, what stands in an empty field]. An empty one is not sent.
+// Parameters of the API -> [label, least, most, step, placeholder]. An empty field is not sent.
 const NUMBERS = {
   temperature: ["Temperature", 0, 2, 0.1, "0: the likeliest token"],
   max_completion_tokens: ["Longest answer, in tokens", 1, null, 1, "the context"],
@@ -22,7 +22,7 @@ let cards = []; // of the models that the server offers
 
 const modelName = () => byId("model").value;
 export const chosenCard = () => cards.find((card) => card.id === modelName());
-export const servedName = () => chosenCard()?.model ?? modelName(); // what an alias stands for
+export const servedName = () => chosenCard()?.model ?? modelName(); // the name behind an alias
 export const hasSeveral = () => cards.length > 1;
 
 export function offerModels(found) {
@@ -63,7 +63,7 @@ function describe() {
   byId("settings-summary").textContent = parts.join(" · ");
 }
 
-// Draws the fields as they were left; `changed` is called after each change.
+// Draws the fields with their kept values. Calls `changed` after each change.
 export function prepareSettings(changed) {
   const kept = recall("localStorage", KEPT) ?? FIRST;
   for (const [name, [label, least, most, step, empty]] of Object.entries(NUMBERS)) {

@@ -1,5 +1,5 @@
-// Conversations in the browser's IndexedDB: what is written stays when the tab or the browser is killed.
-// Where a browser forbids the database, nothing is kept, and the page says so.
+// Keeps conversations in the browser's IndexedDB, where they survive a killed tab or browser.
+// If a browser forbids the database, nothing is kept, and the page says so.
 
 const NAME = "mlx_spec";
 const VERSION = 1;
@@ -31,7 +31,7 @@ async function ask(store, mode, question) {
 export const put = (store, record) => ask(store, "readwrite", (found) => found.put(record));
 export const listConversations = () => ask("conversations", "readonly", (store) => store.getAll());
 export const listExchanges = (conversation) =>
-  ask("exchanges", "readonly", (store) => store.index("conversation").getAll(conversation)); // by id: by age
+  ask("exchanges", "readonly", (store) => store.index("conversation").getAll(conversation)); // sorted by id, and so by age
 
 export async function purge(conversation) {
   for (const { id } of await listExchanges(conversation)) await ask("exchanges", "readwrite", (store) => store.delete(id));
@@ -40,13 +40,13 @@ export async function purge(conversation) {
 
 let lastTime = 0;
 
-// Returns a name that sorts by time.
+// Returns a new id. Ids sort by time.
 export function newId() {
   lastTime = Math.max(Date.now(), lastTime + 1);
   return `${lastTime.toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
 }
 
-// Returns a function that writes a record as it is by then; calls during a write lead to one more write.
+// Returns a function that writes the present record. All calls during a write lead to one more write.
 export function keeper(store, record, onFailure) {
   let isWriting = false;
   let isStale = false;

@@ -1,9 +1,9 @@
-// What the page adds to Markdown: formulas, and code without fences.
+// Extensions of Markdown: formulas, and code without fences.
 
 const CLOSES = { "\\(": "\\)", "\\[": "\\]", $$: "$$", $: "$" };
 const DISPLAYED = ["$$", "\\["];
 
-// A plugin of markdown-it. Formulas become tokens of the type "formula".
+// Plugin for markdown-it. Formulas become tokens of the type "formula".
 export function extendSyntax(parser) {
   parser.inline.ruler.before("escape", "formula", inlineFormula);
   parser.block.ruler.before("fence", "formula", displayedFormula, { alt: ["paragraph", "blockquote", "list"] });
@@ -22,7 +22,7 @@ function inlineFormula(state, silent) {
   return true;
 }
 
-// Returns where a formula in single dollars ends; -1 for prices: spaces inside, or a digit behind.
+// Returns where a formula in single dollars ends. Returns -1 for prices: space at its ends, or a digit after it.
 function dollarAfter(src, from) {
   if (/\s/.test(src[from] ?? " ")) return -1;
   let to = from;
@@ -37,13 +37,13 @@ function displayedFormula(state, start, end, silent) {
   let [text, line, to] = [first.slice(2), start, first.indexOf(CLOSES[open], 2) - 2];
   while (to < 0) {
     line += 1;
-    if (line >= end && !state.env.isComplete) break; // its end is still to come
+    if (line >= end && !state.env.isComplete) break; // its end has not streamed yet
     if (line >= end || state.isEmpty(line) || state.sCount[line] < state.blkIndent) return false;
     const before = text.length;
     text += `\n${state.getLines(line, line + 1, state.blkIndent, false)}`;
     to = text.indexOf(CLOSES[open], before);
   }
-  if (to >= 0 && text.slice(to + 2).trim()) return false; // it stands in a line of text
+  if (to >= 0 && text.slice(to + 2).trim()) return false; // text follows on the line
   if (silent) return true;
   const token = pushFormula(state, text.slice(0, Math.max(to, 0)), true, open + text);
   state.line = Math.min(line + 1, end);

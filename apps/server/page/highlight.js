@@ -1,4 +1,4 @@
-// Light syntax highlighting: comments, strings, numbers and keywords, as ranges over a text that stays as it is.
+// Syntax highlighting: finds comments, strings, numbers and keywords as ranges of a text.
 
 const PLAIN = new Set("text txt plain plaintext output console markdown md diff log".split(" "));
 const HASH = new Set(
@@ -28,7 +28,7 @@ function commentOf(language) {
   return /\/\*[\s\S]*?(?:\*\/|$)|(?<!:)\/\/.*/.source;
 }
 
-// Returns {start, end, kind}, in order and apart from each other.
+// Returns ranges {start, end, kind} in their order, without overlaps.
 export function highlights(text, name) {
   const language = name.toLowerCase();
   if (PLAIN.has(language)) return [];
