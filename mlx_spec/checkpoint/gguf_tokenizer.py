@@ -6,6 +6,7 @@ Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -168,9 +169,11 @@ def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
 
 def _merges_by_rank(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
     """Return every way to make a token of two, the best token first; of one token the best parts first."""
-    found = []
+    found, lengths = [], sorted({0, *map(len, vocab)})
     for token, index in vocab.items():
-        for cut in range(1, len(token)):
+        # Parts are no longer than the longest shorter token: one of a million letters takes no time.
+        longest = lengths[max(bisect_left(lengths, len(token)) - 1, 0)]
+        for cut in range(max(len(token) - longest, 1), min(len(token), longest + 1)):
             left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
             if left is not None and right is not None:
                 found.append((ranks[index], left, right, token[:cut], token[cut:]))

@@ -165,3 +165,13 @@ def test_tokens_of_sentencepiece(prefix: bool) -> None:
         if text:
             assert tokenizer.encode(text, add_special_tokens=False).ids == model.encode(text), text
     assert tokenizer.encode("a").ids[0] == 1
+
+
+def test_a_token_of_a_million_letters_takes_no_time() -> None:
+    """Each of its cuts was tried, for minutes."""
+    tokens = ["a", "b", "ab", "abab", "z" * 10**6]
+    kinds = {"model": "llama", "tokens": tokens, "scores": [-1.0, -2.0, -3.0, -4.0, -5.0]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in kinds.items()}
+    tokenizer, *_ = read_gguf_tokenizer(Path("model.gguf"), metadata)
+    tokenizer.normalizer = None
+    assert tokenizer.encode("ababab").tokens == ["abab", "ab"]
