@@ -129,21 +129,21 @@ class Ahead(DrafterWrapper):
 
     def _draft_ahead(self, request: AheadRequest) -> None:
         """Draft in the thread. An error is raised where the drafts are read."""
-        if request.found.cancelled():
+        if request.branches.cancelled():
             return
         with suppress(InvalidStateError):  # it was cancelled meanwhile
             try:
                 self._copy = self._copy or self._make()
                 drafts = self._copy.draft_ahead(request)
                 mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
-                request.found.set_result(drafts)
+                request.branches.set_result(drafts)
             except BaseException as error:
-                request.found.set_exception(error)
+                request.branches.set_exception(error)
 
     def _take(self) -> Branches:
         """Return the drafts that are there by now, and let the thread stop."""
         request, self._prepared = self._prepared, None
-        return {} if request is None or request.found.cancel() else request.found.result()
+        return {} if request is None or request.branches.cancel() else request.branches.result()
 
 
 def ahead_source(

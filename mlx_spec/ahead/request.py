@@ -26,12 +26,12 @@ class AheadRequest:
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
     sampler: DraftingSampler  # a fresh one
-    found: Future[Branches] = field(default_factory=Future)  # cancelled once no draft waits for it
+    branches: Future[Branches] = field(default_factory=Future)  # cancelled once no draft waits for it
 
     @property
     def is_cancelled(self) -> bool:
         """Return True if no draft waits for these drafts."""
-        return self.found.cancelled()
+        return self.branches.cancelled()
 
     @cached_property
     def drafted(self) -> list[int]:

@@ -110,10 +110,10 @@ def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
     """Write the checkpoint of a file. Raises SpecError for all that a file or the disk can cause."""
     try:
         gguf = read_gguf(file)
-        found = _architecture(gguf)
+        architecture = _architecture(gguf)
         tokenizer, tokenizer_config, ends = read_gguf_tokenizer(file, gguf.metadata)
-        config = _config(gguf, found)
-        names = _names(gguf, found)
+        config = _config(gguf, architecture)
+        names = _names(gguf, architecture)
         size = sum(tensor.mlx_bytes for tensor in gguf.tensors.values())
         out.parent.mkdir(parents=True, exist_ok=True)
         with locked(out.with_name(f"{out.name}.reading"), wait=True):
@@ -128,7 +128,7 @@ def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
                 write_json(target / "tokenizer_config.json", tokenizer_config)
                 write_json(target / "generation_config.json", {"eos_token_id": ends})
                 config |= {"gguf": file.name, "gguf_read": _bytes_read(gguf), "gguf_weights": _weights(gguf)}
-                config |= _write_weights(gguf, found, config, names, target, q6k_bits)
+                config |= _write_weights(gguf, architecture, config, names, target, q6k_bits)
                 write_json(target / "config.json", config)
                 test = {"result": "not run", "why": f"read from {file}"}
                 write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
@@ -166,7 +166,7 @@ def _architecture(gguf: GGUF) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
+def _config(gguf: GGUF, architecture: Architecture) -> dict[str, Any]:
     """Return config.json without the quantization. Raises BadCheckpoint."""
     metadata, prefix = gguf.metadata, gguf.metadata["general.architecture"]
     values = {key.removeprefix(f"{prefix}."): value for key, value in metadata.items()}
@@ -181,7 +181,7 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
             f"{AGAIN}"
         )
     config = {
-        "model_type": found.model_type,
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": values["feed_forward_length"],
         "num_hidden_layers": layers,
@@ -196,8 +196,8 @@ def _config(gguf: GGUF, found: Architecture) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
-    if found.complete is not None:
-        config |= found.complete(gguf, values, config)
+    if architecture.complete is not None:
+        config |= architecture.complete(gguf, values, config)
     scaling = _rope_scaling(gguf, values, config) if prefix != "gemma4" else None
     return config | ({"rope_scaling": scaling} if scaling else {})
 
@@ -321,12 +321,12 @@ def _layers(gguf: GGUF) -> set[str]:
     return {name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")}
 
 
-def _names(gguf: GGUF, found: Architecture) -> dict[str, str]:
+def _names(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
     """Return the name in the checkpoint of each tensor, without ".weight". Raises BadCheckpoint."""
     parts = {
         f"blk.{i}.{part}": f"model.layers.{i}.{new}"
         for i in _layers(gguf)
-        for part, new in found.layer.items()
+        for part, new in architecture.layer.items()
     }
     parts |= {
         "token_embd": "model.embed_tokens",
@@ -362,7 +362,7 @@ def _bytes_read(gguf: GGUF) -> int:
 
 def _write_weights(
     gguf: GGUF,
-    found: Architecture,
+    architecture: Architecture,
     config: Config,
     names: Mapping[str, str],
     folder: Path,
@@ -373,13 +373,13 @@ def _write_weights(
 
     q6k_bits = q6k_bits or (16 if mx.default_device().type == mx.cpu else 8)
     kinds = {tensor.kind.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
-    wide = found.wide_range or kinds <= {"BF16", "F32"}
+    wide = architecture.wide_range or kinds <= {"BF16", "F32"}
     dtype = mx.float32 if kinds <= {"F32"} else mx.bfloat16 if wide else mx.float16
     shard: dict[str, mx.array] = {}
     count = held = 0
     bits = {}
     for name, new in names.items():
-        arrays = _arrays(gguf, name, found, config)
+        arrays = _arrays(gguf, name, architecture, config)
         if gguf.tensors[name].kind.name == "Q6_K":
             weight, steps = arrays["weight"], arrays["steps"]
             arrays = _requantized(weight, steps) if q6k_bits == 8 else {"weight": weight.astype(dtype)}
@@ -443,21 +443,21 @@ def _requantized(weight: mx.array, steps: mx.array) -> dict[str, mx.array]:
     return {key: mx.concatenate(list(column)) for key, column in zip(keys, columns, strict=True)}
 
 
-def _arrays(gguf: GGUF, name: str, found: Architecture, config: Config) -> dict[str, mx.array]:
+def _arrays(gguf: GGUF, name: str, architecture: Architecture, config: Config) -> dict[str, mx.array]:
     """Return the arrays of a tensor as the checkpoint holds them."""
     import mlx.core as mx
 
     part = name.split(".")[-2]
     result = {}
     for key, values in gguf.read(name).items():
-        if found.interleaved and part in ("attn_q", "attn_k"):
+        if architecture.interleaved and part in ("attn_q", "attn_k"):
             heads = "num_key_value_heads" if part == "attn_k" else "num_attention_heads"
             pairs = values.reshape(config[heads], -1, 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         array = mx.array(values)
         if gguf.tensors[name].kind.name == "BF16":
             array = array.view(mx.bfloat16)
-        if found.norms_plus_one and part.endswith("norm"):
+        if architecture.norms_plus_one and part.endswith("norm"):
             array = array - 1
         result[key] = array
     return result

@@ -1,8 +1,8 @@
 """Rewrite a JSON schema into what llguidance enforces exactly.
 
-Keywords that llguidance does not know become ones that it does, or are reported as `Unenforced`: the caller
-refuses the schema or does without them. What llguidance takes and gets wrong is mended: alternatives that
-both match, objects whose keys run out, schemas that demand themselves without end.
+Keywords that llguidance does not know are written with keywords that it knows, or reported as `Unenforced`:
+the caller refuses the schema or leaves them out. Schemas that llguidance accepts and handles wrongly are
+mended: alternatives that both match, objects whose keys run out, schemas that require themselves endlessly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar.patterns import Probe, translated
+from mlx_spec.grammar.patterns import PatternChecker, translated
 from mlx_spec.grammar.references import escaped
 from mlx_spec.grammar.schema_logic import CLOSED, UNIONS, Logic, both, either, name_of, type_list, values_of
 from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
@@ -24,18 +24,18 @@ SCHEMAS = ("items", "additionalProperties", "propertyNames", "not", "if", "then"
 
 
 def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tuple[Schema, list[Unenforced]]:
-    """Return a schema that llguidance enforces exactly, and what of `root` it leaves out.
+    """Return a schema that llguidance enforces exactly, and the keywords of `root` that it leaves out.
 
-    With `closed`, objects have the properties that they list, and others only if they say so: a grammar does
-    not know which keys were written, and a model may repeat them without end. An object put together of
-    several schemas stays open, because each would exclude what the others list. Without `combine`, keywords
-    are left out which need several schemas for one value. Raises InvalidValue if `root` is not a schema, or
-    if nothing can match it.
+    With `closed`, objects have only the properties that they list, unless they allow others explicitly: a
+    grammar does not know which keys were written, and a model may repeat keys endlessly. An object that
+    combines several schemas stays open, because each would exclude the properties of the others. Without
+    `combine`, keywords that need several schemas for one value are left out. Raises InvalidValue if `root`
+    is not a schema, or if no value can match it.
     """
-    probe = Probe()
-    found, unenforced = read_schema(root, probe)
+    checker = PatternChecker()
+    found, unenforced = read_schema(root, checker)
     try:
-        rewriter = _Rewriter(found, combine, probe)
+        rewriter = _Rewriter(found, combine, checker)
         rewritten = rewriter.rewritten(closed)
     except RecursionError:
         raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
@@ -43,7 +43,7 @@ def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tup
 
 
 def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced]]:
-    """Return what `enforceable` does of a schema as JSON, as JSON."""
+    """Do what `enforceable` does, with schemas as JSON text. Raises InvalidValue, also for invalid JSON."""
     try:
         root = json.loads(source)
     except (ValueError, RecursionError) as error:
@@ -54,8 +54,8 @@ def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced
 
 
 class _Rewriter:
-    def __init__(self, root: Schema, combine: bool, probe: Probe) -> None:
-        self._probe = probe
+    def __init__(self, root: Schema, combine: bool, checker: PatternChecker) -> None:
+        self._checker = checker
         self.unenforced: list[Unenforced] = []
         self._combine = combine
         self._definitions: dict[str, Schema] = {}
@@ -81,8 +81,8 @@ class _Rewriter:
         }
         if isinstance(root, bool) or not (definitions or self._has_open_keys):
             return root
-        # The last key: taking it out, llguidance puts the last one in its place, and order matters.
-        # Without \u escapes: with them a key could be written in another way, and be there twice.
+        # "x-guidance" is the last key: llguidance removes it and moves the last key there, and order matters.
+        # No \u escapes: with them a key could be written in another way and appear twice.
         options = {"x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}} if self._has_open_keys else {}
         return {**root, **({"$defs": definitions} if definitions else {}), **options}
 
@@ -113,7 +113,7 @@ class _Rewriter:
         )
 
     def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
-        """Return the ids of all schemas that speak of the same value as `schema`."""
+        """Return the ids of all schemas that apply to the same value as `schema`."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return seen
         seen.add(id(schema))
@@ -174,7 +174,7 @@ class _Rewriter:
         return node
 
     def _add(self, members: list[Schema], member: Schema | None, keyword: str, place: str) -> None:
-        """Add a schema that has to match, too; None if it is not known."""
+        """Add a schema that must match, too. If it is None (unknown), report the keyword instead."""
         if member is None or (not isinstance(member, bool) and not self._combine):
             self._leave_out(place, keyword)
         elif member is not True:
@@ -192,7 +192,7 @@ class _Rewriter:
             self._add(members, found, "if", place)
 
     def _one_of(self, node: dict[str, Any], place: str) -> list[Schema]:
-        """Return options of which a value never matches two."""
+        """Return options for `oneOf` that exclude each other; the same options if that is impossible."""
         options, logic = node["oneOf"], self._logic
         rest: Schema = {key: each for key, each in node.items() if key != "oneOf"}
         found, overlaps = [], False
@@ -243,7 +243,7 @@ class _Rewriter:
     # --- keys of objects
 
     def _names(self, node: dict[str, Any], place: str) -> None:
-        """Write `propertyNames` with `properties` and `patternProperties`."""
+        """Replace `propertyNames` by `properties` and `patternProperties`."""
         if "propertyNames" not in node:
             return
         names = node.pop("propertyNames")
@@ -277,7 +277,7 @@ class _Rewriter:
             self._leave_out(place, "propertyNames", "no grammar enforces it beside patternProperties")
             return
         own = {
-            name: each if self._probe.matches(pattern, name) else False for name, each in properties.items()
+            name: each if self._checker.matches(pattern, name) else False for name, each in properties.items()
         }
         node |= {"properties": own} if own else {}
         node |= {"additionalProperties": False} | (
@@ -285,21 +285,21 @@ class _Rewriter:
         )
 
     def _is_found(self, pattern: str, name: str) -> bool:
-        return all(self._probe.matches(each, name) for each in translated(pattern))
+        return all(self._checker.matches(each, name) for each in translated(pattern))
 
     def _patterns(self, node: dict[str, Any], place: str) -> None:
-        """Make patterns of keys exclude each other, and leave some key to each."""
+        """Make patterns of keys exclude each other, each with at least one possible key."""
         if "patternProperties" not in node:
             return
         found: dict[str, Schema] = {}
         for given, schema in node.pop("patternProperties").items():
             pattern, *others = translated(given)
-            reason = "look-ahead is not supported" if others else self._probe.problem({"pattern": pattern})
+            reason = "look-ahead is not supported" if others else self._checker.problem({"pattern": pattern})
             if reason is not None:
                 self._leave_out(place, "patternProperties", f"{given!r}: {reason}")
                 continue
             for other in list(found):
-                if self._probe.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
+                if self._checker.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
                     continue  # no text matches both
                 if found[other] == schema:
                     pattern = f"(?:{pattern})|(?:{other})"
@@ -315,10 +315,11 @@ class _Rewriter:
         is_closed = node.get("additionalProperties", True) is False
         names = [*properties, *(name for name in required if name not in properties)]
         if is_closed and not any(
-            schema is not False and self._probe.has_other(pattern, names) for pattern, schema in found.items()
+            schema is not False and self._checker.has_other(pattern, names)
+            for pattern, schema in found.items()
         ):
             for name in names:
-                fitting = [each for pattern, each in found.items() if self._probe.matches(pattern, name)]
+                fitting = [each for pattern, each in found.items() if self._checker.matches(pattern, name)]
                 if fitting:
                     properties[name] = both([properties.get(name, True), *fitting])
             node |= {"properties": properties} if properties else {}
@@ -326,7 +327,7 @@ class _Rewriter:
             node["patternProperties"] = found
 
     def _property_counts(self, node: dict[str, Any], place: str) -> None:
-        """Keep `minProperties` and `maxProperties` where llguidance counts right."""
+        """Keep `minProperties` and `maxProperties` only if llguidance counts right."""
         properties = {name for name, each in node.get("properties", {}).items() if each is not False}
         required = set(node.get("required", ()))
         optional = properties - required
@@ -360,7 +361,7 @@ class _Rewriter:
 
 
 class _Finite:
-    """Which schemas a value can match that has an end."""
+    """Finds the schemas that some finite value matches."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self.names: set[str] = set()
@@ -372,7 +373,7 @@ class _Finite:
         return self.cause(schema, "") is None
 
     def cause(self, schema: Schema, place: str) -> str | None:
-        """Return what of `schema` no value matches, with its place; None if some value may match."""
+        """Return the part of `schema` that no finite value matches, with its place; None if some may."""
         if isinstance(schema, bool):
             return None if schema else f"{place}, which allows no value"
         if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
@@ -440,7 +441,7 @@ def _given(node: Mapping[str, Any], *keys: str) -> list[Any]:
 
 
 def _nodes(schema: Schema) -> Iterable[dict[str, Any]]:
-    """Yield a schema and all within it."""
+    """Yield a schema and all schemas within it."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -451,7 +452,7 @@ def _nodes(schema: Schema) -> Iterable[dict[str, Any]]:
 
 
 def _required_names(node: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the names that alternatives within a schema may demand."""
+    """Yield the names that alternatives within a schema may require."""
     for key in (*UNIONS, "allOf"):
         for each in node.get(key, ()):
             if isinstance(each, dict):

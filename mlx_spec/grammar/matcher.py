@@ -1,7 +1,7 @@
 """Answers that match a JSON schema, a regular expression or a Lark grammar, by llguidance.
 
 llguidance (github.com/guidance-ai/llguidance) compiles grammars to parsers over bytes: a token may come next
-if its bytes may. It is imported when something is compiled.
+if its bytes may. It is imported when a grammar is compiled.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ TokenBits = NDArray[np.uint32]  # [W] or [T, W]: bit i % 32 of word i // 32 is t
 
 @dataclass
 class GrammarVocabulary:
-    """The tokens as the parser sees them, and those with a meaning of their own."""
+    """The tokens of a target in the forms that the parser and the sandbox need."""
 
     tokenizer: LLTokenizer
-    small: tuple[str, int]  # the sandbox's tokenizer, serialized, and its size
+    sandbox_tokenizer: tuple[str, int]  # serialized, and its size
     size: int  # rows of the logits, padding included
     ends: frozenset[int]
 
@@ -55,29 +55,29 @@ class GrammarVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """The form that answers must have. The thinking before an answer is free.
+    """The grammar of answers. The thinking before an answer is free.
 
-    With `thinks` the model may begin by opening its thinking. A prompt may also open it.
+    With `thinks` the model may begin with its thinking. A prompt may also open it.
     """
 
     tokenizer: Tokenizer
     vocabulary: GrammarVocabulary
     start: LLMatcher  # a parser that has read nothing
     thinks: bool = False
-    whole: bool = False  # the form covers all that the model writes, thinking included
-    # Tokens that open and close a call, if one closes it; the text around calls is free.
+    whole: bool = False  # True if the grammar covers the thinking, too
+    # Tokens that open and close a call (None if no token closes it); the text around calls is free.
     calls: tuple[int, int | None] | None = None
 
     def thinking(self, thinks: bool) -> Grammar:
-        """Return the same grammar for answers that may begin with thinking, or may not."""
+        """Return the same grammar for answers that may, or may not, begin with thinking."""
         return replace(self, thinks=thinks)
 
     def with_calls(self, open: int, close: int | None) -> Grammar:
-        """Return the same grammar, which lets any text stand outside of calls between these tokens."""
+        """Return the grammar of calls between these tokens, with any text around them."""
         return replace(self, calls=(open, close))
 
     def with_thinking(self) -> Grammar:
-        """Return the same grammar as the form of all that the model writes, its thinking included."""
+        """Return the same grammar for the whole output of the model, its thinking included."""
         return replace(self, whole=True)
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
@@ -92,17 +92,17 @@ class Grammar:
 class Matcher:
     """Follows one answer. The result of every method depends on its arguments alone.
 
-    Tokens are consumed to look ahead and taken back. `_states[i]` is the state after i tokens. After a token
-    that may not follow it is "invalid", and the parser reads nothing more. A parser that gives up stays in
-    its error state. If only draft tokens led there, another parser replaces it. Text around calls is "free":
-    the parser does not read it. Nor does it read what is "thinking", headers of messages included.
+    Draft tokens are consumed to look ahead, and taken back. `_states[i]` is the state after i tokens. After a
+    forbidden token it is "invalid", and the parser reads nothing more. A parser that gives up stays in its
+    error state; if only draft tokens led there, a new parser replaces it. The parser does not read text
+    around calls ("free") or thinking ("thinking", headers of messages included).
     """
 
     def __init__(self, grammar: Grammar, state: State, place: AnswerPlace) -> None:
         self._vocabulary = vocabulary = grammar.vocabulary
         self._marks = grammar.tokenizer.marks
         self._calls = grammar.calls
-        self._answer: State = "answer" if self._calls is None else "free"  # where the thinking has ended
+        self._answer: State = "answer" if self._calls is None else "free"  # the state after the thinking
         self._free_tokens = vocabulary.all_tokens
         if self._calls is not None:
             closing = [token for token in self._calls[1:] if token is not None]
@@ -113,14 +113,14 @@ class Matcher:
         self._tokens: list[int] = []
         self._states: list[State] = [self._answer if state == "answer" else state]
         self._places = [place]  # of the thinking, parallel to the states
-        self._rows: dict[frozenset[int], TokenBits] = {}
+        self._bits_of: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
     def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> TokenBits:
-        """Return which tokens may stand in each of T rows, bits [T, W]. `types.Sampler` defines the rows.
+        """Return the allowed tokens of each of T rows, bits [T, W]. `types.Sampler` defines the rows.
 
-        Every row allows some token, also after a draft token that is not allowed. Raises InvalidValue if the
-        parser gives up.
+        Every row allows some token, also after a forbidden draft token. Raises InvalidValue if the parser
+        gives up.
         """
         self._follow(generated)
         allowed: list[TokenBits] = []
@@ -133,7 +133,7 @@ class Matcher:
         return np.stack(allowed)
 
     def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
-        """Return how many of the draft tokens may follow, up to the first that may not."""
+        """Return the number of draft tokens before the first forbidden one."""
         self._follow(generated)
         for token in drafted:
             self._consume(token)
@@ -142,7 +142,7 @@ class Matcher:
         return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
 
     def forced(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that must follow, as far as they are known."""
+        """Return the tokens that must follow, as far as the grammar determines them."""
         self._follow(generated)
         if self._states[-1] == "answer":
             return self._parser.compute_ff_tokens()
@@ -157,9 +157,10 @@ class Matcher:
         return found
 
     def after_unread(self, generated: Sequence[int]) -> tuple[int, TokenBits, TokenBits] | None:
-        """Return what may stand after a token that only the device knows, if one token decides that.
+        """Return the masks after a token that only the device knows, if a single token makes a difference.
 
-        That token, and the bits [W] after it and after any other one. None if the host has to read.
+        Returns that token, the bits [W] after it, and the bits after any other token. None if the host has to
+        read the token.
         """
         self._follow(generated)
         state, token = self._states[-1], None
@@ -184,7 +185,7 @@ class Matcher:
         for token in tokens[kept:]:
             self._consume(token)
         if self._states[-1] == "answer":
-            self._parser.compute_bitmask()  # the parser keeps it
+            self._parser.compute_bitmask()  # here, so that an error shows below; the parser caches the mask
         if self._parser.is_error():
             raise InvalidValue(f"the grammar cannot be followed: {_parser_error(self._parser)}")
         if self._states[-1] == "invalid":
@@ -200,7 +201,7 @@ class Matcher:
         self._places.append(place)
 
     def _state_after(self, token: int, place: AnswerPlace) -> State:
-        """Return the state after `token`, which leads to `place`. The parser reads it if it may."""
+        """Return the state after `token`, which leads to `place`. The parser reads tokens of its grammar."""
         state, vocabulary = self._states[-1], self._vocabulary
         self._parsed.append(self._parsed[-1])
         if state in ("end", "invalid"):
@@ -260,7 +261,7 @@ class Matcher:
         return row
 
     def _thinking_tokens(self) -> TokenBits:
-        """Return the tokens that the thinking, or the header of a message, may go on with."""
+        """Return the tokens that may follow in thinking, or in the header of a message."""
         marks, place = self._marks, self._places[-1]
         allowed = None if marks is None else marks.allowed(place)
         if allowed is not None:
@@ -269,9 +270,9 @@ class Matcher:
         return self._vocabulary.other_tokens & ~self._bits(forbidden)
 
     def _bits(self, tokens: frozenset[int]) -> TokenBits:
-        if tokens not in self._rows:
-            self._rows[tokens] = token_bits(tokens, self._vocabulary.size)
-        return self._rows[tokens]
+        if tokens not in self._bits_of:
+            self._bits_of[tokens] = token_bits(tokens, self._vocabulary.size)
+        return self._bits_of[tokens]
 
 
 def compile_grammar(
@@ -279,10 +280,10 @@ def compile_grammar(
 ) -> Grammar:
     """Return the grammar of answers that match `source`: a JSON schema as JSON, a regular expression or Lark.
 
-    For "json_object" the source does not matter. A JSON schema is rewritten first (`json_schema.py`). JSON is
-    written on one line, with ", " and ": " between its parts. `vocab_size` is the width of the logits. The
-    grammar is compiled in the sandbox first, then here. Raises InvalidValue with the reason if the source is
-    not supported or takes more than `seconds`, and SpecError if llguidance is not installed.
+    "json_object" ignores the source. A JSON schema is rewritten first (`json_schema.py`). JSON is written on
+    one line, with ", " and ": " between its parts. `vocab_size` is the width of the logits. The grammar is
+    compiled in the sandbox first, then here. Raises InvalidValue with the reason if the source is not
+    supported or takes more than `seconds`, and SpecError if llguidance is not installed.
     """
     if find_spec("llguidance") is None:
         raise SpecError("structured output needs llguidance, which is not installed: pip install llguidance")
@@ -297,7 +298,9 @@ def compile_grammar(
             raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out")
     json_object = '{"type": "object"}'
     source = json_object if kind == "json_object" else source
-    SANDBOX.compile(name, {"kind": kind, "source": source, "tokenizer": vocabulary.small}, seconds)
+    SANDBOX.compile(
+        name, {"kind": kind, "source": source, "tokenizer": vocabulary.sandbox_tokenizer}, seconds
+    )
     try:
         start = build_parser(kind, source, vocabulary.tokenizer)
     except ValueError as error:
@@ -319,7 +322,7 @@ _lock = threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GrammarVocabulary:
-    """Return the tokens of a tokenizer, made once."""
+    """Return the vocabulary of a tokenizer, from a cache."""
     from llguidance import LLTokenizer
 
     with _lock:
@@ -373,7 +376,7 @@ def row_limits(rows: TokenBits, size: int, dtype: mx.Dtype) -> mx.array:
     return found[0][None] if all(each is found[0] for each in found) else mx.stack(found)
 
 
-@lru_cache(maxsize=16)  # a megabyte each of a large vocabulary; within a text of JSON the bits stay the same
+@lru_cache(maxsize=16)  # a megabyte each for a large vocabulary; inside a JSON string the bits stay the same
 def _known_limits(bits: bytes, size: int, dtype: mx.Dtype) -> mx.array:
     return limits(mx.array(np.frombuffer(bits, np.uint8)), size, dtype)
 

@@ -1,6 +1,6 @@
-"""Patterns and formats of JSON Schema: what llguidance makes of them, found out with it before it is used.
+"""Patterns and formats of JSON Schema: check with llguidance how it reads them, and translate patterns.
 
-Patterns are JavaScript's. They become Rust's, which differ in character classes, braces and look-ahead.
+Patterns are JavaScript's. llguidance reads Rust's, which differ in character classes, braces and look-ahead.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ EMPTY = "no value matches it"
 _known: dict[str, LLMatcher | str] = {}
 
 
-class Probe:
-    """Asks llguidance about patterns, within some seconds for all of a schema."""
+class PatternChecker:
+    """Checks patterns with llguidance, within a limit of seconds for a whole schema."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = self._left = seconds
 
     def problem(self, schema: Mapping[str, Any]) -> str | None:
-        """Return why llguidance does not take a schema, of a text or another type; None if it does."""
+        """Return why llguidance refuses a schema, by default of a string; None if it accepts it."""
         found = self._parser({"type": "string", **schema})
         if not isinstance(found, str):
             return None
@@ -43,7 +43,7 @@ class Probe:
         return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", found)
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Return whether `pattern`, which has no problem, is found in `name`, as llguidance judges it."""
+        """Return True if llguidance finds `pattern`, which has no problem, in `name`."""
         start = self._parser({"type": "string", "pattern": pattern})
         if isinstance(start, str):
             return False
@@ -52,7 +52,7 @@ class Probe:
         return all(parser.try_consume_tokens([byte]) == 1 for byte in written) and parser.is_accepting()
 
     def has_other(self, pattern: str, names: Iterable[str]) -> bool:
-        """Return whether `pattern` is found in a text that is none of `names`."""
+        """Return True if `pattern` matches a text that is not one of `names`."""
         start = self._parser({"type": "string", "pattern": pattern})
         written = [json.dumps(name, ensure_ascii=False).encode() for name in names]
         prefixes = {each[:i] for each in written for i in range(len(each) + 1)}
@@ -60,7 +60,7 @@ class Probe:
         while open_ and not isinstance(start, str):
             before = open_.pop()
             if before not in prefixes:
-                return True  # each text that the parser has begun has an end
+                return True  # every text that the parser begins can be completed
             parser = start.deep_copy()
             parser.try_consume_tokens(list(before))
             if not parser.is_stopped():
@@ -72,7 +72,7 @@ class Probe:
         """Return a parser of a schema over bytes, or why there is none. Raises InvalidValue if time is up."""
         source = json.dumps(schema)
         if source not in _known:
-            if len(_known) >= 1024:  # parsers that are kept
+            if len(_known) >= 1024:  # parsers in the cache
                 _known.clear()
             _known[source] = self._compiled(source)
         return _known[source]
@@ -94,9 +94,10 @@ class Probe:
 
 
 def translated(pattern: str, format: str | None = None) -> list[str]:
-    """Return patterns of Rust that must all match: together they are a pattern of JavaScript.
+    """Return Rust patterns that must all match: together they equal a JavaScript pattern.
 
-    Look-ahead at the beginning is a pattern of its own. What all texts of a `format` pass is left out.
+    Look-ahead at the beginning becomes a separate pattern. Look-ahead that all texts of `format` pass is left
+    out.
     """
     implied: Mapping[str, Sequence[str]] = {
         "duration": ("(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
@@ -144,7 +145,7 @@ def _closing(pattern: str, start: int) -> int | None:
 
 
 def _has_choice(pattern: str) -> bool:
-    """Return whether `pattern` has alternatives outside of groups."""
+    """Return True if `pattern` has alternatives outside of groups."""
     depth = 0
     for piece, in_class, _ in _pieces(pattern):
         if not in_class:
@@ -161,7 +162,7 @@ def _in_rust(pattern: str) -> str:
     found: list[str] = []
     for piece, in_class, end in _pieces(pattern):
         if piece.startswith("\\c") and pattern[end : end + 1].isalpha():
-            piece = "\\x%02x" % (ord(pattern[end]) % 32) + "\0"  # the letter that follows is left out
+            piece = "\\x%02x" % (ord(pattern[end]) % 32) + "\0"  # \0 marks the next letter, removed below
         elif piece in (r"\<", r"\>"):
             piece = piece[1]
         elif in_class and (piece == "[" or (piece in "&~-" and found[-1:] == [piece])):
@@ -174,5 +175,5 @@ def _in_rust(pattern: str) -> str:
 
 
 def _character(high: str, low: str) -> str:
-    """Return the character of half a pair and the other half, in its own escape."""
+    """Return the escape of the character that a pair of surrogates encodes."""
     return "\\u{%x}" % (0x10000 + (int(high, 16) - 0xD800) * 0x400 + int(low, 16) - 0xDC00)

@@ -7,12 +7,12 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 DYNAMIC = ("$dynamicRef", "$recursiveRef")
-# Keywords whose values are not schemas: what looks like an `$id` in them is none.
+# Keywords whose values are not schemas: a key `$id` in them is data.
 _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 
 
 class References:
-    """The places of a schema that references may name. A place is a JSON pointer such as "#/$defs/Point"."""
+    """The places in a schema that references can name. A place is a JSON pointer such as "#/$defs/Point"."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -20,7 +20,7 @@ class References:
         self._bases = dict(self._walk(root, "#", ""))  # place -> the URI that its references are relative to
 
     def place(self, reference: str, place: str) -> str | None:
-        """Return the place that a reference at `place` stands for. None if it is not within the schema."""
+        """Return the place that a reference at `place` points to; None if it is not within the schema."""
         target = urljoin(self._base(place), reference) if not reference.startswith("#") else None
         base, fragment = urldefrag(self._base(place) + reference if target is None else target)
         fragment = unquote(fragment)
@@ -35,7 +35,7 @@ class References:
         return found if self._has(found) else None
 
     def at(self, place: str) -> Any:
-        """Return what stands at a place. Raises KeyError."""
+        """Return the value at a place. Raises KeyError."""
         found = self.root
         for part in place.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -60,7 +60,7 @@ class References:
         return self._bases[place]
 
     def _walk(self, given: Any, place: str, base: str) -> Iterator[tuple[str, str]]:
-        """Yield the places at which the base changes, and note all that can be named."""
+        """Yield the places at which the base URI changes, and note all named places."""
         if isinstance(given, Mapping):
             named = given.get("$id", given.get("id") if place == "#" or "properties" in given else None)
             if isinstance(named, str) and not named.startswith("#"):

@@ -1,7 +1,7 @@
-"""Compile grammars in a child process first: one that never ends, or crashes its process, does it there.
+"""Compile grammars in a child process first, where endless work and crashes do no harm.
 
 llguidance limits most of the cost of a grammar, but not all: the intersection of patterns can take forever,
-and a chain of thousands of rules overflows the stack. Run as a script, this is the child.
+and a chain of thousands of rules overflows the stack. Run as a script, this file is the child.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class CompileSandbox:
         atexit.register(self.close)
 
     def compile(self, name: str, request: dict[str, Any], limit_s: float) -> float:
-        """Return the seconds of a CPU in which the child has compiled or refused the grammar of `request`.
+        """Compile the grammar of `request` in the child, or see it refused. Return the CPU seconds it took.
 
-        Raises InvalidValue if it takes more than `limit_s` or ends the child. The message says `name`. They
-        are not seconds of a clock: a busy machine refuses the same grammars as an idle one.
+        Raises InvalidValue, with `name` in its message, if it takes more than `limit_s` CPU seconds or
+        crashes the child. CPU time, so that a busy machine refuses the same grammars as an idle one.
         """
         with self._lock:
             if self._closing:
@@ -54,9 +54,9 @@ class CompileSandbox:
         raise InvalidValue(f"the {name} {reason}: make it simpler")
 
     def close(self) -> None:
-        """End the child and refuse the grammar that it compiles. The next grammar starts another child."""
+        """End the child and refuse the grammar that it compiles. The next grammar starts a new child."""
         self._closing = True
-        while not self._lock.acquire(timeout=0.05):  # between two attempts to end a child that compiles
+        while not self._lock.acquire(timeout=0.05):  # seconds between two attempts to end the child
             process = self._process
             if process is not None:
                 process.kill()  # the thread that waits for it releases the lock
@@ -131,8 +131,8 @@ def build_parser(kind: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _serve() -> None:
     """Compile the grammars on standard input, one JSON object a line. Answer each with the seconds it took.
 
-    One without a grammar asks whether the child runs. The answer is the same for a refused grammar: the
-    parent compiles it again and sees the refusal itself.
+    A line without a grammar checks that the child runs. A refused grammar has the same answer: the parent
+    compiles it again and gets the refusal itself.
     """
     from llguidance import LLTokenizer
 

@@ -1,7 +1,7 @@
-"""Answer questions about JSON schemas: which exclude each other, what the opposite of one is.
+"""Answer questions about JSON schemas: whether two exclude each other, and what the opposite of one is.
 
-Every answer is on the safe side: "not known" where it takes more than the common keywords. The schemas are
-those that `schema_reader` returns.
+Every answer is on the safe side: "not known" if it takes more than the common keywords. The schemas come from
+`schema_reader`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mlx_spec.grammar.schema_reader import BOUNDS, TYPES, Schema, fits
 
 MAX_DEPTH = 8  # of references and members that are followed
-CLOSED = "x-closed"  # marks an object that will have no other properties than it lists
+CLOSED = "x-closed"  # marks an object that will have only the properties that it lists
 LENGTHS = {"minLength": "string", "minItems": "array", "minProperties": "object"}
 UNIONS = ("anyOf", "oneOf")
 
@@ -24,7 +24,7 @@ class Logic:
         self.definitions = definitions
 
     def resolved(self, schema: Schema) -> Schema:
-        """Return what a schema that is a reference alone refers to."""
+        """Follow a schema that is only a reference. Return the schema it refers to."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or list(schema) != ["$ref"]:
                 break
@@ -32,7 +32,7 @@ class Logic:
         return schema
 
     def members(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that a value matches at once, if it matches `schema`."""
+        """Yield all schemas that a value of `schema` matches at the same time."""
         if schema is False:
             yield {"enum": []}
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
@@ -44,7 +44,7 @@ class Logic:
             yield from self.members(each, depth + 1)
 
     def types(self, schema: Schema) -> frozenset[str]:
-        """Return the types that values have; "integer" is listed beside "number"."""
+        """Return the types that values may have; "number" comes with "integer"."""
         found = frozenset(TYPES)
         for each in self.members(schema):
             values = values_of(each)
@@ -59,7 +59,7 @@ class Logic:
         return found
 
     def values(self, schema: Schema) -> list[Any] | None:
-        """Return the values that are allowed, or more; None if they are not listed."""
+        """Return a list that contains all allowed values; None if the schema does not list them."""
         lists = [found for each in self.members(schema) if (found := values_of(each)) is not None]
         if not lists:
             return [True, False] if self.types(schema) == {"boolean"} else None
@@ -69,7 +69,7 @@ class Logic:
         return {name for each in self.members(schema) for name in each.get("required", ())}
 
     def of_property(self, schema: Schema, name: str) -> list[Schema]:
-        """Return the schemas that the property `name` matches at once."""
+        """Return all schemas that the property `name` has to match."""
         found = []
         for each in self.members(schema):
             if name in each.get("properties", {}):
@@ -79,7 +79,7 @@ class Logic:
         return found
 
     def excludes(self, first: Schema, second: Schema, depth: int = 0) -> bool:
-        """Return True if no value matches both."""
+        """Return True if it is known that no value matches both."""
         if depth > MAX_DEPTH:
             return False
         common = self.types(first) & self.types(second)
@@ -105,7 +105,7 @@ class Logic:
         )
 
     def lacks(self, first: Schema, second: Schema) -> bool:
-        """Return True if objects of `first`, closed as they will be, lack a property of `second`."""
+        """Return True if objects of `first`, once closed, lack a required property of `second`."""
         if self.types(first) != {"object"}:
             return False
         members = list(self.members(first))
@@ -114,10 +114,10 @@ class Logic:
         return is_closed and not self.required(second) <= listed
 
     def opposite(self, schema: Schema, context: Schema = True, depth: int = 0) -> Schema | None:
-        """Return a schema of what matches `context` and not `schema`; None if no such value is known.
+        """Return a schema of values that match `context` but not `schema`; None if it is not known.
 
-        It says nothing that `context` says, which holds besides. Where the opposite of a keyword is not
-        known, values that only this keyword excludes from `schema` are missing.
+        It does not repeat `context`, which has to match as well. If the opposite of a keyword is not known,
+        values that only this keyword excludes from `schema` are missing.
         """
         schema = self.resolved(schema)
         if isinstance(schema, bool):
@@ -135,7 +135,7 @@ class Logic:
     def _opposites(
         self, keyword: str, value: Any, schema: dict[str, Any], context: Schema, depth: int
     ) -> list[Schema] | None:
-        """Return what a value may match that does not match one keyword."""
+        """Return alternatives for a value that does not match one keyword; None if they are not known."""
         if keyword == CLOSED:
             return []
         if keyword == "type":
@@ -179,7 +179,7 @@ class Logic:
     def _other_types(self, types: frozenset[str], context: Schema) -> list[Schema] | None:
         possible = self.types(context)
         if "integer" in types and "number" not in types and "number" in possible:
-            return None  # the numbers that are not integers
+            return None  # no keyword means "a number that is not an integer"
         covered = types | ({"integer"} if "number" in types else set())
         others = [kind for kind in TYPES if kind in possible - covered]
         if "number" in others:
@@ -203,7 +203,7 @@ def name_of(reference: str) -> str:
 
 
 def type_list(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types that `type` names; all without it."""
+    """Return the types that `type` names; all types without it."""
     named = schema.get("type", list(TYPES))
     return named if isinstance(named, list) else [named]
 
@@ -216,12 +216,12 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def is_among(value: Any, values: Iterable[Any]) -> bool:
-    """Return whether JSON has `value` among `values`: true is not 1."""
+    """Return True if `value` is one of `values` by the rules of JSON: true is not 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
 
 
 def either(schemas: list[Schema]) -> Schema:
-    """Return a schema of what matches one of `schemas`."""
+    """Return a schema of values that match at least one of `schemas`."""
     some = [each for each in schemas if each is not False]
     if True in some or {} in some:
         return True
@@ -229,7 +229,7 @@ def either(schemas: list[Schema]) -> Schema:
 
 
 def both(schemas: Iterable[Schema]) -> Schema:
-    """Return a schema of what matches all of `schemas`."""
+    """Return a schema of values that match all of `schemas`."""
     some = [each for each in schemas if each is not True and each != {}]
     if False in some:
         return False

@@ -1,6 +1,6 @@
 """Read a JSON schema of any draft, generator or client into the keywords of one draft.
 
-Annotations go, references become pointers into `$defs`, numbers are those that llguidance does not round.
+Annotations are dropped, references become pointers into `$defs`, and llguidance rounds none of the numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
-from mlx_spec.grammar.patterns import EMPTY, FORMATS, Probe, translated
+from mlx_spec.grammar.patterns import EMPTY, FORMATS, PatternChecker, translated
 from mlx_spec.grammar.references import DYNAMIC, References, escaped
 
 Schema = dict[str, Any] | bool
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 MAX_EXACT = 2**53  # llguidance reads numbers as floats: integers above are rounded
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it says something about
+OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it restricts
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
     **dict.fromkeys((*BOUNDS, "multipleOf"), "number"),
     **dict.fromkeys(
@@ -36,7 +36,7 @@ OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it says somethin
 
 @dataclass(frozen=True)
 class Unenforced:
-    """A keyword that binds and is left out, because no grammar enforces it."""
+    """A keyword that restricts values and is left out, because no grammar enforces it."""
 
     place: str  # of the schema that has it, as a JSON pointer
     keyword: str
@@ -46,16 +46,16 @@ class Unenforced:
         return f"{self.keyword} at {self.place}: {self.reason}"
 
 
-def read_schema(root: Any, probe: Probe) -> tuple[Schema, list[Unenforced]]:
-    """Return a schema in the keywords of one draft, and what it leaves out.
+def read_schema(root: Any, checker: PatternChecker) -> tuple[Schema, list[Unenforced]]:
+    """Return a schema in the keywords of one draft, and the keywords that it leaves out.
 
-    All references are "#/$defs/...". Raises InvalidValue for what is not a schema.
+    All references are "#/$defs/...". Raises InvalidValue if `root` is not a schema.
     """
     if isinstance(root, bool):
         return root, []
     try:
         json.dumps(root, ensure_ascii=False).encode()
-        reader = _Reader(root, probe)
+        reader = _Reader(root, checker)
         return reader.read(), reader.unenforced
     except UnicodeEncodeError:
         raise InvalidValue("the schema holds half a character: give whole ones") from None
@@ -64,14 +64,14 @@ def read_schema(root: Any, probe: Probe) -> tuple[Schema, list[Unenforced]]:
 
 
 class _Reader:
-    def __init__(self, root: Any, probe: Probe) -> None:
-        self._probe = probe
+    def __init__(self, root: Any, checker: PatternChecker) -> None:
+        self._checker = checker
         self.unenforced: list[Unenforced] = []
         self._references = References(root)
         self._names: dict[str, str] = {}  # place -> its name in $defs
         self._waiting: list[str] = []
         draft = root.get("$schema") if isinstance(root, Mapping) else None
-        # In drafts up to 7 nothing else counts beside a $ref.
+        # In drafts up to 7 a $ref makes all other keywords beside it void.
         self._is_old = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
     def read(self) -> Schema:
@@ -109,7 +109,7 @@ class _Reader:
         return {"anyOf": [whole, {"type": "null"}]} if given.get("nullable") is True else whole
 
     def _possible(self, found: dict[str, Any], place: str) -> Schema:
-        """Return a schema without types of which it allows no value, and without what exceeds llguidance."""
+        """Return a schema without types that have no allowed value, and without too complex keywords."""
         if "enum" in found or "const" in found:
             return found if found.get("enum") != [] else False
         formats = {each["format"] for each in (found, *found.get("allOf", ())) if _says(each, "format")}
@@ -119,7 +119,7 @@ class _Reader:
                     each.pop("format", None)
         named = found.get("type", list(TYPES))
         types = [named] if isinstance(named, str) else named
-        scalars = {  # The first of these keywords that is there goes, if all are too much for llguidance.
+        scalars = {  # if they are too complex together, the first of these keywords is left out
             "string": ("maxLength", "minLength", "pattern", "format"),
             "integer": ("multipleOf", *BOUNDS),
             "number": ("multipleOf", *BOUNDS),
@@ -129,7 +129,7 @@ class _Reader:
             if kind in types and len(said) > 1:
                 patterned = [each for each in found.get("allOf", ()) if _says(each, "pattern")]
                 both = {**said, **({"allOf": patterned} if patterned and kind == "string" else {})}
-                reason = self._probe.problem({**both, "type": kind})
+                reason = self._checker.problem({**both, "type": kind})
                 if reason == EMPTY:
                     types = [each for each in types if each != kind]
                     found["type"] = types
@@ -158,7 +158,7 @@ class _Reader:
     def _keyword(
         self, key: str, value: Any, given: Mapping[str, Any], place: str, types: tuple[str, ...] | None
     ) -> dict[str, Any]:
-        """Return what stands for one keyword; nothing for an annotation."""
+        """Return the keywords that replace one keyword; none for an annotation."""
         inner = f"{place}/{escaped(key)}"
         if key == "type":
             return {} if types is None else {"type": types[0] if len(types) == 1 else list(types)}
@@ -251,7 +251,7 @@ class _Reader:
         return {"required": list(dict.fromkeys(value))} if value else {}
 
     def _dependencies(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Return dependencies on names as dependencies on schemas, which say the same."""
+        """Return dependencies of all forms as `dependentSchemas`."""
         if not isinstance(value, Mapping):
             raise InvalidValue(f"the dependencies at {place} are not an object")
         found = {
@@ -316,7 +316,7 @@ class _Reader:
         format = given.get("format")
         found = translated(value, format if isinstance(format, str) else None)
         for each in found:
-            reason = self._probe.problem({"pattern": each})
+            reason = self._checker.problem({"pattern": each})
             if reason is not None:
                 self.leave_out(place, "pattern", reason)
                 return {}
@@ -326,15 +326,15 @@ class _Reader:
         }
 
     def _format(self, value: Any, given: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Return a format that is known, unless no text has it beside what binds."""
+        """Return a known format, unless it contradicts the other keywords."""
         if not isinstance(value, str) or value not in FORMATS:
             return {}
         binding = {key: given[key] for key in ("minLength", "maxLength") if key in given}
         pattern = given.get("pattern")
         if isinstance(pattern, str):
             found = [{"pattern": each} for each in translated(pattern, value)]
-            binding["allOf"] = [each for each in found if self._probe.problem(each) is None]
-        if binding and self._probe.problem({**binding, "format": value}) is not None:
+            binding["allOf"] = [each for each in found if self._checker.problem(each) is None]
+        if binding and self._checker.problem({**binding, "format": value}) is not None:
             return {}
         return {"format": value}
 
@@ -344,7 +344,7 @@ def _of_bool(given: bool) -> dict[str, Any]:
 
 
 def fits(value: Any, types: tuple[str, ...] | list[str]) -> bool:
-    """Return whether a value has one of `types`."""
+    """Return True if a value has one of `types`."""
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, int | float):
@@ -364,7 +364,7 @@ def _is_rounded(value: Any) -> bool:
 
 
 def _inward(bound: float, direction: int, largest: float) -> float:
-    """Return a bound that llguidance reads as it is, and that allows nothing more."""
+    """Return a bound that llguidance does not round, and that allows no more values."""
     if abs(bound) > largest:
         return int(math.copysign(largest, bound))
     if isinstance(bound, int) and abs(bound) > MAX_EXACT:
@@ -376,9 +376,9 @@ def _inward(bound: float, direction: int, largest: float) -> float:
 
 
 def _nudge(found: dict[str, Any]) -> None:
-    """Replace a bound that a number must not reach, where llguidance would let it.
+    """Replace an exclusive bound that llguidance would include.
 
-    That is a whole number, if the other bound lies less than 1 from it.
+    It does so with a whole number, if the other bound is less than 1 away.
     """
     low, high = found.get("exclusiveMinimum"), found.get("exclusiveMaximum")
     for bound, key, opposite in (

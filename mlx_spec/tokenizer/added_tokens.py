@@ -1,8 +1,8 @@
-"""The tokens that a checkpoint adds to its vocabulary, and those with a role, as transformers reads them.
+"""The tokens that a checkpoint adds to its vocabulary, and their roles, as transformers reads them.
 
-tokenizer.json has a list of its own. `added_tokens_decoder` of tokenizer_config.json goes above it:
-fine-tunes often write their tokens only there. Without that list, added_tokens.json and
-special_tokens_map.json count.
+tokenizer.json has a list of added tokens. `added_tokens_decoder` of tokenizer_config.json takes precedence:
+fine-tunes often write their tokens only there. Without it, added_tokens.json and special_tokens_map.json
+count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Stated:
     roles: dict[str, AddedToken]  # by key, such as `eos_token`
     extra: list[AddedToken]  # special tokens without a role
     tokens: dict[int, AddedToken]
-    is_complete: bool  # True if `tokens` replace the list of tokenizer.json
+    is_complete: bool  # True if `tokens` replace the list in tokenizer.json
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -67,9 +67,10 @@ def add_tokens(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def fix_mistral_cut(tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary: int = 100_000) -> None:
-    """Replace the cut of Mistral's tokenizers that were published with a wrong one, where transformers does.
+    """Replace the wrong pre-tokenizer with which some of Mistral's tokenizers were published.
 
-    It does for models whose `config` was written before transformers 5, with a larger `vocabulary` than this.
+    As transformers, for models whose `config` was written before transformers 5 and that have a larger
+    vocabulary than `vocabulary`.
     """
     kind, version = config.get("model_type"), str(config.get("transformers_version") or 0)
     is_affected = kind in (None, "mistral", "mistral3", "voxtral", "ministral", "pixtral")

@@ -32,13 +32,13 @@ Message = Mapping[str, Any]  # "role", "content" and further keys that a templat
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt. `for_tools` is rendered in its place if there are tools."""
+    """Turns messages into the text of a prompt. If there are tools, `for_tools` is rendered instead."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], for_tools: ChatTemplate | None = None
     ) -> None:
         self.for_tools = for_tools
-        self.source: str = source if for_tools is None else source + for_tools.source  # to look names up in
+        self.source: str = source if for_tools is None else source + for_tools.source  # searched for names
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _compiled(source)
@@ -79,7 +79,7 @@ class ChatTemplate:
             raise InvalidValue(f"the chat template refuses these messages: {one_line(error)}") from error
 
     def _with_no_tools(self, values: Mapping[str, Any]) -> str | None:
-        """Return the prompt with an empty list of tools, which a template for tools needs."""
+        """Return the prompt with an empty list of tools, which some templates need; None on error."""
         try:
             return self._template.render(values, tools=[])
         except TEMPLATE_ERRORS:
@@ -103,7 +103,7 @@ def read_template(folder: Path) -> ChatTemplate | None:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Return the templates of a checkpoint by their names: files go before entries of its config."""
+    """Return the templates of a checkpoint by name. Files take precedence over entries of its config."""
     config = read_optional(folder / "tokenizer_config.json")
     source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):

@@ -13,17 +13,18 @@ REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character
 
 
 class Detokenizer:
-    """The text of a stream of tokens. It never gives half a character.
+    """Turns a stream of tokens into text. It never returns half a character.
 
-    A window of tokens is decoded twice, with the new token and without: the difference is the new text. So
-    a token has the spaces of its place, and so has the first one after the tokens `before`.
+    A window of tokens is decoded twice, with the new token and without it: the difference is the new text. So
+    a token gets the spaces of its place, also the first one after the tokens `before`.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = (), half: int = 0
     ) -> None:
         self._decode = decode
-        # The window: tokens given last, then tokens not given yet, such as the last `half` of those before.
+        # The window: tokens whose text was returned, then tokens whose text was not. The last `half` tokens
+        # of `before` are half a character.
         self._tokens = _last_text(decode, before)
         self._given = len(self._tokens) - half
         self.waiting = False  # True if the last tokens are half a character
@@ -50,7 +51,7 @@ class Detokenizer:
 
 
 def _last_text(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[int]:
-    """Return the end of `tokens` that has text: what follows has its spaces then."""
+    """Return an end of `tokens` that has text, so that later tokens get their spaces."""
     count = 1
     while count < len(tokens) and not decode(tokens[-count:]).strip(" " + REPLACEMENT):
         count *= 2
@@ -68,7 +69,7 @@ def half_character(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
 
 
 def placed(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
-    """Return the logprobs of a whole text with their offsets: a token without text begins where it would."""
+    """Return the logprobs of a whole text with their offsets. A token without text has the next offset."""
     detokenizer, end, found = Detokenizer(tokenizer.decode), 0, list[TokenLogprob]()
     for each in logprobs:
         found.append(replace(each, offset=end))

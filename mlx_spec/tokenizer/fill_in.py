@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from mlx_spec.tokenizer import Tokenizer
 
-MARK = "\u263a"  # tokenized with a text and cut off again: the text then has no space put before it
+MARK = "\u263a"  # tokenized before a text and cut off again, so that no space is put before the text
 
 
 @dataclass(frozen=True)
 class FillIn:
-    """A gap in a text: the answer is its middle."""
+    """A gap in a text, which the answer fills."""
 
     prefix: str
     suffix: str
     extra: tuple[tuple[str, str], ...] = ()  # name and text of other files
-    middle: str = ""  # its beginning, if that is given
+    middle: str = ""  # the beginning of the middle, if given
     param: str = "suffix"  # the field of the body that asks for it, for error messages
 
 
@@ -62,7 +62,7 @@ LAYOUTS = (
 
 
 def fill_in_prompt(given: FillIn, tokenizer: Tokenizer) -> list[int] | None:
-    """Return the tokens that ask for a middle; None if the model has no tokens for that."""
+    """Return the prompt that asks for a middle; None if the model has no tokens for that."""
     layout = _find_layout(tokenizer)
     if layout is None:
         return None
@@ -85,9 +85,9 @@ def fill_in_prompt(given: FillIn, tokenizer: Tokenizer) -> list[int] | None:
 
 
 def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a middle beside the end of text: none of them is code."""
+    """Return the tokens, besides end-of-text tokens, that end a middle: none of them is code."""
     layout = _find_layout(tokenizer)
-    ends = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")  # end a middle, too
+    ends = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "▁<EOT>")
     names = (*ends, *layout.tokens) if layout else ()
     return tuple(id for id in map(tokenizer.token_id, names) if id is not None)
 

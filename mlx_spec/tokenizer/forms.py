@@ -1,7 +1,7 @@
 """Other forms of a conversation, for chat templates that refuse a form or leave out a part of it.
 
-Each form says the same as the one that it is made of. System messages stay where they are as long as a
-template allows that: text that moves to the front changes the prompt from its beginning, and no cache fits.
+A form changes messages and keeps their meaning. System messages stay in their places as long as a template
+allows that: text that moves to the front changes the prompt from its beginning, and no cache can be reused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Form = Callable[[Messages], Messages]
 def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Return a message with its texts changed: content, called functions and their arguments.
 
-    Reasoning stays, also where it begins the content of an answer: it is the template's to drop.
+    Reasoning is not changed, even at the beginning of an answer's content: the template may drop it.
     """
     found, content = dict(message), message.get("content")
     if isinstance(content, str):
-        # At its beginning an answer may hold its thinking.
+        # An answer may begin with its thinking.
         thinking = r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
             |<\|think:start\|>.*?<\|think:end\|>|<\|START_THINKING\|>.*?<\|END_THINKING\|>)\s*"""
         is_answer = message.get("role") == "assistant"
@@ -76,9 +76,9 @@ def _map_leaves(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _one_call_each(messages: Messages) -> Messages:
-    """Give each tool call a message of its own, before its result."""
+    """Put each tool call in a separate message, before its result."""
     found: Messages = []
-    results: Messages = []  # of the calls before, in the order of the calls
+    results: Messages = []  # tool messages after the calls before, which are already placed
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         if message.get("role") == "tool" and results:
@@ -99,7 +99,7 @@ def _one_call_each(messages: Messages) -> Messages:
 
 
 def _text_apart(messages: Messages) -> Messages:
-    """Give text beside tool calls a message of its own."""
+    """Put text beside tool calls in a separate message."""
     found: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
@@ -120,31 +120,31 @@ def _arguments_as_object(messages: Messages) -> Messages:
 
 
 def _named_system(messages: Messages) -> Messages:
-    """Call developers system."""
+    """Change the role "developer" to "system"."""
     return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
 
 
 def _led(messages: Messages) -> Messages:
-    """Let the system messages at the beginning be one."""
+    """Join the system messages at the beginning."""
     lead = list(takewhile(_is_system, messages))
     return [*_joined(_named_system(lead)), *messages[len(lead) :]]
 
 
 def _in_place(messages: Messages) -> Messages:
-    """Let system messages after the first one be paragraphs of the user."""
+    """Turn system messages after the first ones into paragraphs of the user."""
     lead = list(takewhile(_is_system, messages))
     return [*_led(lead), *_told_by_user(messages[len(lead) :])]
 
 
 def _in_front(messages: Messages) -> Messages:
-    """Let all system messages be one, the first."""
+    """Join all system messages into the first message."""
     return [*_led(list(filter(_is_system, messages))), *filterfalse(_is_system, messages)]
 
 
 def _told_by_user(messages: Messages) -> Messages:
-    """Let all system messages be paragraphs of the user."""
+    """Turn all system messages into paragraphs of the user."""
     found: Messages = []
-    is_moved = False  # the last message was one of the system
+    is_moved = False  # the last message was a system message
     for message in messages:
         was_moved, is_moved = is_moved, _is_system(message)
         message = {**message, "role": "user"} if is_moved else message
@@ -158,7 +158,7 @@ def _told_by_user(messages: Messages) -> Messages:
 
 
 def _joined(messages: Messages) -> Messages:
-    """Join neighbours of one role; tool calls and their results stay apart."""
+    """Join consecutive messages of one role, except tool calls and their results."""
     found: Messages = []
     for message in messages:
         before = found[-1] if found else {}
@@ -171,12 +171,12 @@ def _joined(messages: Messages) -> Messages:
 
 
 def filled(messages: Messages) -> Messages:
-    """Give each message a content."""
+    """Add an empty content to messages without one."""
     return [{**m, "content": ""} if m.get("content") is None else m for m in messages]
 
 
 def _reasoning_as_part(messages: Messages) -> Messages:
-    """Let reasoning alone be the part of a content."""
+    """Write the reasoning of a message without content as a part of its content."""
     found = []
     for message in messages:
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
@@ -188,24 +188,24 @@ def _reasoning_as_part(messages: Messages) -> Messages:
 
 
 def _as_text(messages: Messages) -> Messages:
-    """Let the parts of a content be one text, if all are text."""
+    """Join the parts of each content to one text, if all are text."""
     return [{**m, "content": _paragraphs(m.get("content"))} for m in messages]
 
 
 def _as_parts(messages: Messages) -> Messages:
-    """Let each content be a list of parts."""
+    """Write each content as a list of parts."""
     return [m if m.get("content") is None else {**m, "content": _parts(m["content"])} for m in messages]
 
 
 def untagged(messages: Messages) -> Messages:
-    """Break the tags in texts, so that they are read as text. The breaks are taken out of the prompt."""
+    """Break the tags in texts, so that they are read as text. The prompt loses the breaks afterwards."""
     return [
         map_texts(m, lambda text: TAG.sub(lambda tag: f"{tag[0][0]}{BREAK}{tag[0][1:]}", text))
         for m in messages
     ]
 
 
-# Groups of forms, of each of which one may be taken, in the order in which they are tried.
+# Groups of forms, in the order in which they are tried. At most one form of each group is used.
 FORMS: tuple[tuple[Form, ...], ...] = (
     (filled, _reasoning_as_part),
     (_joined,),
@@ -215,7 +215,7 @@ FORMS: tuple[tuple[Form, ...], ...] = (
     (_one_call_each,),
     (_as_text, _as_parts),
 )
-# In this order they are made of each other: what becomes a message of its own gets a content, too.
+# The order in which forms are applied: a message that one form adds gets its content by a later one.
 ORDER: tuple[Form, ...] = (*chain.from_iterable(reversed(FORMS[:-1])), *FORMS[-1], untagged)
 
 

@@ -1,8 +1,8 @@
-"""A conversation as a prompt: in the form that the chat template takes, and with all of its text.
+"""Render a conversation as a prompt, in a form that the chat template takes, with all of its text.
 
 A template first gets the messages as transformers would give them. If it refuses them or leaves out a text,
-it gets them in other forms, which say the same. What no form can show is refused. The reasoning of earlier
-turns alone is the template's to keep or to drop.
+it gets them in other forms, which say the same. A text that no form can show is refused. Only the reasoning
+of earlier turns may be dropped by the template.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mlx_spec.tokenizer.forms import (
 FIRST_MARK, MARKS = 0x20000, 0xA600  # rare ideographs, one for each text: no template looks for them
 NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
-SIGN = "a part written as data"  # a key of parts of messages, which no template reads
-SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # such as /no_think, which templates read and take out
+SIGN = "a part written as data"  # a key added to parts of messages: in a prompt if a part was printed
+SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # such as /no_think, which templates read and remove
 
 Render = Callable[[Sequence[Message], Sequence[Message]], str]  # messages and tools -> prompt
 
@@ -68,7 +68,7 @@ def render_history(
     given = [dict(message) for message in messages]
     templates = [template]
     if not tools and template.for_tools is not None and any(m.get("tool_calls") for m in given):
-        templates.append(template.for_tools)  # which may know calls alone
+        templates.append(template.for_tools)  # it may be the only one that shows calls
     problems: list[InvalidValue] = []
     for each in templates:
         attempts = _Attempts(partial(_render, each, thinking, variables), given, tools)
@@ -89,16 +89,16 @@ def _render(
 
 
 class _Attempts:
-    """Prompts of one conversation in several forms."""
+    """Tries the forms of one conversation until a prompt has all of its text."""
 
     def __init__(self, render: Render, given: Messages, tools: Sequence[Message]) -> None:
         self._render, self._given, self._tools = render, given, tools
-        self._marker = Marker()
-        self._loses = False  # a form was rendered without a text
-        self.problems: list[InvalidValue] = []  # of the messages as they were given
+        self._check = TextCheck()
+        self._loses = False  # a form was rendered, and a text was missing
+        self.problems: list[InvalidValue] = []  # errors of the messages as they were given
 
     def best(self) -> str | None:
-        """Return the prompt in as few forms as will do; None if none will."""
+        """Return the prompt, with as few forms as needed; None if no forms work."""
         chosen: list[Form] = []
         found, reached = self._attempt(chosen)
         if found is not None:
@@ -106,7 +106,7 @@ class _Attempts:
         useful = [[form for form in group if form(self._given) != self._given] for group in FORMS]
         groups: list[list[Form]] = [*useful, [untagged]]
         left = [form for group in groups for form in group]
-        while left:  # each form shows more of the texts than those before
+        while left:  # keep each form that shows more texts than the forms before
             form = left.pop(0)
             found, shown = self._attempt([*chosen, form])
             if found is not None:
@@ -122,20 +122,18 @@ class _Attempts:
         return None
 
     def _attempt(self, forms: Sequence[Form]) -> tuple[str | None, int]:
-        """Return the prompt, or how many texts it shows before one that is lost: -1 if it is refused."""
+        """Return the prompt; else None, and how many texts come before the lost one, -1 if refused."""
         is_broken = untagged in forms
+        # Tags are broken only if a template loses text, perhaps at a tag. It may refuse a tag for a reason.
         if is_broken and (not self._loses or BREAK in json.dumps(self._given, ensure_ascii=False)):
-            return (
-                None,
-                -1,
-            )  # if a template refuses a tag, it has a reason; one that loses text may look for it
+            return None, -1
         messages = self._given
         for form in sorted(forms, key=ORDER.index):
             messages = form(messages)
         try:
-            prompt = self._marker.checked(self._render, messages, self._tools)
+            prompt = self._check.checked(self._render, messages, self._tools)
         except InvalidValue as error:
-            if set(forms) <= {filled}:  # the messages are still the given ones
+            if set(forms) <= {filled}:  # the messages are still as they were given
                 self.problems.append(error)
             if not isinstance(error, LostText):
                 return None, -1
@@ -155,7 +153,7 @@ class _Attempts:
         return self._attempt(needed)[0]
 
 
-# --- is all of it there?
+# --- check that no text is missing
 
 
 @dataclass(frozen=True)
@@ -166,11 +164,11 @@ class _Wanted:
     role: str
     index: int | None
     mark: str
-    times: int  # as often as this the mark was written into the text
+    times: int  # how often the mark was written into the text
 
 
-class Marker:
-    """Renders with a mark of its own in each line of each text, outside tags, to see what is left out."""
+class TextCheck:
+    """Finds texts that a template leaves out: renders again with a mark in each line of each text."""
 
     def __init__(self) -> None:
         self._wanted: list[_Wanted] = []
@@ -179,8 +177,8 @@ class Marker:
     def checked(self, render: Render, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         """Return the prompt. Raises InvalidValue, LostText if a text is not in it.
 
-        A text is there if its marks are; if the template does something else because of the marks, the text
-        itself is looked for.
+        A text is there if its marks are there. If the marks change the prompt otherwise, the text itself is
+        searched.
         """
         prompt = render(messages, tools)
         self._wanted = []
@@ -206,7 +204,7 @@ class Marker:
         return prompt
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
-        """Return a message with marks, and a sign in its parts."""
+        """Return a message with marks in its texts, and SIGN in its parts."""
         role = str(message.get("role"))
         found = map_texts(message, lambda text: self._text(text, role, index))
         if isinstance(parts := found.get("content"), list):
@@ -242,7 +240,7 @@ def _marked(text: str) -> str:
 
 
 def _contains(squeezed: str, text: str) -> bool:
-    """Return True if a prompt has a text, as it is or in JSON, whatever its white space."""
+    """Return True if a prompt has a text, as it is or in JSON, ignoring white space."""
     return any(_squeezed(each) in squeezed for each in _written(text))
 
 

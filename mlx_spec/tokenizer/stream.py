@@ -1,7 +1,8 @@
-"""The text of an answer as it streams: thinking, tool calls and answer apart, cut at stop strings.
+"""Split the text of a streaming answer into thinking, tool calls and answer, and cut it at stop strings.
 
 Every piece of text keeps the drafter and the log-probability of its tokens, so tokens are read one by one.
-mlx-lm's detokenizers need transformers' tokenizer objects and do not tell whether a token waits for its text.
+mlx-lm's detokenizers are not used: they need transformers' tokenizer objects, and do not say whether a token
+waits for its text.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class TokenText:
 
 @dataclass(frozen=True)
 class TextPart:
-    """More text of one kind. The text of a call stands between its markers."""
+    """A piece of text of one kind. The text of a call excludes its markers."""
 
     kind: TextKind
     text: str  # empty if a call only begins or ends
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose visible text begins here
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose visible text begins in this part
     spans: tuple[TokenText, ...] = ()  # their texts make up `text`
-    call: int | None = None  # 0, 1, ... for kind "call"
-    closed: bool = False  # True if the call ends here; a call that never does was cut off
+    call: int | None = None  # index of the call, for kind "call"
+    closed: bool = False  # True if the call ends in this part; a call without such a part was cut off
 
 
 @dataclass(frozen=True)
@@ -47,27 +48,27 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """Where a tag of ordinary text ends one kind of text."""
+class _TextTag:
+    """A tag of ordinary text, at which another kind of text begins."""
 
     tag: str
-    kind: TextKind | None  # of the text after it; None if nothing but space may follow
-    first: bool  # the tag counts only before any other text
+    kind: TextKind | None  # of the text after it; None if only space may follow
+    first: bool  # True if the tag counts only before any other text
 
 
 class AnswerStream:
-    """The text of the answer to `prompt`, its kinds apart, cut at stop strings.
+    """Splits the answer to `prompt` into kinds of text, and cuts it at stop strings.
 
-    The marks of thinking (`thinking.py`) are hidden where the model puts them; elsewhere tags are text.
-    Special tokens outside of tool calls are hidden. Text between `calls` markers is of kind "call", with
-    special tokens as text. An answer has calls, thinking has none, and both markers must be tokens of the
-    vocabulary. Without a closing marker a call ends with the answer, or where the next one opens. Where
+    The marks of thinking (`thinking.py`) are hidden in the places where the model uses them; elsewhere tags
+    are text. Special tokens outside of tool calls are hidden. Text between `calls` markers is of kind "call",
+    with special tokens as text. Calls stand in the answer, never in thinking. Both markers must be tokens of
+    the vocabulary. Without a closing marker a call ends with the answer, or at the next opening marker. If
     headers mark calls, the text of a call begins with its header. Without a prompt (None) all text is answer
-    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens. A text that goes on
-    after the tokens `before` keeps the space between them.
+    and nothing is marked. Tokens in `ends` have no text, like the end-of-text tokens. A text that continues
+    the tokens `before` keeps the space between them.
 
-    Stop strings are looked for in the answer text alone. Text that may become one is held back. The text
-    before a stop string is given, then the answer is finished: later tokens are not read. It also ends with a
+    Stop strings are searched in the answer text only. Text that may become one is held back. The text before
+    a stop string is returned, then the answer is finished: later tokens are not read. It also ends with a
     call whose text `last_call` accepts. Raises InvalidValue for an empty stop string.
     """
 
@@ -116,11 +117,11 @@ class AnswerStream:
         self._begin(place, trim=place.kind == "thinking", header="", before=before)
 
     def count_in_front(self, text: str) -> None:
-        """Let the offsets of tokens count a text in front of the answer, such as its prompt."""
+        """Count a text in front of the answer, such as its prompt, in the offsets of tokens."""
         self._offset += len(text)
 
     def read(self, round: Round, logprobs: Sequence[TokenLogprob] = ()) -> list[TextPart]:
-        """Return the text of a round; neighbours of one kind are one part. `logprobs` are of its tokens."""
+        """Return the text of a round, joined by kind. `logprobs` belong to its tokens."""
         for i, token in enumerate(round.tokens):
             if self.ended:
                 break
@@ -130,7 +131,7 @@ class AnswerStream:
 
     @property
     def ended(self) -> bool:
-        """Return True if no more text is read: of a stop string, or of the last call."""
+        """Return True after a stop string or the last call: no more text is read."""
         return self.finished is not None or self._called_last
 
     def end(self) -> list[TextPart]:
@@ -196,7 +197,7 @@ class AnswerStream:
             self._read_text(read)
 
     def _count_reasoning(self, before: TextKind | None) -> None:
-        may_open = self._place.kind is None or (self._turns and self._turns[0].kind == "thinking")
+        may_open = self._place.kind is None or (self._text_tags and self._text_tags[0].kind == "thinking")
         if "thinking" in (before, self._place.kind and self.kind):
             self.reasoning_tokens += 1 + self._unsorted
             self._unsorted = 0
@@ -217,7 +218,7 @@ class AnswerStream:
     # --- kinds of text
 
     def _go_to(self, place: AnswerPlace, *, trim: bool = False, header: str = "") -> None:
-        """Turn to another kind of text, or to the header of a message."""
+        """Begin another kind of text, or the header of a message."""
         before = self.kind
         if self._holds_space and place.kind == "thinking":
             self._undecided.clear()
@@ -238,23 +239,26 @@ class AnswerStream:
         self._trim, self._expected_header, self._may_be_header = trim, header, ""
         decode = self._tokenizer.decode_raw if self.kind == "call" else self._tokenizer.decode
         self._detokenizer = Detokenizer(decode, before, half_character(self._tokenizer, before))
-        self._turns: list[_Turn] = []
+        self._text_tags: list[_TextTag] = []
         self._holds_space = place.kind == "answer" and place.fresh
         if self._marks is None or place.kind in (None, "call"):
             return
         around = self._marks.answer_tags
         if isinstance(self._marks, TextTagMarks) and (place.fresh or place.kind == "thinking"):
             tags = self._marks.tags
-            opening = [_Turn(tags.open, "thinking", first=True)] if place.kind == "answer" else []
-            self._turns = [*opening, _Turn(tags.close, "answer", first=False)]
-        if around is not None and (self._turns or not (place.fresh or place.kind == "thinking")):
-            self._turns += [_Turn(around.open, "answer", first=True), _Turn(around.close, None, first=False)]
+            opening = [_TextTag(tags.open, "thinking", first=True)] if place.kind == "answer" else []
+            self._text_tags = [*opening, _TextTag(tags.close, "answer", first=False)]
+        if around is not None and (self._text_tags or not (place.fresh or place.kind == "thinking")):
+            self._text_tags += [
+                _TextTag(around.open, "answer", first=True),
+                _TextTag(around.close, None, first=False),
+            ]
 
     def _end_kind(self) -> None:
-        """Add the rest of the text of this kind."""
+        """Add the rest of this kind of text."""
         self._add_text(self._detokenizer.end(), final=True)
         whole = _joined(self._undecided)
-        if self._turns and self._turns[0].kind is None and whole.startswith(self._turns[0].tag):
+        if self._text_tags and self._text_tags[0].kind is None and whole.startswith(self._text_tags[0].tag):
             self._undecided.clear()
         self._pass(len(whole))
 
@@ -280,7 +284,7 @@ class AnswerStream:
             self._without_text.clear()  # their text is given, or they have none
 
     def _visible(self, new: str, *, final: bool) -> str:
-        """Return new text without the header and the space before the text of its kind."""
+        """Return new text without the header of its kind and the space before it."""
         new, self._may_be_header = self._may_be_header + new, ""
         if self._expected_header.startswith(new) and new != self._expected_header and not final:
             self._may_be_header = new
@@ -295,47 +299,47 @@ class AnswerStream:
     # --- tags of ordinary text
 
     def _decide(self) -> None:
-        """Pass the text that cannot be a tag of ordinary text, nor space before thinking."""
+        """Add the text that can be neither a tag of ordinary text nor space before thinking."""
         while self._undecided:
             text = _joined(self._undecided)
             lead = text.lstrip()
-            if not self._turns:
+            if not self._text_tags:
                 if self._holds_space and not lead and not any(string in text for string in self._stop):
                     return
                 self._holds_space = False
                 self._pass(len(text))
                 return
-            turn = self._turns[0]
-            at = text.find(turn.tag)
-            if turn.first and at != len(text) - len(lead):
-                if turn.tag.startswith(lead):
+            expected = self._text_tags[0]
+            at = text.find(expected.tag)
+            if expected.first and at != len(text) - len(lead):
+                if expected.tag.startswith(lead):
                     return
-                self._turns = []  # there is none, and the next ones do not come without it
+                self._text_tags = []  # the tag is missing, and later ones do not come without it
             elif at < 0:
-                self._pass(len(text) - _pending_length(text, [turn.tag]))
+                self._pass(len(text) - _pending_length(text, [expected.tag]))
                 return
-            elif turn.kind is None:
+            elif expected.kind is None:
                 self._pass(at)
-                if not text[at + len(turn.tag) :].strip():
+                if not text[at + len(expected.tag) :].strip():
                     return
-                self._pass(len(turn.tag))  # the tag was text
+                self._pass(len(expected.tag))  # the tag was text
             else:
-                self._pass(at if not turn.first else 0)
-                self._turn(turn, at + len(turn.tag) if turn.first else len(turn.tag))
+                self._pass(at if not expected.first else 0)
+                self._take_tag(expected, at + len(expected.tag) if expected.first else len(expected.tag))
 
-    def _turn(self, turn: _Turn, dropped: int) -> None:
-        """Drop a tag of `dropped` characters and the space after it; what follows is of another kind."""
+    def _take_tag(self, expected: _TextTag, dropped: int) -> None:
+        """Drop the `dropped` characters of a tag and the space after it, and begin the next kind."""
         self._drop(dropped)
         self._release()
         rest = _joined(self._undecided)
         self._drop(len(rest) - len(rest.lstrip()))
         self._trim = not self._undecided
-        self._turns, self._holds_space = self._turns[1:], False
-        self.kind = turn.kind or self.kind
+        self._text_tags, self._holds_space = self._text_tags[1:], False
+        self.kind = expected.kind or self.kind
         self._place = AnswerPlace(self.kind)
 
     def _pass(self, count: int) -> None:
-        """Add the first `count` characters that were not decided, as text of this kind."""
+        """Add the first `count` undecided characters as text of this kind."""
         for part in _take(self._undecided, count):
             if self.kind == "answer":
                 self._held.append(replace(part, kind="answer"))
@@ -347,7 +351,7 @@ class AnswerStream:
                 return
 
     def _drop(self, count: int) -> None:
-        """Drop the first `count` characters that were not decided; their logprobs go on with their token."""
+        """Drop the first `count` undecided characters. Their logprobs move to the rest of their token."""
         for part in _take(self._undecided, count):
             if self._undecided and part.logprobs and not self._undecided[0].logprobs:
                 self._undecided[0] = replace(self._undecided[0], logprobs=part.logprobs)
@@ -359,7 +363,7 @@ class AnswerStream:
         text = _joined(self._held)
         starts = [(text.find(string), string) for string in self._stop]
         complete = [(start + len(string), start, string) for start, string in starts if start >= 0]
-        if complete:  # the string that is complete first, the longest if several end there
+        if complete:  # take the string that ends first, the longest if several end there
             _, start, self.finished = min(complete)
             self._release(start)
             self._held.clear()

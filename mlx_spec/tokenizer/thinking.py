@@ -1,4 +1,4 @@
-"""How models mark their thinking: one table, and marks that follow an answer token by token.
+"""How models mark their thinking: the tables of marks, and classes that follow an answer token by token.
 
 Most models write tags around their thinking, at the beginning of an answer. Others write an answer as several
 messages, whose headers tell thinking, answer and calls apart.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 TextKind = Literal["answer", "thinking", "call"]
-HEADER_TOKENS = 48  # last tokens of a prompt in which the header of a message is looked for
+HEADER_TOKENS = 48  # last tokens of a prompt that are searched for the header of a message
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,26 @@ class Markers:
     open: str
     close: str
     header: str = ""  # text after the opening token that is not part of the thinking
-    anywhere: bool = False  # thinking may come later in an answer, too: the tokens are never text
+    anywhere: bool = False  # True if thinking may come later in an answer, too, so the tags are never text
 
 
 @dataclass(frozen=True)
-class Messages:
-    """An answer of several messages. The header of each goes from a start token to a body token."""
+class MessageFormat:
+    """The format of an answer of several messages. Each header goes from a start token to a body token."""
 
     starts: tuple[str, ...]
     bodies: tuple[str, ...]
     end: str  # token after a message that others follow
     role: str  # how the text of a header begins, after the first start token
-    kinds: Mapping[str, TextKind | None]  # of the message, by a pattern in its header; the first one counts
-    headers: tuple[str, ...]  # of thinking and answer, for answers that a grammar constrains
+    kinds: Mapping[str, TextKind | None]  # of a message, by a pattern in its header; the first match counts
+    headers: tuple[str, ...]  # of thinking and answer, for answers under a grammar
     others: tuple[str, ...] = ()  # further tokens of a header
-    stops: tuple[str, ...] = ()  # tokens that end an answer, also where no configuration says so
+    stops: tuple[str, ...] = ()  # tokens that end an answer, even if no configuration says so
 
 
-# Where a vocabulary has several, the first one that the chat template names counts.
+# If a vocabulary has the tokens of several, the first one that the chat template names counts.
 MESSAGES = (
-    Messages(  # gpt-oss
+    MessageFormat(  # gpt-oss
         starts=("<|start|>", "<|channel|>"),
         bodies=("<|message|>",),
         end="<|end|>",
@@ -55,7 +55,7 @@ MESSAGES = (
         others=("<|constrain|>",),
         stops=("<|return|>", "<|call|>"),
     ),
-    Messages(  # Muse
+    MessageFormat(  # Muse
         starts=("<|start|>",),
         bodies=("<|message|>",),
         end="<|eom|>",
@@ -63,7 +63,7 @@ MESSAGES = (
         kinds={r"to=self\b": "thinking", "": "answer"},
         headers=tuple(f"<|start|>assistant to={name}<|message|>" for name in ("self", "user")),
     ),
-    Messages(  # Solar Open
+    MessageFormat(  # Solar Open
         starts=("<|begin|>",),
         bodies=("<|think|>", "<|content|>"),
         end="<|end|>",
@@ -71,7 +71,7 @@ MESSAGES = (
         kinds={r"<\|think\|>": "thinking", "": "answer"},
         headers=("<|begin|>assistant<|think|>", "<|begin|>assistant<|content|>"),
     ),
-    Messages(  # Kimi K3
+    MessageFormat(  # Kimi K3
         starts=("<|open|>", "<|close|>"),
         bodies=("<|sep|>",),
         end="<|close|>",
@@ -122,21 +122,21 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class AnswerPlace:
-    """Where in an answer the next token stands."""
+    """The place of the next token in an answer."""
 
     kind: TextKind | None  # of its text; None in a header, and between two messages
-    fresh: bool = False  # nothing but space stands here yet: thinking may begin, or begin once more
-    hidden: bool = False  # the token before is not text
-    header: tuple[int, ...] = ()  # tokens of a header so far; of what is text after all if `kind` is "answer"
-    tail: bytes = b""  # the end of the thinking, which may begin the closing tag
+    fresh: bool = False  # True while there is only space, so that thinking may begin, perhaps once more
+    hidden: bool = False  # True if the token before is not text
+    header: tuple[int, ...] = ()  # tokens of a header so far; if `kind` is "answer", they were text after all
+    tail: bytes = b""  # the end of the thinking, which may be the beginning of the closing tag
 
 
 class Marks(ABC):
-    """The marks of one model. Places are values: drafts are followed, and forgotten."""
+    """The marks of one model. Places are values, so a rejected draft needs no rollback here."""
 
     opening: int | None = None  # the token that begins thinking in an answer without headers
     answer_tags: Markers | None = None  # tags of text around an answer that follows thinking
-    named: bool = False  # the chat template has them
+    named: bool = False  # True if the chat template names them
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> AnswerPlace:
@@ -160,7 +160,7 @@ class Marks(ABC):
 
 
 class TagMarks(Marks):
-    """Tags that are tokens. Elsewhere than at the beginning of an answer they are text."""
+    """Tags that are tokens. After the beginning of an answer they are text, unless `Markers.anywhere`."""
 
     def __init__(self, tags: Markers, tokens: Tokens, opening: int, closing: int) -> None:
         self.tags, self.opening, self.closing = tags, opening, closing
@@ -182,9 +182,9 @@ class TagMarks(Marks):
 
 
 class TextTagMarks(Marks):
-    """Tags that are ordinary text, in whatever tokens. `after` reads what a grammar lets through.
+    """Tags of ordinary text, written with any tokens. `after` follows answers under a grammar.
 
-    A stream looks for the tags in the text.
+    `AnswerStream` searches the tags in the text instead.
     """
 
     def __init__(self, tags: Markers, tokens: Tokens) -> None:
@@ -239,7 +239,7 @@ class TextTagMarks(Marks):
 class MessageMarks(Marks):
     """Headers of messages."""
 
-    def __init__(self, form: Messages, tokens: Tokens) -> None:
+    def __init__(self, form: MessageFormat, tokens: Tokens) -> None:
         self.form = form
         self._tokens = tokens
         ids = {name: tokens.token_id(name) for name in (*form.starts, *form.bodies, *form.others, form.end)}
@@ -308,7 +308,7 @@ class MessageMarks(Marks):
 
 
 def find_marks(source: str, tokens: Tokens) -> Marks | None:
-    """Return the marks of a model by its chat template and its vocabulary; None if it has none of them.
+    """Return the marks of a model by its chat template and its vocabulary; None if it has none.
 
     Tags that are not tokens count only where the template names them.
     """

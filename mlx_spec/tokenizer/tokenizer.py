@@ -18,7 +18,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
 from mlx_spec.tokenizer.history import render_history
-from mlx_spec.tokenizer.thinking import Markers, Marks, MessageMarks, TagMarks, TextTagMarks, find_marks
+from mlx_spec.tokenizer.thinking import Marks, MessageMarks, find_marks
 
 
 class Tokenizer:
@@ -32,16 +32,11 @@ class Tokenizer:
         stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
         self.eos = frozenset(eos).union(i for i in map(self.token_id, stops) if i is not None)
         added = tokenizer.get_added_tokens_decoder()
-        # Once a tokenizer.json called a token special, `decode` leaves it out, whatever other files say.
+        # A token that tokenizer.json calls special is left out by `decode`, even if other files deny that.
         hidden = (
             i for i, token in added.items() if token.special or (token.content and not self.decode([i]))
         )
         self.controls = self.eos.union(hidden)  # tokens that are not text
-
-    @property
-    def thinking_markers(self) -> Markers | None:
-        """Return the tags around the model's thinking; None if it has none."""
-        return self.marks.tags if isinstance(self.marks, TagMarks | TextTagMarks) else None
 
     @property
     def chats(self) -> bool:
@@ -77,9 +72,9 @@ class Tokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`. Special tokens in it count as such; none are added.
+        """Return the tokens of `text`. Special tokens in it are read as such; none are added.
 
-        Raises InvalidValue for half a surrogate pair, as of bytes that were not UTF-8.
+        Raises InvalidValue for half a surrogate pair, which comes from bytes that were not UTF-8.
         """
         return self._ids(text, special=False)
 
@@ -126,15 +121,11 @@ class Tokenizer:
         except TypeError as error:
             raise InvalidValue("a text holds half a surrogate pair: give text that is valid UTF-8") from error
 
-    def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Return True if the end of a prompt opens the model's thinking."""
-        return self.marks is not None and self.marks.begin(prompt).kind == "thinking"
-
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary, perhaps half a character.
+    """Returns the bytes of each token of a vocabulary, perhaps a part of a character.
 
-    It reads byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
+    It knows byte-level BPE, which writes bytes as letters, and sentencepiece with its spaces and byte tokens.
     Tokens of other vocabularies are decoded one by one.
     """
 
@@ -151,7 +142,7 @@ class TokenBytes:
         self._cached: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """Return the bytes of `token`: of a special token its name, of an unknown id nothing."""
+        """Return the bytes of `token`; the name of a special token, nothing for an unknown id."""
         if token not in self._cached:
             piece = self._tokenizer.id_to_token(token)
             self._cached[token] = b"" if piece is None else self._bytes(token, piece)
@@ -199,7 +190,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Return the text side of a checkpoint, whose config.json is `config`. Raises BadCheckpoint."""
+    """Return the tokenizer and chat template of a checkpoint with this config.json. Raises BadCheckpoint."""
     tokenizer, own = _read(folder)
     configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
     stated = [each.get("eos_token_id") for each in configs]
@@ -213,7 +204,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_fast_tokenizer(folder: Path) -> FastTokenizer:
-    """Return the tokenizer of a checkpoint: its tokenizer.json, or what transformers converts.
+    """Return the tokenizer of a checkpoint: its tokenizer.json, or a conversion by transformers.
 
     Raises BadCheckpoint.
     """
@@ -237,7 +228,7 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
         eos = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
     else:
         tokenizer, eos = _converted(folder, own_code="auto_map" in config)
-    tokenizer.no_truncation()  # a length that was right for training would drop text in silence
+    tokenizer.no_truncation()  # a length from training would silently drop text
     tokenizer.no_padding()
     if config.get("fix_mistral_regex") is True:
         fix_mistral_cut(tokenizer, read_optional(folder / "config.json"))
@@ -245,7 +236,7 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
 
 
 def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
-    """Return what transformers makes of other files than tokenizer.json. Raises BadCheckpoint."""
+    """Return the tokenizer that transformers converts, and its end token. Raises BadCheckpoint."""
     if not has_tokenizer(folder):
         unread = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")
         other = next((f"{file.name} is not read: " for form in unread for file in folder.glob(form)), "")
@@ -266,7 +257,7 @@ def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | No
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences have in common at their beginning."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     if list(a[:length]) == list(b[:length]):
         return length
@@ -274,9 +265,9 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def differing_token(drafter: Path, target: Path, tokenizer: Tokenizer) -> str | None:
-    """Return in words the first token that the two tokenizers have different; None if there is none.
+    """Return a description of the first token in which two tokenizers differ; None if they are equal.
 
-    `text` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
+    `tokenizer` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
     """
     if not has_tokenizer(drafter):
         return None

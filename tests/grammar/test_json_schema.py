@@ -13,7 +13,7 @@ from support.grammars import END, STOP, compiled, row
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Matcher
 from mlx_spec.grammar.json_schema import enforceable
-from mlx_spec.grammar.patterns import Probe, translated
+from mlx_spec.grammar.patterns import PatternChecker, translated
 
 ENDS = {END, STOP}
 WALKS = 5  # random answers to each schema
@@ -362,7 +362,7 @@ def test_patterns_of_javascript() -> None:
 
 
 def test_patterns_that_take_too_long_are_refused() -> None:
-    probe, parts = Probe(0.3), [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
-    assert probe.problem({"pattern": "a"}) is None
+    checker, parts = PatternChecker(0.3), [{"pattern": f".*a.{{{n}}}b"} for n in range(1, 30)]
+    assert checker.problem({"pattern": "a"}) is None
     with pytest.raises(InvalidValue, match=r"patterns of the JSON schema take more than 0\.3 s to compile"):
-        probe.problem({"allOf": parts})
+        checker.problem({"allOf": parts})
