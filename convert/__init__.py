@@ -1,1 +1,1 @@
-"""Hugging Face weights to MLX pairs: `mlx-spec convert`."""
+"""Convert Hugging Face and GGUF checkpoints to pairs (`mlx-spec convert`), and train drafters."""

@@ -1,4 +1,4 @@
-"""`mlx-spec convert` and `mlx-spec train`: run them, and say what came out."""
+"""`mlx-spec convert` and `mlx-spec train`: run them, and print the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .options import ConversionOptions, TrainingOptions
 
 @contextmanager
 def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
-    """Yield the progress of a run that writes `out`; Ctrl-C or an error of the system end it in one line."""
+    """Yield the progress of a run that writes `out`. Report Ctrl-C and system errors in one line."""
     progress = StageProgress(sys.stderr)
     try:
         yield progress
@@ -39,7 +39,7 @@ def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
 
 
 def run_conversion(options: ConversionOptions) -> int:
-    """Convert, and show what was measured. Returns the exit status."""
+    """Convert a pair, and print the figures of the self-test. Return the exit status."""
     require_backend()
     from .convert import convert
 
@@ -57,7 +57,7 @@ def run_conversion(options: ConversionOptions) -> int:
 
 
 def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
-    """Return lines that say what was made and what the self-test measured."""
+    """Return lines about the parts that were written and the figures of the self-test."""
     lines = [f"{out}: {_describe_part('target', manifest)}"]
     if manifest["drafter"]:
         lines.append(f"{out}: {_describe_part('drafter', manifest)}")
@@ -96,7 +96,7 @@ def _describe_acceptance(found: Mapping[str, Any]) -> str:
 
 
 def run_training(options: TrainingOptions) -> int:
-    """Train, and show what the drafter accepts. Returns the exit status."""
+    """Train a drafter, and print its acceptance. Return the exit status."""
     require_backend()
     from .train.train import WORK, train
 
@@ -108,7 +108,7 @@ def run_training(options: TrainingOptions) -> int:
 
 
 def _describe_training(report: Mapping[str, Any], options: TrainingOptions) -> list[str]:
-    """Return what was made, and what it accepts on held-out prompts."""
+    """Return lines about the drafter and its acceptance on held-out prompts."""
     lines = [f"{options.out}: trained on {report['rows']} tokens in {report['steps']} steps"]
     for temperature, kinds in report["tokens_a_round"].items():
         others = ", ".join(f"{kind} {n:.2f}" for kind, n in kinds.items() if kind != "all")

@@ -1,4 +1,4 @@
-"""Convert two names to a folder with a pair: the steps of a conversion, in order."""
+"""Convert a target and a drafter to a folder with a pair: the steps of a conversion, in order."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .options import ConversionOptions
 from .parts import convert_drafter, convert_target, explain_left_out, family_or_model
 from .selftest import UNQUANTIZED, ConversionPlan, self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
-from .write import DRAFTER, TARGET, Part, write_manifest, write_tensors
+from .write import DRAFTER, TARGET, PartEntry, write_manifest, write_tensors
 
 
 def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
-    """Convert a pair into the new folder `options.out`. Return its pair.json.
+    """Convert a pair into the new folder `options.out`. Return the content of its pair.json.
 
-    Raises a SpecError in one line for anything a user or a checkpoint can cause, OSError for the disk.
+    Raises SpecError, in one line, for a problem of the input, and OSError for a problem of the disk.
     """
     with new_folder(options.out) as folder:
         plan = _make_plan(options, folder, progress)
@@ -52,23 +52,24 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
     tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
     if choice is None:
-        done = {"quantization", "quantization_config"} & target.config.keys()
-        # A target that is not quantized yet gets 4 bits.
-        choice = NONE if done else "4"
-    own = parse_quantization(choice, options.group_size)
+        is_quantized = bool({"quantization", "quantization_config"} & target.config.keys())
+        choice = NONE if is_quantized else "4"
+    quantization = parse_quantization(choice, options.group_size)
     drafter, family = _find_drafter(options.drafter, target, tokenizer)
     size = None if choice in FIXED_MODES else options.group_size
     drafter_quantization = parse_quantization(options.drafter_bits, size)
     hashes = {TARGET: check_hashes(target, progress)}
     if drafter is not None and drafter is not target:
         hashes[DRAFTER] = check_hashes(drafter, progress)
-    return ConversionPlan(folder, target, drafter, family, options.dtype, own, drafter_quantization, hashes)
+    return ConversionPlan(
+        folder, target, drafter, family, options.dtype, quantization, drafter_quantization, hashes
+    )
 
 
 def _find_drafter(
     name: str, target: Source, tokenizer: Tokenizer
 ) -> tuple[Source | None, DrafterFamily | None]:
-    """Return the drafter's source and its family, None for a language model.
+    """Return the source of the drafter and its family: None for a language model, (None, None) for none.
 
     Raises InvalidValue, and Mismatch for a language model of another vocabulary.
     """
@@ -76,8 +77,8 @@ def _find_drafter(
         return None, None
     if name == LOOKUP:
         raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
-    own = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
-    chosen = own if name == "auto" else name
+    published = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
+    chosen = published if name == "auto" else name
     if chosen is None:
         try:
             return target, family_of(target.config, target.tensors().keys())
@@ -98,7 +99,9 @@ def _find_drafter(
     return drafter, found
 
 
-def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool) -> tuple[Part, Part | None]:
+def _write(
+    plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool
+) -> tuple[PartEntry, PartEntry | None]:
     """Write both parts and check that the drafter can be opened."""
     target = convert_target(plan.target, plan.quantization, plan.dtype)
     drafter, needed = None, _size(target.tensors)
@@ -110,7 +113,7 @@ def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool
         needed += 2 * _size(drafter.tensors)  # the self-test writes it once more
         if plan.is_embedded:
             unused -= drafter.used
-            drafter = replace(drafter, dropped={})  # it is the target's
+            drafter = replace(drafter, dropped={})  # these tensors belong to the target
     check_space(plan.target.name, needed, plan.folder.parent, "write to another disk")
     left = explain_left_out(unused, plan.target.config, allow_unknown=allow_unknown)
     written = _write_part(plan, TARGET, plan.target, replace(target, dropped=left), progress)
@@ -123,8 +126,8 @@ def _write(plan: ConversionPlan, progress: StageProgress, *, allow_unknown: bool
 
 def _write_part(
     plan: ConversionPlan, role: str, source: Source, part: Converted, progress: StageProgress
-) -> Part:
-    """Write one half of the pair. Return its entry of pair.json."""
+) -> PartEntry:
+    """Write the target or the drafter. Return its entry in pair.json."""
     count, folder = len(part.tensors), plan.folder / role
     tokenizer = None if role == DRAFTER and plan.is_embedded else source
     _write_folder(folder, tokenizer, part.config, part.tensors, progress)
@@ -155,7 +158,7 @@ def _write_folder(
     """Write one checkpoint, with the tokenizer of `source`. Empties `tensors`."""
     folder.mkdir()
     progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
-    limit = mx.set_cache_limit(0)  # freed memory goes back at once
+    limit = mx.set_cache_limit(0)  # MLX returns freed memory to the system at once
     try:
         write_tensors(folder, tensors, progress)
     finally:
@@ -170,7 +173,7 @@ def _write_folder(
 
 
 def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    """Test the pair; the drafter in our form but not quantized exists for the time of the test."""
+    """Test the pair. For the test, the drafter is also written without quantization."""
     if plan.drafter is not None and plan.family is not None and plan.drafter_quantization is not None:
         drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)
         _write_folder(plan.unquantized_folder, None, drafter.config, drafter.tensors, progress)

@@ -1,4 +1,4 @@
-"""The options of `mlx-spec convert` and `mlx-spec train`, as what they start reads them."""
+"""The options of `mlx-spec convert` and `mlx-spec train`. Imports nothing heavy: `--help` is quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert a target by mlx-lm or a drafter by its family, lazily, and account for each tensor."""
+"""Convert a target with mlx-lm, or a drafter with its family. Tensors stay lazy; each is accounted for."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .source import Quantization, Source, cast
 def convert_model(
     source: Source, quantization: Quantization | None, dtype: str | None, option: str = "-q"
 ) -> Converted:
-    """Load `source` by mlx-lm, lazily, cast it and quantize it as `option` says.
+    """Load a model with mlx-lm, lazily, cast it and quantize it. `option` is the user's, for errors.
 
-    Raises BadCheckpoint if mlx-lm has no such model or tensors are missing or left over, InvalidValue if the
-    source is quantized already.
+    Raises BadCheckpoint if mlx-lm does not know the model or tensors are missing or left over, InvalidValue
+    if the source is quantized already.
     """
     seen: dict[str, mx.array] = {}
     model, config = load_unread(source.folder, seen)
@@ -46,19 +46,19 @@ def convert_model(
         _cast_as_mlx_lm(model, config, DTYPES[dtype])
     if quantization is not None:
         config = _quantize(source, model, config, quantization, option)
-    left = ("_name_or_path", "vision_config", "audio_config")  # out by mlx-lm, too
+    left = ("_name_or_path", "vision_config", "audio_config")  # mlx-lm leaves these out, too
     config = {key: value for key, value in sorted(config.items()) if key not in left}
     tensors = dict(tree_flatten(model.parameters()))
     result = Converted(config, tensors, used, unused=frozenset(seen) - used)
-    seen.clear()  # or the class of the model keeps every tensor that is read
+    seen.clear()  # else the class of the model would keep every tensor in memory
     return result
 
 
 def convert_target(source: Source, quantization: Quantization | None, dtype: str | None) -> Converted:
-    """Convert a target, as `convert_model` does, with its vision tower.
+    """Convert a target as `convert_model` does, and keep its vision tower.
 
-    A tower stays as it is stored, in `dtype` if given; mlx-lm passes it over. One of another family, or of
-    another form than config.json says, is left out.
+    The tower is not quantized, only cast to `dtype` if given; mlx-lm ignores it. A tower of an unknown
+    family, or one that config.json does not describe, is left out.
     """
     model = convert_model(source, quantization, dtype)
     names = tower_names(source.config, source.checkpoint.headers.tensors)
@@ -83,9 +83,9 @@ def convert_target(source: Source, quantization: Quantization | None, dtype: str
 def explain_left_out(
     names: Collection[str], config: Mapping[str, Any], *, allow_unknown: bool = False
 ) -> dict[str, str]:
-    """Return why each of these source tensors is rightly not in the target.
+    """Return for each of these source tensors why the target may be without it.
 
-    Raises BadCheckpoint for a tensor of no known kind, unless `allow_unknown`.
+    Raises BadCheckpoint for a tensor that is not known, unless `allow_unknown`.
     """
     reasons = {name: reason_left_out(name, config) for name in sorted(names)}
     unknown = [name for name, reason in reasons.items() if reason is None]
@@ -98,9 +98,9 @@ def explain_left_out(
 
 
 def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model in `folder` by mlx-lm, with no weight read, and its config.
+    """Return mlx-lm's model of a folder, with lazy weights, and its config. Raises BadCheckpoint.
 
-    `seen` receives the tensors as stored. Raises BadCheckpoint.
+    `seen` receives the tensors under their names in the checkpoint.
     """
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -115,7 +115,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
 def _recording_sanitize(
     model_class: Any, config: Mapping[str, Any], seen: dict[str, mx.array]
 ) -> Callable[..., Any]:
-    """Wrap `sanitize`: record all tensors, pass on the tensors of the model's own layers."""
+    """Return a `sanitize` that records all tensors in `seen`, and passes on those without draft heads."""
     text = text_config(config)
     layers = text["num_hidden_layers"] if text.get("num_nextn_predict_layers") else sys.maxsize
 
@@ -165,9 +165,9 @@ def _quantize(
 
 
 def family_or_model(source: Source) -> DrafterFamily | None:
-    """Return the family of a drafter, None for a plain language model that mlx-lm knows.
+    """Return the family of a drafter; None for a language model that mlx-lm knows.
 
-    Raises BadCheckpoint for anything else.
+    Raises BadCheckpoint for any other checkpoint.
     """
     try:
         return family_of(source.config, source.tensors().keys())
@@ -184,16 +184,16 @@ def convert_drafter(
     quantization: Quantization | None,
     dtype: str | None,
 ) -> Converted:
-    """Convert the drafter in `source` for a target. `family` is None for a language model.
+    """Convert a drafter for a target. `family` is None for a language model.
 
-    Raises BadCheckpoint if a tensor is missing, left over or of another shape than the configs say, Mismatch
-    if the drafter was made for another target.
+    Raises BadCheckpoint if a tensor is missing, left over, or does not have the shape in config.json, and
+    Mismatch if the drafter was made for another target.
     """
     tensors = source.tensors()
     if family is None:
         model = convert_model(source, quantization, dtype, "--drafter-bits")
         return replace(model, dropped=explain_left_out(model.unused, source.config))
-    if dtype == "float32":  # before anything is computed of the weights, such as folded norms
+    if dtype == "float32":  # cast before a family computes with the weights, such as when it folds norms
         tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
     converted: Converted = family.convert(tensors, source.config, target_config)
     ours, config = dict(converted.tensors), dict(converted.config)
@@ -209,7 +209,7 @@ def convert_drafter(
 def _quantize_tensors(
     tensors: Mapping[str, mx.array], converted: Converted, quantization: Quantization
 ) -> tuple[dict[str, mx.array], tuple[str, ...]]:
-    """Quantize what can be quantized. Return the names of the other matrices, too."""
+    """Quantize the tensors that allow it. Return all tensors, and the names of the other matrices."""
     result: dict[str, mx.array] = {}
     unquantized = []
     for name, array in tensors.items():

@@ -1,7 +1,7 @@
-"""Prove that a converted pair is right, before it gets its name.
+"""Test a converted pair before it gets its name.
 
-Every check reads the files that were written: tensors, logits, perplexity, acceptance of the drafter, and
-that it changes no text. A failed check raises SelfTestFailed, and nothing is kept.
+Every check reads the written files. They check tensors, logits, perplexity, the drafter's acceptance, and
+that drafts change no text. A failed check raises SelfTestFailed, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .write import DRAFTER, TARGET
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
-UNQUANTIZED = ".unquantized"  # for the time of the test: the drafter in our form but not quantized
+UNQUANTIZED = ".unquantized"  # folder of the drafter in our form without quantization, during the test
 
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
 
@@ -63,12 +63,12 @@ class SelfTestFailed(SpecError):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Both sources, what to make of them, and where. A type or a quantization of None is the source's."""
+    """Both sources, how to convert them. A type or a quantization of None keeps the source's."""
 
-    folder: Path  # of the converted parts
+    folder: Path  # of the converted pair
     target: Source
-    drafter: Source | None  # the target for native heads, None without a drafter
-    family: DrafterFamily | None  # of the drafter, None for a language model or no drafter
+    drafter: Source | None  # for draft heads inside the target it is `target`; None without a drafter
+    family: DrafterFamily | None  # of the drafter; None for a language model, or without a drafter
     dtype: str | None
     quantization: Quantization | None  # of the target
     drafter_quantization: Quantization | None
@@ -81,17 +81,17 @@ class ConversionPlan:
 
     @property
     def unquantized_folder(self) -> Path:
-        """Return the folder of the drafter in our form, not quantized."""
+        """Return the folder of the drafter in our form without quantization."""
         return self.folder / (UNQUANTIZED if self.drafter_quantization else DRAFTER)
 
     @property
     def original_drafter(self) -> Path:
-        """Return the drafter to compare with: a language model as published, others in our form."""
+        """Return the folder of the drafter to compare with: as published for a language model, else ours."""
         assert self.drafter is not None
         return self.drafter.folder if self.family is None else self.unquantized_folder
 
     def reference_dtype(self) -> mx.Dtype | None:
-        """Return the wider of the target's type and the new one, None as stored."""
+        """Return the wider type of the target's stored one and `dtype`; None without `dtype`."""
         if self.dtype is None:
             return None
         sizes: Counter[mx.Dtype] = Counter()
@@ -128,10 +128,10 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     original, expected = measure(plan.target.folder, plan.reference_dtype(), tokens)
     progress.stage("computing the converted target on the same texts")
     converted, found = measure(plan.folder / TARGET, None, tokens)
-    # In standard deviations of the original; a quantized target has other logits.
+    # In standard deviations of the original logits.
     difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
-    tolerance = None if plan.quantization else 0.5 if narrows else 1e-4
+    tolerance = None if plan.quantization else 0.5 if narrows else 1e-4  # quantization changes logits anyway
     if tolerance is not None and not difference <= tolerance:
         raise SelfTestFailed(
             f"the logits of the converted target differ from the original's by {difference:.2g} standard "
@@ -152,7 +152,8 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
 def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> dict[str, Any]:
     """Compare the files in `folder` with unquantized tensors. Empties `expected`. Raises BadCheckpoint.
 
-    Returns the tensors that are equal bit by bit, those that are quantized, and the largest error of one.
+    Returns the number of tensors that are equal bit by bit, the number of quantized ones, and their largest
+    error.
     """
     written, config = read_tensors(folder), read_config(folder)
     progress.stage(f"comparing {folder.name} with its source", tensors=len(expected))
@@ -173,8 +174,8 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
             own = config["quantization"].get(stem.removesuffix("."))
             settings = config["quantization"] | (own if isinstance(own, dict) else {})
             errors[name] = _error(source, weight, found, settings)
-            # A wrong tensor has an error of 1.4, one of 4 bits has 0.1.
-            wrong += [] if errors[name] < 0.5 else [name]  # nan is not
+            # A wrong tensor has an error of 1.4, a tensor with 4 bits has 0.1.
+            wrong += [] if errors[name] < 0.5 else [name]  # also for nan
         progress.advance()
         mx.clear_cache()
     if wrong or written:
@@ -194,7 +195,7 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
 def _error(
     source: mx.array, weight: mx.array, found: Mapping[str, mx.array | None], settings: Mapping[str, Any]
 ) -> float:
-    """Return the root mean square error of a quantized tensor, as a share of the weights' own."""
+    """Return the root mean square error of a quantized tensor, divided by its root mean square."""
     scales = found["scales"]
     assert scales is not None
     mx.eval(source)
@@ -216,9 +217,9 @@ def _error(
 
 
 def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
-    """Return the model in `folder`, its weights unread, cast to `dtype` if given.
+    """Return the model in a folder with lazy weights, cast to `dtype` if given.
 
-    It is dense and in float32 where `load` makes it so.
+    Like `load`, it makes some models dense and float32 on a CPU.
     """
     seen: dict[str, mx.array] = {}
     model, _ = load_unread(folder, seen)
@@ -240,19 +241,19 @@ def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the built-in prompts; questions only if the target has a chat template."""
+    """Return the tokens of the built-in prompts; with a chat template also of the questions."""
     result = [tokenizer.prompt_tokens(string) for string in PROMPTS]
     for question in QUESTIONS if tokenizer.chats else ():
-        with contextlib.suppress(InvalidValue):  # a template that wants more than a question
+        with contextlib.suppress(InvalidValue):  # a template may need more than a question
             result.append(tokenizer.prompt([{"role": "user", "content": question}]))
     return result
 
 
 def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[float, Floats]:
-    """Return the perplexity of texts [B, S] together, and the logits [R, V] of a few rows.
+    """Return the perplexity of all texts [B, S], and the logits [R, V] of a few rows.
 
-    The graph alone holds the weights, so that each is read when its turn comes and dropped afterwards: a
-    model that is larger than memory can be measured. Raises SelfTestFailed for one that does not run.
+    Only the graph references the weights, so MLX reads each one when it needs it and frees it afterwards. So
+    a model may be larger than memory. Raises SelfTestFailed for a model that does not run.
     """
     try:
         model = load_lazily(folder, dtype)
@@ -265,7 +266,7 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
     del model
     scores = logits[:, :-1] - log_total(logits[:, :-1])
     loss = -mx.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
-    # The logits of the last 4 rows of each text are compared.
+    # The caller compares the logits of the last 4 rows of each text.
     rows = logits[:, -4:].reshape(-1, logits.shape[-1])
     del logits, scores
     mx.eval(loss, rows)
@@ -277,16 +278,16 @@ def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[flo
 
 @dataclass(frozen=True)
 class DraftedTexts:
-    """Greedy continuations by a pair, and how often its target accepted the draft."""
+    """Greedy continuations by a pair, and their acceptance."""
 
     tokens: list[list[int]]
-    positions: int  # with a draft
-    first: float  # share of positions whose first draft token was accepted
-    length: float  # tokens of a round with K draft tokens, the target's own token included
+    positions: int  # rounds with a draft
+    first: float  # share of these whose first draft token was accepted
+    length: float  # tokens emitted by a round with K draft tokens
 
 
 def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    """Check acceptance and losslessness; return figures. Raises SelfTestFailed."""
+    """Check the acceptance, and that the text does not change. Return figures. Raises SelfTestFailed."""
     target = plan.folder / TARGET
     progress.stage("drafting with the converted pair")
     pair = load(target, plan.folder / DRAFTER, num_draft_tokens=K)
@@ -307,8 +308,8 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     plain = continue_greedily(load_lazily(target, None), built_in, frozenset(tokenizer.eos))
     gc.collect()
     tokens = Counter(token for continuation in plain for token in continuation)
-    chance = max(tokens.values()) / tokens.total()  # of a drafter that guesses the most common token
-    # The share of first draft tokens that must be accepted. At most 30 %: some targets repeat themselves.
+    chance = max(tokens.values()) / tokens.total()  # acceptance of always drafting the most common token
+    # The least acceptance of first draft tokens. At most 30 %, because some targets repeat themselves.
     floor = min(0.3, max(0.1, 1.5 * chance))
     if ours.first < floor:
         raise SelfTestFailed(
@@ -327,7 +328,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
 
 
 def _why_not_before(plan: ConversionPlan) -> str | None:
-    """Return why the original pair is not measured, None if it is."""
+    """Return why the original pair is not measured; None if it is."""
     if not (plan.dtype or plan.quantization or plan.drafter_quantization):
         return "nothing was changed"
     limit, size = memory_for_models(), plan.target.size
@@ -345,8 +346,8 @@ def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prom
 
 
 def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
-    """Continue `prompts` greedily with K draft tokens a round."""
-    fixed = pair.with_policies(FixedPolicy(K))  # a loaded pair's own policy times plain tokens, too
+    """Continue prompts greedily with K draft tokens a round."""
+    fixed = pair.with_policies(FixedPolicy(K))  # the policy of a loaded pair also decodes plain rounds
     answers = [list(fixed.generate(prompt, max_tokens=GENERATED)) for prompt in prompts]
     rounds = [round for answer in answers for round in answer if round.drafted]
     whole = [round.accepted for round in rounds if round.drafted == K]
@@ -359,7 +360,7 @@ def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
 
 
 def continue_greedily(model: nn.Module, prompts: Sequence[list[int]], eos: frozenset[int]) -> list[list[int]]:
-    """Continue `prompts` token by token. The engine takes no part in that."""
+    """Continue prompts token by token, without the decoding loop that is tested."""
     results = []
     for prompt in prompts:
         target, tokens = LMTarget(model), list[int]()
@@ -376,7 +377,7 @@ def continue_greedily(model: nn.Module, prompts: Sequence[list[int]], eos: froze
 def check_lossless(
     target: Path, prompts: Sequence[list[int]], plain: Sequence[list[int]], drafted: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Compare texts with drafts with the target's `plain` continuations. Raises SelfTestFailed."""
+    """Compare `drafted` texts to the target's `plain` continuations. Raises SelfTestFailed."""
     ties = 0
     for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
         if found == expected:
@@ -399,7 +400,7 @@ def check_lossless(
 
 
 def _noise(model: nn.Module, history: list[int]) -> Gap:
-    """Measure by how much the ways to read a text differ: row by row, a block of rows, and all at once."""
+    """Return the largest gap between ways to read a text: row by row, with a block of rows, all at once."""
     block = LMTarget(model)
     if history[: -K - 1]:
         block.prefill(history[: -K - 1])

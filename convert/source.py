@@ -1,4 +1,4 @@
-"""Open a checkpoint to convert: complete, in safetensors, its hashes checked."""
+"""Open a checkpoint for a conversion, check that it is complete, and check its hashes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size)
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bits of a weight, weights that share a scale, and MLX's mode, by their names in config.json."""
+    """How weights are quantized, with the names of config.json."""
 
     bits: int
-    group_size: int
+    group_size: int  # weights that share a scale
     mode: str = "affine"
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """Return the folder that holds it."""
+        """Return the folder of its files."""
         return self.checkpoint.folder
 
     @property
@@ -59,11 +59,11 @@ class Source:
 
     @property
     def revision(self) -> str | None:
-        """Return the commit of a repository, None for a folder."""
+        """Return the commit of a repository; None for a folder."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     def tensors(self) -> dict[str, mx.array]:
-        """Return all tensors, unread. Raises BadCheckpoint."""
+        """Return all tensors, lazily. Raises BadCheckpoint."""
         return read_tensors(self.folder)
 
     def side_files(self) -> list[Path]:
@@ -87,9 +87,9 @@ def open_source(name: str, q6k_bits: int | None = None) -> Source:
 
 
 def check_hashes(source: Source, progress: StageProgress) -> dict[str, str]:
-    """Compare cached weights with their published hashes. Raises BadCheckpoint.
+    """Compare cached weights to their published hashes. Raises BadCheckpoint.
 
-    Returns the hashes by file name, none for a folder, whose hashes are not published.
+    Returns the hashes by file name; {} for a folder, which has no published hashes.
     """
     files = source.checkpoint.headers.files
     blobs = {file: file.resolve() for file in files if published_hash(file.resolve())}

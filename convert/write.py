@@ -1,4 +1,4 @@
-"""Write the files of a pair. Memory holds one tensor and what it is computed from."""
+"""Write the files of a pair. Memory holds one tensor and its inputs at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
 
 TARGET, DRAFTER = "target", "drafter"
-Part = dict[str, Any]  # an entry of pair.json
+PartEntry = dict[str, Any]  # of the target or the drafter, in pair.json
 
 
 def write_manifest(
-    folder: Path, target: Part, drafter: Part | None, dtype: str | None, self_test: Mapping[str, Any]
+    folder: Path,
+    target: PartEntry,
+    drafter: PartEntry | None,
+    dtype: str | None,
+    self_test: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write pair.json into `folder` and return it."""
-    # This is what pair.json holds.
     manifest = {
         "format": 1,
         "target": TARGET,
@@ -45,8 +48,8 @@ def write_manifest(
 def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> None:
     """Write `tensors` in files of at most 5 GiB with an index. Empties `tensors`.
 
-    Each tensor is computed when its turn comes and dropped at once, if the caller holds no other reference to
-    it or to what it is computed from. Raises OSError, and BadCheckpoint for what cannot be read.
+    Each tensor is computed when it is written and then freed, if the caller has no other reference to it or
+    its inputs. Raises OSError, and BadCheckpoint for a source that cannot be read.
     """
     total = sum(array.nbytes for array in tensors.values())
     shards = make_shards(tensors)

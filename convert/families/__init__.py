@@ -1,4 +1,4 @@
-"""Convert drafters: a file for each family, or for several that are alike."""
+"""Convert drafters: a file for each family, or for several similar ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_spec.errors import BadCheckpoint
 def family_of(config: Mapping[str, Any], names: Collection[str]) -> DrafterFamily:
     """Return the family of a drafter by its config.json and the names of its tensors.
 
-    Raises BadCheckpoint, which names what was found and what is known.
+    Raises BadCheckpoint for an unknown drafter.
     """
     refuse_unsupported(config, names)
     family = drafter_family(config, names)

@@ -1,7 +1,7 @@
-"""Drafter families: what a conversion takes from a checkpoint and what it makes of it.
+"""The steps that the conversions of all drafter families share.
 
-`read` brings the tensors of a checkpoint under our names, a family merges or drops some of them, and `finish`
-compares them with the network that will run them: nothing missing, nothing left over, every shape right.
+`read` renames the tensors of a checkpoint to our names. A family then merges or drops some of them. `finish`
+compares them to the network that will run them: no tensor is missing or left over, and all shapes agree.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json
 Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 
-FP8_SCALE = "_scale_inv"  # one factor a block of an 8-bit weight (DeepSeek-V3)
+FP8_SCALE = "_scale_inv"  # ends the name of the factors of an FP8 weight, one for each block (DeepSeek-V3)
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
-    """Return a rule: quantize weights, but no norms and no name that ends in `kept`."""
+    """Return a function: name -> True for weights to quantize. Not for norms and names that end in `kept`."""
 
     def quantizable(name: str) -> bool:
         parts = name.split(".")
@@ -50,21 +50,21 @@ class Converted:
 
     config: dict[str, Any]  # config.json to write; of a drafter its model_type is the name of the family
     tensors: dict[str, mx.array]  # by our names, or mlx-lm's
-    used: frozenset[str]  # source tensors that went in
-    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensor -> why it is rightly left out
+    used: frozenset[str]  # source tensors behind `tensors`
+    dropped: Mapping[str, str] = field(default_factory=dict)  # source tensor -> why it is not needed
     quantizable: Callable[[str], bool] = any_weight  # by our names
     notes: tuple[str, ...] = ()  # conventions found, for pair.json
-    unused: frozenset[str] = frozenset()  # source tensors of a model without a reason to leave them out
-    unquantized: tuple[str, ...] = ()  # tables and matrices left as they are although bits were given
+    unused: frozenset[str] = frozenset()  # source tensors that nothing uses, without a known reason yet
+    unquantized: tuple[str, ...] = ()  # tables and matrices that a quantization leaves out
 
 
 @dataclass(frozen=True)
 class PublishedTensors:
     """The tensors of a drafter by our names. A family merges, splits and drops some of them."""
 
-    title: str  # for the errors: "the EAGLE-3 drafter"
-    own: Prefixes
-    tensors: dict[str, mx.array] = field(default_factory=dict)  # unread
+    title: str  # for errors, such as "the EAGLE-3 drafter"
+    own: Prefixes  # of the drafter's names
+    tensors: dict[str, mx.array] = field(default_factory=dict)  # lazy
     names: dict[str, str] = field(default_factory=dict)  # our name -> name in the checkpoint
     dropped: dict[str, str] = field(default_factory=dict)  # name in the checkpoint -> why
 
@@ -97,10 +97,11 @@ def read(
     *,
     in_target: bool = False,
 ) -> PublishedTensors:
-    """Return the tensors of a checkpoint by our names; 8-bit ones with a factor a block become bfloat16.
+    """Return the tensors of a checkpoint by our names. FP8 tensors with block factors become bfloat16.
 
-    All `spellings` are replaced, then the first of `own` that fits. With `in_target` tensors that fit none of
-    `own` are the target's. Raises BadCheckpoint for a clash, and for tensors that are quantized already.
+    In each name all `spellings` are replaced, then the first prefix of `own` that it has. With `in_target`,
+    names without such a prefix belong to the target. Raises BadCheckpoint if two tensors get one name, and
+    for tensors that are quantized already.
     """
     source = PublishedTensors(title, own)
     for name, tensor in tensors.items():
@@ -134,9 +135,9 @@ def finish(
     quantizable: Callable[[str], bool] = any_weight,
     notes: tuple[str, ...] = (),
 ) -> Converted:
-    """Return a drafter whose tensors are the parameters of `network`, the one that `config` describes.
+    """Return a drafter whose tensors are the parameters of `network`, which `config` describes.
 
-    Raises BadCheckpoint for tensors that are missing, of another shape, or not accounted for.
+    Raises BadCheckpoint for tensors that are missing, have another shape, or are left over.
     """
     found, expected = source.tensors, dict(tree_flatten(network.parameters()))
     source.refuse_missing(expected.keys() - found.keys(), len(expected))
@@ -165,7 +166,7 @@ def _refuse_quantized(source: PublishedTensors) -> None:
     tensors = source.tensors
     integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
     packed = {name for name in integers if name.endswith(".weight") and name + FP8_SCALE not in tensors}
-    # Other quantizers name their parts so. Full precision is asked for: quantizing twice loses twice.
+    # Names of other quantizers. They are refused, because quantizing twice loses twice.
     ends = (".scales", ".qweight", ".weight_packed", ".weight_scale")
     marks = [source.names[name] for name in tensors if name.endswith(ends) or name in packed]
     if marks:
@@ -176,7 +177,7 @@ def _refuse_quantized(source: PublishedTensors) -> None:
 
 
 def _widen(source: PublishedTensors, config: Config) -> None:
-    """Apply the factors of 8-bit weights."""
+    """Replace FP8 weights by their product with the factors of their blocks, in bfloat16."""
     quantization = config.get("quantization_config")
     blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
     block = int(blocks[0]) if blocks else 128
@@ -195,7 +196,7 @@ OTHER_DRAFTER = "use the drafter made for this target"
 
 
 def config_of(model_type: str, conventions: Conventions, target: Config, **fields: Any) -> dict[str, Any]:
-    """Return a config.json: family, conventions, the target it fits, and `fields`."""
+    """Return a config.json: family, conventions, the facts of its target, and `fields`."""
     text = text_config(target)
     fits = {key: text.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     if "model_type" in target:
@@ -211,12 +212,12 @@ def own_config(config: Config) -> dict[str, Any]:
 
 
 def layer_config(config: Config) -> dict[str, Any]:
-    """Return the config of a drafter's layers, nested in the form of speculators or not."""
+    """Return the config of a drafter's layers, which speculators nests in config.json."""
     nested = config.get("transformer_layer_config")
     return dict(nested) if isinstance(nested, Mapping) else own_config(config)
 
 
-# Keys of published configs that change no number of a draft, in one version of transformers or another.
+# Keys of published configs, of all versions of transformers, that change no number of a draft.
 INERT = frozenset(
     "architectures model_type auto_map dtype torch_dtype transformers_version _name_or_path name_or_path "
     "base_model_name_or_path verifier_name_or_path use_cache initializer_range _commit_hash "
@@ -228,7 +229,7 @@ INERT = frozenset(
     "max_position_embeddings embed_requires_grad spd_type do_sample early_stopping min_length "
     "confidence_head_alpha".split()
 )
-# Of the layers of EAGLE-3 and of the DFlash family; `sliding_window` counts in layers of that type only.
+# Keys of the layers of EAGLE-3 and DFlash. `sliding_window` only has an effect in layers of that type.
 LAYER_KEYS = frozenset(
     "hidden_size vocab_size intermediate_size num_attention_heads num_key_value_heads head_dim "
     "rms_norm_eps num_hidden_layers hidden_act attention_bias rope_theta rope_scaling rope_parameters "
@@ -237,8 +238,8 @@ LAYER_KEYS = frozenset(
 
 
 def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
-    """Raise BadCheckpoint for a key that is set, and that neither `known` nor the lists above have."""
-    absent: dict[str, object] = {  # switches, and what a checkpoint that lacks them has
+    """Raise BadCheckpoint for a key that is set, and is neither in `known` nor in the lists above."""
+    absent: dict[str, object] = {  # switches -> the value that a checkpoint without them has
         "attention_mode": "gqa",
         **dict.fromkeys(("rope_is_neox_style", "use_aux_hidden_state", "next_layer_regular"), True),
         **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
@@ -261,12 +262,12 @@ def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
 
 
 def size(config: Config, key: str, title: str) -> int:
-    """Return `config[key]`. Raises BadCheckpoint if it is absent or no integer."""
+    """Return `config[key]`. Raises BadCheckpoint unless it is an integer."""
     return required(config, key, int, f"config.json of {title}")
 
 
 def number(config: Config, key: str, title: str, *, absent: int | None = None) -> int:
-    """Return how many layers or tokens `config[key]` says, or `absent`. Raises BadCheckpoint for too many."""
+    """Return the count in `config[key]`, else `absent`. Raises BadCheckpoint for an absurd number."""
     return number_of(config, key, f"config.json of {title}", absent=absent)
 
 
@@ -276,7 +277,7 @@ def target_size(target: Config, key: str) -> int:
 
 
 def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
-    """Compare sizes with the target's config.json. Raises Mismatch."""
+    """Raise Mismatch if a size is not the one in the target's config.json."""
     for key, value in ours.items():
         theirs = target_size(target, key)
         if value != theirs:
@@ -289,8 +290,8 @@ def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
 def check_captured(title: str, config: Config, capture: Sequence[int], target: Config) -> dict[str, int]:
     """Return the sizes in the config.json of a drafter that reads the outputs of the layers `capture`.
 
-    The input of layer 0 counts as output -1 while layer ids are read. It is never recorded: for the target's
-    hooks, and for Python, -1 is the last. Raises BadCheckpoint, and Mismatch for another target.
+    Here -1 stands for the input of layer 0, which cannot be captured: it is refused. Raises BadCheckpoint,
+    and Mismatch for another target.
     """
     layer, layers = layer_config(config), target_size(target, "num_hidden_layers")
     width, vocab = (size(layer, key, title) for key in ("hidden_size", "vocab_size"))
@@ -316,10 +317,10 @@ def check_captured(title: str, config: Config, capture: Sequence[int], target: C
 
 
 def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> tuple[mx.array, str]:
-    """Return the target's id of each draft id, int32 [draft vocabulary], and a note.
+    """Return the target's token id for each draft id, int32 [draft vocabulary], and a note.
 
-    Checkpoints store offsets (id + d2t[id], as the reference) and rarely ids. Raises BadCheckpoint if neither
-    reading gives distinct ids that t2d marks, Mismatch for ids outside the target's vocabulary.
+    Most checkpoints store offsets (id + d2t[id], as in the reference), few store ids. Raises BadCheckpoint if
+    neither reading gives distinct ids that t2d marks, Mismatch for ids outside the target's vocabulary.
     """
     stored = np.array(d2t, dtype=np.int64)
     marked = None if t2d is None else np.flatnonzero(np.array(t2d))
@@ -342,7 +343,7 @@ def draft_ids(title: str, d2t: mx.array, t2d: mx.array | None, vocab_size: int) 
 
 
 def resolve_map(source: PublishedTensors, vocab_size: int, draft_vocab_size: int) -> list[str]:
-    """Make draft_ids of d2t and t2d, and drop what is the target's. Return notes."""
+    """Replace d2t and t2d by draft_ids, and drop copies of the target's tensors. Return notes."""
     tensors = source.tensors
     if draft_vocab_size != vocab_size:
         source.refuse_missing({"lm_head.weight", "d2t"} - tensors.keys(), len(source.names))
@@ -364,9 +365,9 @@ def finish_layers(
     notes: tuple[str, ...],
     kept: tuple[str, ...] = (),
 ) -> Converted:
-    """Return a drafter as `finish` does, whose layers have the biases that their config promises.
+    """Return a drafter as `finish` does. Its layers have the biases that their config names.
 
-    `kept`: endings of the names of weights, beside fc's, that are never quantized.
+    `kept` are endings of names that are never quantized; the weight of fc always is one.
     """
     layer = config["layer_config"]
     parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()

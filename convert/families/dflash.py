@@ -5,7 +5,7 @@ vocabulary, W <= V draft vocabulary, r a rank):
     fc.weight [D, nD], hidden_norm.weight [D]     the context feature
     layers.{i}.*                                  layers of Qwen3 with q_norm and k_norm, or of Gemma 4
     norm.weight [D]
-    embed_tokens.weight, lm_head.weight, draft_ids only where it brings its own
+    embed_tokens.weight, lm_head.weight, draft_ids only where the drafter has them
 DFlash2: layers.{i}.{attention,mlp}_conv.{base_kernel,kernel_projection.weight}, and
     candidate_selector.{predecessor,successor}_codebook [V, r], .hidden_projection.weight [r, D]
 DSpark: markov_head.markov_w1.weight [V, r], .markov_w2.weight [W, r], .gate_proj or .joint_proj
@@ -38,7 +38,7 @@ DSPARK_KEYS = {
     *"markov_rank markov_head_type dspark_markov_rank dspark_bonus_anchor dspark_config "
     "enable_confidence_head target_model_type confidence_head_with_markov target_text_model_type".split(),
 }
-# Gemma 4 writes them for its other layers, its experts (`enable_moe_block`) and its images.
+# Gemma 4's configs have these keys for other kinds of layers, for experts and for images.
 GEMMA4_KEYS = {
     *"attention_k_eq_v global_head_dim num_global_key_value_heads hidden_activation per_layer_config "
     "use_bidirectional_attention vocab_size_per_layer_input num_experts top_k_experts "
@@ -98,7 +98,7 @@ def _convert_dspark(
     special = _special(config)
     anchored, bonus = special.get("sample_from_anchor"), special.get("dspark_bonus_anchor")
     if anchored is None:
-        # DeepSpec always drafts from the first slot and does not say so; SpecForge fills in masks
+        # Without the keys: DeepSpec drafts from the first slot, SpecForge does not.
         deepspec = any(str(kind).endswith("3DSparkModel") or "Gemma4" in str(kind) for kind in _kinds(config))
         anchored = deepspec if bonus is None else not bonus
     rank = special.get("markov_rank") or special.get("dspark_markov_rank")
@@ -115,7 +115,7 @@ def _kinds(config: Config) -> list[Any]:
 
 
 def _special(config: Config) -> dict[str, Any]:
-    """Return config.json with what it nests for drafters brought to the top."""
+    """Return config.json with the keys of its nested `dflash_config` and `dspark_config`."""
     nested = [config.get(key) or {} for key in ("dflash_config", "dspark_config")]
     return {**config, **nested[0], **nested[1]}
 
@@ -171,10 +171,11 @@ def _convert(
 
 
 def _causal(title: str, layer: Config, special: Config) -> list[bool]:
-    """Return of each layer if a row of the block sees nothing of the block behind it.
+    """Return for each layer True if a row of the block does not see later rows of the block.
 
-    `is_causal` (z-lab) and `causal` hold for all layers. Else sliding layers are causal in z-lab's form, and
-    in speculators' if `sliding_window_non_causal` says so: without that key they are older, and are not.
+    `is_causal` (z-lab) and `causal` hold for all layers. Without them sliding layers are causal in z-lab's
+    form, and in speculators' form if `sliding_window_non_causal` is false. Older checkpoints of speculators
+    lack that key, and their layers are not causal.
     """
     kinds = layer.get("layer_types") or [FULL] * common.number(layer, "num_hidden_layers", title)
     told = next((special[key] for key in ("is_causal", "causal") if special.get(key) is not None), None)

@@ -1,15 +1,16 @@
-"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE: read an embedding and target layers.
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE, which read embeddings and outputs of target layers.
 
 Read from safetensors of SafeAILab, SpecForge and speculators. Ours (D hidden, T hidden of the target, n
 captured layers, V vocabulary, W <= V draft vocabulary):
-    fc.weight [D, nT]; input_norm.weight [nT] or fc_norm.{i}.weight [T] where its input is normed
-    layers.0.{input_layernorm,hidden_norm}.weight [D]   norms of the embedding and of the hidden
+    fc.weight [D, nT]; input_norm.weight [nT] or fc_norm.{i}.weight [T] if the input of fc is normed
+    layers.0.{input_layernorm,hidden_norm}.weight [D]   norms of the embedding and of the hidden state
     layers.0.self_attn.{q,k,v}_proj.weight [.., 2D], o_proj; layers.{i}.* of width D; mlp.*, norms
     norm.weight [D], lm_head.weight [W, D], embed_tokens.weight [V, D]
     draft_ids [W] int32   the target's id of each draft id; sources call it d2t and store offsets
 
-P-EAGLE (arXiv 2602.01469) is an EAGLE-3 of several layers that drafts in one pass. Ours has embed_tokens and
-mask_hidden [nT], the feature of the rows for tokens that are not drafted yet.
+P-EAGLE (arXiv 2602.01469) is an EAGLE-3 with several layers that drafts in one pass. Ours also has
+embed_tokens, and mask_hidden [nT], which stands for the target's features in rows of tokens that are not
+drafted yet.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def _convert(
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     """Return the layer outputs that fc reads, of a target of `depth` layers, and a note.
 
-    vLLM and speculators number a layer's input, SGLang (`eagle_config`) its output; both default to the
-    inputs of layers 2, L // 2 and L - 3, which tells an explicit list apart. NVIDIA also numbers inputs in
-    `eagle_config`, as an id of L shows: the input of a layer after the last.
+    vLLM and speculators number the inputs of layers, SGLang (`eagle_config`) the outputs. Both default to the
+    inputs of layers 2, L // 2 and L - 3, so an explicit list of these numbers shows which is meant. NVIDIA
+    numbers inputs in `eagle_config`, too; there the id L occurs, which cannot be an output.
     """
     default = (2, depth // 2, depth - 3)
     outputs = tuple(index - 1 for index in default)

@@ -1,4 +1,4 @@
-"""Gemma 4 assistants, whose names are ours already.
+"""Gemma 4 assistants. Our names of tensors are the published ones.
 
 Source: transformers `models/gemma4_assistant`.
 """
@@ -17,7 +17,7 @@ from .common import LAYER_KEYS, Config, Converted, Tensors, finish, read, refuse
 
 
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:
-    """Convert an assistant. Raises BadCheckpoint, Mismatch for another target's."""
+    """Convert an assistant. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     assistant = AssistantConfig.from_dict(config)
     title = "the Gemma 4 assistant"
     keys = (
@@ -44,7 +44,7 @@ def convert(tensors: Tensors, config: Config, target_config: Config) -> Converte
     if not assistant.num_centroids:
         for name in [name for name in source.tensors if name.startswith("masked_embedding.")]:
             source.drop(name, "config.json has use_ordered_embeddings off")
-    # Chained steps read the post-projection's output. All of a round are at the position of its first token.
+    # Later draft steps read the output of the post-projection. All steps of a round have the same position.
     conventions = Conventions(hidden="post_norm", chain="post_norm", rope="target")
     written = {**config, "model_type": "gemma4_assistant", KEY: asdict(conventions)}
     head = f"a head of {assistant.num_centroids} centroids" if assistant.num_centroids else "a dense head"

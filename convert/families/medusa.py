@@ -1,7 +1,7 @@
-"""Medusa (arXiv 2401.10774): K heads that read the target's last hidden.
+"""Medusa (arXiv 2401.10774): K heads that read the target's last hidden state.
 
-Read from the reference's names (in safetensors), as part of a target (v1.0), and from vLLM's. Ours (D hidden,
-V vocabulary, head k drafts the k-th token after the next):
+Reads the names of the reference (in safetensors), also inside a target (v1.0), and vLLM's. Ours (D hidden,
+V vocabulary, head k drafts the k-th token after the next one):
     heads.{k}.layers.{l}.weight [D, D], .bias [D]    x + SiLU(W x + b)
     heads.{k}.lm_head.weight [V, D]
 """
@@ -19,7 +19,7 @@ from . import common
 from .common import Config, Converted, Tensors
 
 TITLE = "the Medusa drafter"
-# Numbers of the head and, for its residual blocks, of the block.
+# The groups are the number of the head and, for a residual block, the number of the block.
 REFERENCE = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(?:(\d+)\.linear\.(?:weight|bias)|\d+\.weight)")
 VLLM = re.compile(r"(?:medusa_heads\.)?(?:blocks|lm_heads)\.(\d+)\.(?:layers\.(\d+)\.(?:weight|bias)|weight)")
 

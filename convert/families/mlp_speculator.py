@@ -1,9 +1,9 @@
-"""MLP speculator (arXiv 2404.19124) and Arctic's LSTM variant: a small network behind the target's last norm.
+"""MLP speculator (arXiv 2404.19124) and Arctic's LSTM variant: a small network after the target's last norm.
 
-Read from safetensors of fms-extras and ArcticInference. Ours (D hidden of the target, I inner, V vocabulary;
-lists of one, `proj` of two, where the steps are tied):
+Reads safetensors of fms-extras and ArcticInference. Ours (D hidden of the target, I inner, V vocabulary; if
+the steps are tied there is one i, and two for `proj`):
     emb.{i}.weight [V, I], proj.{i}.weight [I, D or I], ln.{i}.{weight,bias} [I], head.{i}.weight [V, I]
-LSTM: proj.{i}.weight [4 I, D or I], the forget, input, output and cell gates one after the other; cell_ln.0
+LSTM: proj.{i}.weight [4 I, D or I], the forget, input, output and cell gates in this order; cell_ln.0
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     keys = (
         "emb_dim inner_dim proj_dim input_hidden_dim n_predict vocab_size tie_weights tie_lstm_embs "
         "scale_input method "
-        "top_k_tokens_per_head n_candidates num_lookahead_tokens"  # three of trees and servers
+        "top_k_tokens_per_head n_candidates num_lookahead_tokens"  # for trees and servers: without effect
     )
     common.refuse_switches(TITLE, config, keys.split())
     method, tied = config.get("method") or "sum_rnn", bool(config.get("tie_weights"))
@@ -63,7 +63,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
 
 
 def _dim(config: Config, key: str, gated: bool) -> int:
-    """Return a size, 0 if it is absent. Sizes may be texts, and lists of the layers of one stage."""
+    """Return a size; 0 if it is absent. A size may be a string, and a list with one size for each layer."""
     sizes = str(config.get(key) or 0).strip("[]").replace(",", ".").split(".")
     if not all(size.strip().isdigit() for size in sizes) or (len(sizes) > 1 and not gated):
         raise BadCheckpoint(f"config.json of {TITLE} has {key} {config[key]!r}: only one size is supported")
@@ -71,7 +71,7 @@ def _dim(config: Config, key: str, gated: bool) -> int:
 
 
 def _ours(name: str) -> str:
-    """Return our name. Arctic puts each part in a sequence of one."""
+    """Return our name of a tensor. Arctic's names have an additional ".0"."""
     found = re.fullmatch(r"(\w+)\.(\d+)(?:\.0)?\.(weight|bias)", name)
     part = {"forget_emb": "emb", "state_ln": "ln"}.get(found[1], found[1]) if found else ""
     return f"{part}.{found[2]}.{found[3]}" if found else name
@@ -91,7 +91,7 @@ def _merge_gates(source: PublishedTensors) -> None:
 
 
 def _drop_tied(source: PublishedTensors) -> None:
-    """Drop what repeats the first step; of the projections the second."""
+    """Drop tensors that repeat the first step; for projections, the second step."""
     for name in sorted(source.tensors):
         part, step, kind = name.split(".") if name.count(".") == 2 else ("", "0", "")
         first = 1 if part == "proj" else 0
@@ -103,7 +103,7 @@ def _drop_copy(source: PublishedTensors, name: str, other: str) -> None:
     """Drop a tensor that is a copy of `other`. Raises BadCheckpoint if it is not."""
     tensors = source.tensors
     if not {name, other} <= tensors.keys():
-        return  # what is missing is named later
+        return  # `finish` names missing tensors
     if not mx.array_equal(tensors[name], tensors[other]).item():
         raise BadCheckpoint(
             f"{TITLE} has {source.names[name]}, which config.json says is tied, and it differs: the two "

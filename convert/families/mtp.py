@@ -1,15 +1,15 @@
-"""Native MTP heads, which Qwen, DeepSeek and GLM ship inside a target's checkpoint.
+"""MTP heads, which Qwen, DeepSeek and GLM publish inside a target's checkpoint.
 
-Ours, whatever the source calls them (D hidden, V vocabulary; DeepSeek-V3, arXiv 2412.19437, section 2.2):
+Our names for all of them (D hidden, V vocabulary; DeepSeek-V3, arXiv 2412.19437, section 2.2):
     norm_embedding.weight [D], norm_hidden.weight [D]   norms of the two inputs
-    fc.weight [D, 2D]                                   columns: the embedding's, then the hidden's
+    fc.weight [D, 2D]                                   columns of the embedding, then of the hidden state
     layers.0.*                                          a decoder layer, by mlx-lm's names
-    norm.weight [D]                                     before the LM head, and before its own next step
+    norm.weight [D]                                     before the LM head, and before the next draft step
     embed_tokens.weight, lm_head.weight [V, D]          only where they differ from the target's
 
-Qwen3-Next, Qwen3.5 and Qwen3.6 keep the head under `mtp.`, a full-attention layer with an output gate.
-Folders without that prefix or with stacked experts are read, too. DeepSeek-V3 and GLM-4.5 keep it as the
-decoder layer after the last of L, `model.layers.{L}.*`, with copies of the target's tables.
+In Qwen3-Next, Qwen3.5 and Qwen3.6 the head is `mtp.*`, a full-attention layer with an output gate. Folders
+without that prefix or with stacked experts are read, too. In DeepSeek-V3 and GLM-4.5 it is one more decoder
+layer after the L layers of the target, `model.layers.{L}.*`, with copies of the target's tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlx_spec.errors import BadCheckpoint
 from . import common
 from .common import Config, Converted, Prefixes, PublishedTensors, Tensors
 
-COPIES = {  # ours -> what the target calls its own, the first that it has
+COPIES = {  # our name -> names of the same table in the target; the first that it has counts
     "embed_tokens.weight": ("model.embed_tokens.weight",),
     "lm_head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
 }
@@ -46,16 +46,16 @@ QWEN_TITLE, QWEN_KEY = "the Qwen MTP head", "mtp_num_hidden_layers"
 NEXTN_KEY = "num_nextn_predict_layers"
 
 
-# --- both
+# --- all heads
 
 
 def _read_head(
     title: str, origin: str, tensors: Tensors, config: Config, prefix: str, further: str, own: Prefixes
 ) -> PublishedTensors:
-    """Return the tensors below `prefix`, experts stacked and latent K and V split as by mlx-lm.
+    """Return the tensors below `prefix`; experts are stacked and latent K and V split, as mlx-lm does.
 
-    `origin` has complete checkpoints. Raises BadCheckpoint for a head that was stripped, and for one of more
-    layers, which has tensors below `further`.
+    `origin` names repositories with complete checkpoints, for errors. Raises BadCheckpoint for a head that
+    was stripped, and for a head with several layers, which has tensors below `further`.
     """
     names = [common.spelled(name, SPELLINGS) for name in tensors]
     if not any(name.startswith(prefix) for name in names):
@@ -70,7 +70,7 @@ def _read_head(
         source = common.read(title, tensors, config, SPELLINGS, below, in_target=True)
         _stack_experts(source, int(text.get("num_experts") or text.get("n_routed_experts") or 0))
         _split_latent(source, text)
-    except (ValueError, KeyError) as error:  # a shape or a size that is another one
+    except (ValueError, KeyError) as error:  # shapes or sizes do not agree
         raise BadCheckpoint(
             f"{title} has other tensors than its config.json says ({one_line(error)}): weights and "
             "config.json belong to different models"
@@ -79,7 +79,7 @@ def _read_head(
 
 
 def _stack_experts(source: PublishedTensors, count: int) -> None:
-    """Put the routed experts into one tensor for each projection, whatever the form of the checkpoint."""
+    """Stack the routed experts into one tensor for each projection, from any form of checkpoint."""
     tensors, parts, mlp = source.tensors, ("gate_proj", "up_proj", "down_proj"), "layers.0.mlp."
     fused = [f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"]
     if not tensors.keys().isdisjoint(fused):
@@ -110,7 +110,7 @@ def _split_latent(source: PublishedTensors, text: Config) -> None:
 
 
 def _drop_copies(source: PublishedTensors, tensors: Tensors) -> None:
-    """Drop tables that equal the target's, if that is here. Reads both."""
+    """Drop tables that equal the target's tables in the same checkpoint. Reads both."""
     spelled = {common.spelled(name, SPELLINGS): name for name in tensors}
     for ours, candidates in COPIES.items():
         theirs = next((spelled[name] for name in candidates if name in spelled), None)
@@ -128,7 +128,7 @@ def _finish(
     target: Config,
     notes: tuple[str, ...] = (),
 ) -> Converted:
-    """Return a head in our form. Raises Mismatch if it is made for another target."""
+    """Return the converted head. Raises Mismatch if it is made for another target."""
     layer = common.own_config(config)
     sizes = {key: common.size(layer, key, source.title) for key in ("hidden_size", "vocab_size")}
     common.check_fit(source.title, sizes, target)
@@ -173,12 +173,12 @@ def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted
 def _fold_norms(source: PublishedTensors) -> tuple[str, ...]:
     """Fold the 1 of (1 + w) into norm weights that lack it. Return a note for each group.
 
-    Converters fold the 1 in, forget it, or do it twice; the values tell. Folding in bfloat16 rounds to 1 in
-    256, as the norm rounds its output and mlx-lm rounds the target's norms; `--dtype float32` loses nothing.
-    Raises BadCheckpoint if the 1 was added twice.
+    Other converters fold the 1 in, forget it, or do it twice; the values show which. Folding in bfloat16
+    rounds by up to 1 in 256, as the norm rounds its output, and mlx-lm the target's norms; `--dtype float32`
+    loses nothing. Raises BadCheckpoint if the 1 was added twice.
     """
     notes, tensors = [], source.tensors
-    groups = {  # Converters add the 1 by lists of names, which have all norms of such a group or none.
+    groups = {  # other converters add the 1 to all norms of a group or to none of them
         "layer": (
             "layers.0.input_layernorm.weight",
             "layers.0.post_attention_layernorm.weight",
@@ -190,8 +190,7 @@ def _fold_norms(source: PublishedTensors) -> tuple[str, ...]:
     for group, names in groups.items():
         source.refuse_missing(set(names) - tensors.keys(), len(source.names))
         middle = float(np.median([np.median(np.array(tensors[n].astype(mx.float32))) for n in names]))
-        # Trained weights stay close to their start: 0, or 1 with the 1 of (1 + w) in them, or 2 with it
-        # twice.
+        # Trained weights stay close to their first value: 0, or 1 with the 1 of (1 + w), or 2 with it twice.
         if middle >= 1.5:
             raise BadCheckpoint(
                 f"{QWEN_TITLE} has norm weights around {middle:.1f} ({shortened(list(names))}), where 0 or 1 "
@@ -210,7 +209,7 @@ def _fold_norms(source: PublishedTensors) -> tuple[str, ...]:
 
 
 def _nextn_of(config: Config, names: Collection[str]) -> str | None:
-    """Return our model_type of a head that is kept as a further layer."""
+    """Return our model_type of a head that is one more layer of the target; None for other checkpoints."""
     text = text_config(config)
     kinds = {config.get("model_type"), text.get("model_type")}
     promised = bool(text.get(NEXTN_KEY)) or any(name.endswith("eh_proj.weight") for name in names)
@@ -221,7 +220,7 @@ def _nextn_of(config: Config, names: Collection[str]) -> str | None:
 def _convert_nextn(
     name: str, title: str, origin: str, tensors: Tensors, config: Config, target: Config
 ) -> Converted:
-    """Convert a head that is kept as a further layer."""
+    """Convert a head that is one more layer of the target."""
     text = text_config(config)
     if text.get("index_n_heads"):
         raise BadCheckpoint(
@@ -244,7 +243,7 @@ def _convert_nextn(
     return _finish(name, source, tensors, config, target)
 
 
-# --- the three of them
+# --- Qwen, DeepSeek and GLM
 
 NEXTN = {  # our model_type -> (title, origin, model types of targets)
     "deepseek_mtp": ("the DeepSeek MTP head", "deepseek-ai/...", ("deepseek_v3", "deepseek_v32")),
@@ -257,7 +256,7 @@ NEXTN = {  # our model_type -> (title, origin, model types of targets)
 
 
 def recognizes(config: Config, names: Collection[str]) -> bool:
-    """Return True for a target with a head that can be converted, or such a head alone."""
+    """Return True for a target with a known MTP head, and for such a head alone."""
     return _recognizes_qwen(config, names) or _nextn_of(config, names) is not None
 
 

@@ -1,6 +1,6 @@
 """PARD (arXiv 2504.18583): a small model that drafts in one pass over mask tokens.
 
-Ours: the model's own names, as mlx-lm has them; `layer_config` is the config.json that mlx-lm builds it from.
+Our names are mlx-lm's names of the model; `layer_config` is the config.json from which mlx-lm builds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     if not 0 <= mask < vocab:
         raise BadCheckpoint(f"config.json of {title} has {key} {mask}, the model knows {vocab} tokens")
     theirs = common.target_size(target, "vocab_size")
-    if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables of one tokenizer differ by their padding
+    if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables for one tokenizer may differ in padding
         raise Mismatch(
             f"{title} is made for a target of vocab size {vocab}, this one has {theirs}: "
             f"{common.OTHER_DRAFTER}"

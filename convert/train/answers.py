@@ -1,9 +1,9 @@
-"""A target's own answers to prompts, with what a drafter reads and predicts.
+"""Record a target's answers to prompts, with the hidden states and K/V that a drafter learns from.
 
-The target decodes many prompts in one batch. A drafter that drafts nothing sees the rows of each answer and
-writes them to a file when the answer ends, so that an interrupted run loses the unfinished answers only.
+The target decodes many prompts in one batch. A drafter that drafts nothing observes the rows of each answer,
+and writes them to a file when the answer ends. So an interrupted run only loses unfinished answers.
 
-The plan says how each answer is sampled, which are held out, and where they are.
+`AnswerPlan` says how each answer is sampled, which ones are held out, and where their files are.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, Target
 
 from .prompts import TrainingPrompt, bundled_prompt, encode
 
-KEPT = mx.float16  # type of recorded rows: half the space of float32, and no rounding that training notices
+KEPT = mx.float16  # type of recorded rows: half the space of float32, and precise enough for training
 NEEDS = FeatureSpec(final_hidden=True, shared_kv=True, prompt_hidden=False)
-MIN_TOKENS = 8  # of an answer worth keeping; shorter ones have no place for a chain of drafts
+MIN_TOKENS = 8  # of an answer to learn from; a shorter one has no room for a chain of drafts
 KEYS, VALUES = "keys.", "values."
 
-HELD_OUT = 25  # one answer in 25 is held out: a few dozen of a run tell 2 % of acceptance apart
-TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution are both drafted for later
+HELD_OUT = 25  # one answer in 25 is held out: a few dozen measure acceptance to 2 %
+TEMPERATURES = 0.0, 1.0  # in turns: the drafter is used for greedy and for sampled answers
 
 
 # --- recorded answers
@@ -45,12 +45,12 @@ TEMPERATURES = 0.0, 1.0  # in turns: greedy answers and the whole distribution a
 class RecordedAnswer:
     """A recorded answer of A tokens after a prompt of P."""
 
-    kind: str  # of text, as its prompt asks for
+    kind: str  # of text
     greedy: bool  # False if it was sampled
     tokens: mx.array  # [A] int32
     hidden: mx.array  # [A, D]: the rows whose logits the tokens were drawn from
-    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]; of a window the last of these rows
-    logsumexp: mx.array  # [A] float32: of the target's logits in these rows
+    shared: dict[str, KVRows]  # by attention type, [1, H, P + A - 1, Dk]; with a window only the last rows
+    logsumexp: mx.array  # [A] float32: of the target's logits in the rows of `hidden`
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,7 +60,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt to answer, and where its answer is kept."""
+    """A prompt to answer, and the file for its answer."""
 
     file: Path
     kind: str
@@ -69,7 +69,7 @@ class AnswerRequest:
 
 
 class Recorder(SequenceDrafter):
-    """Keeps the target's rows of one answer."""
+    """A drafter that drafts nothing and keeps the target's rows of one answer."""
 
     needs = NEEDS
 
@@ -78,8 +78,8 @@ class Recorder(SequenceDrafter):
         self._hidden: list[mx.array] = []
         self._features: Features | None = None
         self._history: Sequence[int] = ()
-        self._window: list[KVRows] = []  # copies of rows of sliding attention, in order
-        self._copied = 0  # the position after the last of them
+        self._window: list[KVRows] = []  # copies of the rows of sliding attention, in order
+        self._copied = 0  # the position after the last copied row
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the rows of generated tokens; rows of the prompt have no hidden states."""
@@ -100,7 +100,7 @@ class Recorder(SequenceDrafter):
         return no_draft()
 
     def answer(self, question: AnswerRequest) -> RecordedAnswer | None:
-        """Return what was recorded; None for an answer that is too short to learn from."""
+        """Return the recorded answer; None if it is too short to learn from."""
         hidden = mx.concatenate(self._hidden)
         if len(hidden) < MIN_TOKENS:
             return None
@@ -125,7 +125,7 @@ class Recorder(SequenceDrafter):
         )
 
     def _new_rows(self, rows: KVRows) -> KVRows:
-        """Return a copy of the rows that were not copied before."""
+        """Return a copy of the rows that are not in `_window` yet."""
         start = rows.keys.shape[2] - (len(self._history) - 1 - self._copied)
         return KVRows(*(mx.contiguous(a[:, :, start:]) for a in (rows.keys, rows.values)))
 
@@ -138,9 +138,9 @@ def recording(pair: Pair) -> Pair:
 def record(
     pair: Pair, questions: Iterable[AnswerRequest], max_tokens: int, max_running: int
 ) -> Iterator[int]:
-    """Record the answers to the questions and write the files. Yields the number of tokens in each.
+    """Record the answers to the questions and write their files. Yield the number of tokens of each.
 
-    `pair` is one of `recording`. The number is 0 for an answer that is too short to learn from.
+    `pair` comes from `recording`. The number is 0 for an answer that is too short to learn from.
     """
     batch, todo = pair.batch(max_running), iter(questions)
     running: dict[int, tuple[AnswerRequest, Recorder]] = {}
@@ -150,7 +150,7 @@ def record(
             recorder = parts.drafters[0]
             assert isinstance(recorder, Recorder)
             sequence = pair.prepare(parts, question.tokens, sampling=question.sampling, max_tokens=max_tokens)
-            for _ in sequence.prefill():  # in whole chunks: no client waits for tokens meanwhile
+            for _ in sequence.prefill():  # in large chunks: no client waits for tokens meanwhile
                 pass
             running[batch.add(sequence, park=True)] = question, recorder
         if not running:
@@ -167,7 +167,7 @@ def record(
 
 
 def write_answer(file: Path, answer: RecordedAnswer) -> None:
-    """Write what `read_answer` reads."""
+    """Write an answer to a file for `read_answer`."""
     arrays = {"tokens": answer.tokens, "hidden": answer.hidden, "logsumexp": answer.logsumexp}
     for kind, rows in answer.shared.items():
         arrays |= {KEYS + kind: rows.keys, VALUES + kind: rows.values}
@@ -209,7 +209,7 @@ def read_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """The prompts to answer. The same plan gives the same answers, so that a run can be cut into pieces."""
+    """The prompts to answer. The same plan gives the same answers, so an interrupted run can go on."""
 
     folder: Path  # of the answers' files
     count: int
@@ -218,13 +218,13 @@ class AnswerPlan:
     own: tuple[TrainingPrompt, ...] = ()  # of the user; they replace the bundled ones
 
     def record(self, pair: Pair, max_running: int) -> Iterator[int]:
-        """Record what has no file yet. Yields the number of tokens in each new answer."""
+        """Record the answers that have no file yet. Yield the number of tokens of each."""
         self.folder.mkdir(parents=True, exist_ok=True)
         questions = (self._request(pair, i) for i in range(self.count) if not self._file(i).exists())
         yield from record(recording(pair), questions, self.max_tokens, max_running)
 
     def answers(self, *, held_out: bool) -> list[Path]:
-        """Return the files of the answers to train with, or of those to test with."""
+        """Return the files of the held-out answers, or of the others, which are for training."""
         files = [self._file(i) for i in range(self.count) if self._is_held_out(i) == held_out]
         return [file for file in files if file.exists()]
 
@@ -239,7 +239,7 @@ class AnswerPlan:
             prompt = self.own[index % len(self.own)]
         else:
             prompt = bundled_prompt(index, self.seed, held_out=self._is_held_out(index))
-        # answers in a row with one temperature, so that it is not tied to the kinds, which take turns
+        # Four answers in a row have one temperature, so that each kind of prompt gets both temperatures.
         temperature = TEMPERATURES[index // 4 % len(TEMPERATURES)]
         sampling = Sampling(temperature=temperature, seed=self.seed + index if temperature else None)
         return AnswerRequest(self._file(index), prompt.kind, encode(pair.tokenizer, prompt), sampling)
@@ -248,6 +248,6 @@ class AnswerPlan:
         return self.folder / f"{index:06d}.safetensors"
 
     def _is_held_out(self, index: int) -> bool:
-        """Return True for an answer that no weight is fitted to; its prompt is in no other answer."""
+        """Return True for an answer that is not trained on; no training answer has its prompt."""
         own = len(self.own) or self.count
         return index % own % HELD_OUT == min(HELD_OUT, own) - 1

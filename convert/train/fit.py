@@ -1,12 +1,12 @@
-"""Fit the weights of a drafter to recorded answers, in steps that an interruption cannot spoil.
+"""Fit the weights of a drafter to recorded answers, in a run that can be interrupted at any time.
 
-A chain of drafts is unrolled as it is used: every step reads the output of the one before. A row is one
-position of an answer where a round could begin. Its first step reads the target's hidden state there and the
-token after it; all steps attend to the K/V up to that position. They run at the position of the pending
-token, as in `drafters/gemma4.py`, so all rows of a batch take a step in one pass.
+A chain of drafts is unrolled as in drafting: every step reads the output of the step before. A row is one
+position of an answer at which a round could begin. Its first step reads the target's hidden state there and
+the token after it. All steps attend to the K/V up to that position, and run at the position of the pending
+token, as in `drafters/gemma4.py`. So all rows of a batch take a step in one pass.
 
 In the experiments of FastMTP (arXiv:2509.18362) and others, unrolling raised the accepted length by a fifth,
-and a distribution taught more than the token drawn from it. The loss is in `loss.py`.
+and learning from a distribution was better than learning from drawn tokens. The loss is in `loss.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from mlx_spec.types import KVRows, TargetParts
 from .answers import RecordedAnswer, read_answer, read_arrays, write_arrays
 from .loss import Step, TokenSample, loss_of, round_tokens, sample_tokens
 
-DEPTH = 4  # draft tokens of a chain that is trained: beyond them few are accepted
-STEP_ROWS = (
-    512  # rows of a step, padding included: more of them need fewer products of Muon, fewer learn faster
-)
+DEPTH = 4  # draft tokens in a chain: few later ones are accepted
+# Rows of a training step, padding included. Larger steps need fewer products in Muon; smaller ones learn
+# faster.
+STEP_ROWS = 512
 STATE = "state.safetensors"
 
 Embed = Callable[[mx.array], mx.array]
@@ -51,13 +51,13 @@ class TrainingRows:
     tokens: mx.array  # [B, A] int32: the pending token of each row
     hidden: mx.array  # [B, A, D]
     logsumexp: mx.array  # [B, A]
-    shared: Mapping[str, KVRows]  # [B, H, S, Dk]; the mask [B, 1, A, S] says what each row sees
-    positions: mx.array  # [B * A]: of the pending token
+    shared: Mapping[str, KVRows]  # [B, H, S, Dk]; the mask [B, 1, A, S] is True for K/V that a row sees
+    positions: mx.array  # [B * A]: of the pending tokens
     real: mx.array  # bool [B, A]: not padding
 
 
 def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) -> TrainingRows:
-    """Return the rows of several answers. `window` limits what rows see of sliding K/V."""
+    """Return the rows of several answers. In sliding layers a row sees the last `window` positions."""
     sizes = [answer.tokens.size for answer in answers]
     starts = [answer.prompt_tokens for answer in answers]
     ends = [start + size - 1 for start, size in zip(starts, sizes, strict=True)]
@@ -67,7 +67,7 @@ def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) ->
         return mx.pad(array, [(0, A - len(array)), *[(0, 0)] * (array.ndim - 1)])
 
     def place(rows: mx.array, end: int) -> mx.array:
-        """Put rows [1, H, n, D], of which the last is before position `end`, at their positions."""
+        """Pad rows [1, H, n, D] to S positions, so that the last row is just before position `end`."""
         return mx.pad(rows, [(0, 0), (0, 0), (end - rows.shape[2], S - end), (0, 0)])
 
     places = mx.array(starts)[:, None] + mx.arange(A)  # of the pending token of each row, [B, A]
@@ -93,7 +93,10 @@ def batch_of(answers: Sequence[RecordedAnswer], window: int, dtype: mx.Dtype) ->
 def take_step(
     network: AssistantNetwork, embedded: mx.array, hidden: mx.array, rows: TrainingRows
 ) -> tuple[mx.array, mx.array]:
-    """Return the next hidden state [N, D] and the final norm [N, h] for two [N, D], N = B * A."""
+    """Return the next hidden states [N, D] and the drafter's normed output [N, h], for N = B * A rows.
+
+    `embedded` and `hidden` are [N, D].
+    """
     x = network.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
     B, A = rows.real.shape
     for layer in network.model.layers:
@@ -117,7 +120,7 @@ class Heads:
     def __init__(self, network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> None:
         self.ids = ids  # [W] int32
         self._parts, self._target = parts, parts.select(ids)
-        self._own = None if "draft_ids" in network else network.places(ids)  # rows of its table
+        self._own = None if "draft_ids" in network else network.places(ids)  # rows of the drafter's table
 
     def target(self, rows: TrainingRows) -> mx.array:
         """Return the target's probabilities [B, A, W] of these tokens."""
@@ -126,7 +129,7 @@ class Heads:
     def drafter(
         self, sample: TokenSample | None
     ) -> Callable[[AssistantNetwork, mx.array, mx.array], mx.array]:
-        """Return what scores these tokens, or some of them, by the hidden state and the final norm."""
+        """Return a function: network, hidden states and normed output -> logits of all or sampled tokens."""
         if self._own is None:
             score = self._target if sample is None else self._parts.select(self.ids[sample.places])
             return lambda network, hidden, normed: score(hidden)
@@ -135,8 +138,8 @@ class Heads:
 
 
 def weights_of(logits: mx.array, logsumexp: mx.array) -> mx.array:
-    """Return the probabilities [.., W] of tokens by their logits and the logsumexp [..] of all of them."""
-    # not `mx.exp`, as in `sampling.softmax.weights`
+    """Return the probabilities [.., W] of tokens by their logits and the logsumexp [..] of all logits."""
+    # For why this is not `mx.exp`, see `sampling.softmax.weights`.
     return mx.power(math.e, logits.astype(mx.float32) - logsumexp[..., None])
 
 
@@ -148,7 +151,7 @@ def unroll(
     embed: Embed,
     key: mx.array | None = None,
 ) -> list[Step]:
-    """Take `depth` steps from every row. With a key, score only the tokens that it chooses for the batch."""
+    """Take `depth` steps from every row. With a key, score only a sample of tokens, drawn with the key."""
     B, A = rows.real.shape
     target = mx.stop_gradient(heads.target(rows))
     sample = None if key is None else sample_tokens(target, key)
@@ -170,7 +173,7 @@ def unroll(
 
 @dataclass
 class Progress:
-    """The figures of a run so far; part of its state on the disk."""
+    """The figures of a run so far, saved with its state."""
 
     step: int = 0
     seconds: float = 0.0
@@ -180,7 +183,7 @@ class Progress:
 
 
 class Fit:
-    """A network, its optimizer, and where both are saved."""
+    """The training of a network: its optimizer, its progress, and the file with their state."""
 
     def __init__(
         self,
@@ -202,11 +205,11 @@ class Fit:
         self._sizes = {file: read_answer(file).tokens.size for file in self._train}
         self.rows = sum(self._sizes.values())
         self.steps = max(math.ceil(epochs * self.rows / STEP_ROWS), 1)
-        # of Muon for matrices; three times more or less learns slower, and an improved drafter needs less
+        # Muon's learning rate for matrices. Three times more or less learns slower.
         peak = 0.001 if fine_tunes else 0.003
-        # the usual five iterations of Newton and Schulz take a quarter of a step on a CPU
+        # Three iterations of Newton and Schulz: the usual five take a quarter of a step on a CPU.
         matrices = optim.Muon(self._schedule(peak), weight_decay=0.0, ns_steps=3)
-        # less for norms, which AdamW changes by about the rate in each step; they are near 1
+        # Norms need a lower rate: they are near 1, and AdamW changes them by about the rate in each step.
         others = optim.AdamW(self._schedule(0.1 * peak), betas=[0.9, 0.98], weight_decay=0.0)
         self._optimizer = optim.MultiOptimizer([matrices, others], [lambda name, weight: weight.ndim == 2])
         self._optimizer.init(network.trainable_parameters())
@@ -214,7 +217,7 @@ class Fit:
         self._restore()
 
     def run(self) -> Iterator[Progress]:
-        """Train until all steps are done. Yields after each step; the state is saved from time to time."""
+        """Train until all steps are done. Yield the progress after each step; save the state now and then."""
         compute = nn.value_and_grad(self.network, self._loss)
         saved, batches = time.monotonic(), self._batches()
         if not self.progress.step:
@@ -232,11 +235,11 @@ class Fit:
             progress = self.progress
             progress.step += 1
             progress.losses.append(float(loss))
-            points = progress.step * 12 // self.steps  # of the curve that is shown
+            points = progress.step * 12 // self.steps  # the curve has 12 points
             if points > (progress.step - 1) * 12 // self.steps:
                 self._note()
             progress.seconds += time.monotonic() - begun
-            # between two states on the disk: what kill -9 loses at most, and a save takes far less
+            # Save every 30 s, the most that kill -9 can lose. A save takes far less time.
             if time.monotonic() - saved > 30.0 or progress.step == self.steps:
                 self.save()
                 saved = time.monotonic()
@@ -248,12 +251,12 @@ class Fit:
         return max(self.progress.curve, key=lambda point: point[2] + point[3])[0]
 
     def take_best(self) -> None:
-        """Go back to the weights that had the best acceptance."""
+        """Restore the weights with the best acceptance."""
         self.network.update(tree_unflatten(list(self._best.items())))
 
     def acceptance(self) -> tuple[float, float]:
-        """Return the tokens a round on held-out greedy answers, and on sampled ones."""
-        # rows to test, of those held out: 1 % of acceptance is told apart
+        """Return the mean tokens a round on held-out answers: greedy ones, and sampled ones."""
+        # 6000 rows measure acceptance to 1 %.
         greedy, sampled, left = [0.0, 0], [0.0, 0], 6000
         for file in self._test:
             if left <= 0:
@@ -279,7 +282,7 @@ class Fit:
         return loss_of(unroll(network, rows, DEPTH, self._heads, self._embed, key))
 
     def _batches(self) -> Iterator[list[Path]]:
-        """Yield the answers of each step, without end. The answers of a step have similar lengths."""
+        """Yield the answers for each step, endlessly. Answers of one step have similar lengths."""
         chance = random.Random(self._seed)
         while True:
             files = sorted(self._train, key=lambda file: self._sizes[file] * chance.uniform(0.9, 1.1))
@@ -305,7 +308,7 @@ class Fit:
             self._best = flat(self.network.parameters())
 
     def save(self) -> None:
-        """Write everything that the rest of the run depends on."""
+        """Write the state that the rest of the run depends on."""
         parts = {"network": self.network.parameters(), "best": self._best, "optimizer": self._optimizer.state}
         arrays = {f"{part}.{name}": a for part, tree in parts.items() for name, a in flat(tree).items()}
         write_arrays(self._folder / STATE, arrays, {"progress": json.dumps(vars(self.progress))})
@@ -330,7 +333,7 @@ def flat(tree: Any) -> dict[str, mx.array]:
 
 
 def frequent_tokens(files: Sequence[Path], size: int, vocab_size: int) -> mx.array:
-    """Return the most frequent tokens of the answers, ascending; filled up with the first of the others."""
+    """Return the `size` most frequent tokens of the answers, in ascending order; the lowest ids fill up."""
     counts: Counter[int] = Counter()
     for file in files:
         counts.update(cast(list[int], read_answer(file).tokens.tolist()))
@@ -343,7 +346,7 @@ def frequent_tokens(files: Sequence[Path], size: int, vocab_size: int) -> mx.arr
 def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path]) -> None:
     """Set the projections to the best linear prediction of the next hidden state.
 
-    The layers add little to it at first. Random weights would need a few hundred steps to come so far.
+    The layers add little to it at first. Random weights would need a few hundred steps to get there.
     """
     width = network.pre_projection.weight.shape[0]
     inputs, outputs = [], []
@@ -354,7 +357,7 @@ def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path])
         outputs.append(hidden[1:])
     x, y = mx.concatenate(inputs), mx.concatenate(outputs)
     gram = x.T @ x
-    # of the mean square of an input: keeps the first projections finite
+    # A ridge of 0.1 % of the mean square of an input keeps the projections finite.
     ridge = 1e-3 * mx.diag(mx.ones(gram.shape[0])) * mx.diag(gram).mean()
     solution = mx.linalg.solve(gram + ridge, x.T @ y, stream=mx.cpu)  # [2D, D]
     left, scale, right = mx.linalg.svd(solution, stream=mx.cpu)
@@ -365,7 +368,7 @@ def start_linear(network: AssistantNetwork, embed: Embed, files: Sequence[Path])
     network.post_projection.weight = mx.pad((leave * size).T, [(0, 0), (0, width - rank)])
     for layer in network.model.layers:
         for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
-            # first weight of the norms behind attention and MLP: a tenth of the residual stream
+            # Attention and MLP add a tenth of the residual stream at first.
             norm.weight = mx.full(norm.weight.shape, 0.1)
         query = layer.self_attn.q_norm.weight
         layer.self_attn.q_norm.weight = mx.full(query.shape, query.size**-0.5)

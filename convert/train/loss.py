@@ -1,9 +1,9 @@
 """The loss of a chain of drafts: cross entropy with the target's distribution, on a part of the vocabulary.
 
-On a CPU, exponentials and products with the head are half of a training step. So the loss keeps the tokens
+On a CPU, exponentials and products with the head take half of a training step. So the loss uses the tokens
 that the target finds likely somewhere in the batch, and a random sample of the others, each of which stands
 for several. The drafter's sum over its vocabulary is then right on average (importance sampling, as in Jean
-et al., arXiv:1412.2007). One exponential a score serves the loss and its gradient.
+et al., arXiv:1412.2007). The loss and its gradient share one exponential for each score.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenSample:
 def sample_tokens(
     target: mx.array, key: mx.array, *, likely: int = 1536, sampled: int = 512
 ) -> TokenSample | None:
-    """Choose tokens by the target's probabilities [.., W]; None for all of a vocabulary that is small.
+    """Choose tokens by the target's probabilities [.., W]. Return None, for all tokens, if W is small.
 
     In a batch of 512 rows, 1,536 tokens have nearly all of the target's mass.
     """
@@ -47,7 +47,7 @@ def sample_tokens(
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a chain over all rows that have a token so far ahead."""
+    """Step k of a chain, for all rows with a token k places further."""
 
     logits: mx.array  # of the drafter, [B, A - k, C] float32
     target: mx.array  # the target's probabilities of the same tokens, [B, A - k, C]
@@ -55,9 +55,9 @@ class Step:
 
 
 def loss_of(steps: Sequence[Step]) -> mx.array:
-    """Return the weighted cross entropy of all steps, in nats a row.
+    """Return the weighted mean cross entropy of all steps, in nats a row.
 
-    It differs from the KL divergence by the target's entropy, which no weight changes.
+    It differs from the KL divergence by the target's entropy, which does not depend on the weights.
     """
     loss, weight, weight_sum = mx.array(0.0), 1.0, 0.0
     for step in steps:
@@ -69,10 +69,11 @@ def loss_of(steps: Sequence[Step]) -> mx.array:
 
 
 def round_tokens(steps: Sequence[Step], tokens: mx.array, ids: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the tokens of a round from each row, [B, A - K]: greedy, and expected when sampled.
+    """Return the tokens that a round from each row would emit, [B, A - K]: greedy, and expected if sampled.
 
-    The steps score all tokens; `tokens` [B, A] are the pending ones. Greedy figures hold for greedy answers,
-    where a draft is accepted if it is the next token. Sampled ones take earlier drafts from the answer.
+    The steps score all tokens; `tokens` [B, A] are the pending ones. Greedy counts hold for greedy answers,
+    in which a draft token is accepted if it is the next token. Sampled ones take earlier drafts from the
+    answer.
     """
     K, A = len(steps), tokens.shape[1]
     greedy = sampled = mx.ones((tokens.shape[0], A - K))
@@ -103,8 +104,8 @@ def _entropy_gradient(
     cotangents: tuple[mx.array, mx.array],
     outputs: tuple[mx.array, mx.array],
 ) -> tuple[mx.array, mx.array]:
-    """Return the gradients of logits and of the target's probabilities, which nothing learns from."""
+    """Return the gradients of the logits and, as zeros, of the target's probabilities."""
     _, target = given
-    known = target.sum(axis=-1, keepdims=True)  # less than 1: the drafter does not know all tokens
+    known = target.sum(axis=-1, keepdims=True)  # less than 1: the sample does not have all tokens
     gradient = cotangents[0][..., None] * (outputs[1] * known - target)
     return gradient, mx.zeros_like(target)

@@ -1,8 +1,8 @@
-"""The prompts that a target answers for `mlx-spec train`: bundled ones, and a user's own.
+"""The prompts that a target answers for `mlx-spec train`: bundled ones, or a user's own.
 
-Bundled prompts come from a grammar in `prompts.json`: `$topic` stands for any entry of the list "topic", and
-`$name1` for the same one in the whole prompt. Held-out prompts come from lists of their own: they share no
-instruction, topic, sentence or code with the others.
+Bundled prompts come from a grammar in `prompts.json`. `$topic` stands for any entry of the list "topic";
+`$name1` stands for the same entry everywhere in a prompt. Held-out prompts come from separate lists: they
+share no instruction, topic, sentence or code with the others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ OWN = "own"  # kind of the prompts in a user's files
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A prompt, and what kind of text it wants."""
+    """A prompt, and the kind of text that it asks for."""
 
     kind: str
     messages: tuple[Mapping[str, str], ...]
 
 
 def bundled_prompt(index: int, seed: int, *, held_out: bool) -> TrainingPrompt:
-    """Return one of the prompts with this seed; the kinds take turns."""
+    """Return prompt number `index` of a seed; the kinds take turns."""
     kinds = "chat", "code", "edit", "list", "summary", "writing"
     kind = kinds[index % len(kinds)]
     chance = random.Random(f"{seed} {index}")
@@ -39,7 +39,7 @@ def bundled_prompt(index: int, seed: int, *, held_out: bool) -> TrainingPrompt:
 
 
 def _expand(text: str, chance: random.Random, chosen: dict[str, str], *, held_out: bool) -> str:
-    """Return the text with each slot filled; `chosen` keeps the texts of numbered slots."""
+    """Return the text with each slot filled; `chosen` has the texts of numbered slots."""
 
     def fill(slot: re.Match[str]) -> str:
         name, number = slot.groups()
@@ -74,7 +74,7 @@ def _grammar() -> dict[str, dict[str, list[str]]]:
 def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
     """Read prompts of the user: one on each line, or a conversation that the chat saved.
 
-    A line may be a JSON string. Each message of the user in a conversation is a prompt, with all before it.
+    A line may be a JSON string. In a conversation each user message is a prompt, with all messages before it.
     Raises BadCheckpoint for a file that cannot be read, InvalidValue if there is no prompt.
     """
     prompts = []
@@ -94,7 +94,7 @@ def own_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:
 
 
 def encode(tokenizer: Tokenizer, prompt: TrainingPrompt) -> list[int]:
-    """Return the tokens of a prompt; without a chat template the tokens of its last message."""
+    """Return the tokens of a prompt; without a chat template, of its last message only."""
     if tokenizer.chats:
         return tokenizer.prompt([dict(message) for message in prompt.messages])
     return tokenizer.prompt_tokens(prompt.messages[-1]["content"])

@@ -1,7 +1,7 @@
-"""Train a drafter for a target, on the target's own answers: the stages of a run, in order.
+"""Train a drafter for a target on the target's own answers: the stages of a run, in order.
 
-Everything on the way is kept in OUT.training, so that the same command goes on where the last one ended. The
-result is a Gemma 4 assistant with two layers, whose head is a part of the target's own.
+Intermediate files are in OUT.training, so that the same command goes on where the last one ended. The result
+is a Gemma 4 assistant with two layers, whose head is a part of the target's head.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ TEST_TOKENS = 96  # of each answer in the test with the real engine
 def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
     """Train a drafter and write it to `options.out`. Return its report.
 
-    Raises a SpecError in one line for anything that a user or a checkpoint can cause, OSError for the disk.
+    Raises SpecError, in one line, for a problem of the input, and OSError for a problem of the disk.
     """
     out = typed_path(options.out).absolute()
     check_new(out)
     work = out.with_name(out.name + WORK)
-    written = own_prompts(options.prompts or ())
+    prompts = own_prompts(options.prompts or ())
     pair = load(options.target, NONE)
     plan = AnswerPlan(
-        work / "answers", options.answers, options.answer_tokens, options.seed, _fitting(written, pair)
+        work / "answers", options.answers, options.answer_tokens, options.seed, _fitting(prompts, pair)
     )
     network, config = _network(pair, options)
     work.mkdir(exist_ok=True)
@@ -114,18 +114,18 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
     return report
 
 
-# --- before it begins
+# --- before the run
 
 
 def _settings(options: TrainingOptions) -> dict[str, Any]:
-    """Return what must not change while a run is cut into pieces."""
+    """Return the settings that must be the same when an interrupted run goes on."""
     files = {str(file): sha256(typed_path(file)) for file in options.prompts or ()}
     settings = asdict(options) | {"prompts": files, "version": __version__}
     return {key: value for key, value in settings.items() if key not in ("out", "parallel")}
 
 
 def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
-    """Keep the settings of a new run. Raises InvalidValue if an unfinished run has others."""
+    """Write the settings of a new run. Raises InvalidValue if an unfinished run has other settings."""
     if not file.exists():
         write_atomically(file, json.dumps(wanted, indent=2) + "\n")
         return
@@ -139,7 +139,7 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPrompt, ...]:
-    """Return the prompts that the target can read. Raises InvalidValue if they are too few to test with."""
+    """Return the prompts that fit the target's context. Raises InvalidValue if only one fits."""
     limit = pair.info.context_length
     found = tuple(each for each in prompts if limit is None or len(encode(pair.tokenizer, each)) < limit)
     if len(found) < len(prompts):
@@ -154,8 +154,8 @@ def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPro
 
 
 def _answer_bytes(target: LMTarget, options: TrainingOptions) -> int:
-    """Return the memory of one running answer; `target` has read something."""
-    # K/V of the answer and of a prompt half as long, twice: a batch is copied when it grows
+    """Return the bytes of one running answer; `target` must have caches already."""
+    # K/V of the answer and of a prompt half as long, twice, because a batch is copied when it grows.
     return options.answer_tokens * 3 * target.row_bytes
 
 
@@ -165,13 +165,13 @@ def _parallel(pair: Pair, options: TrainingOptions) -> int:
         return options.parallel
     target = pair.open().target
     target.prefill([0, 0])
-    # half of what is left, for other programs; beyond 256 rows the products of a pass are no faster
+    # Half of the free memory stays for other programs. More than 256 rows do not make a pass more efficient.
     free = (memory_for_models() - pair.info.target_bytes) // 2
     return min(max(free // _answer_bytes(target, options), 1), 256)
 
 
 def _announce(pair: Pair, plan: AnswerPlan, options: TrainingOptions) -> int:
-    """Say what memory and disk a run takes. Returns the bytes that are not on the disk yet."""
+    """Print how much memory and disk a run takes. Return the bytes that are not on the disk yet."""
     parts = pair.open()
     parts.target.prefill([0, 0])
     rows = options.answers * options.answer_tokens
@@ -205,7 +205,7 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
 
 
 def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
-    """Return the network to train, and its config.json. Refuses what cannot be trained."""
+    """Return the network to train, and its config.json. Raises Mismatch for a target that cannot have one."""
     target = read_config(find(folders(PairSpec(options.target, NONE))[0]))
     probe = recording(pair).open().target
     probe.prefill([0, 0])
@@ -219,7 +219,7 @@ def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, di
     assistant = AssistantConfig.from_dict(config)
     try:
         check_fit(assistant, target)
-    except SpecError as error:  # as in latent attention
+    except SpecError as error:  # such as for latent attention
         raise Mismatch(
             f"the K/V of {options.target} are not as its config.json describes them: it cannot be trained for"
         ) from error
@@ -230,21 +230,21 @@ def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, di
 def _begin(
     network: AssistantNetwork, pair: Pair, files: Sequence[Path], options: TrainingOptions
 ) -> mx.array:
-    """Give a new network its first weights. Returns the tokens that are trained."""
+    """Set the first weights of a new network. Return the tokens that the drafter is trained on."""
     size = pair.info.vocab_size
     ids = frequent_tokens(files, min(options.vocabulary, size), size)
     if options.source is None:
         network.draft_ids = ids
-        start_linear(network, pair.parts.embed, files[:100])  # answers enough for first weights
+        start_linear(network, pair.parts.embed, files[:100])  # 100 answers are enough for the first weights
     elif "draft_ids" in network:
         ids = network.draft_ids
-    else:  # its own table has a row for every token; the rows of others than these stay as they are
+    else:  # the drafter has a table with a row for every token, which is not trained
         network.model.embed_tokens.freeze()
     return ids
 
 
 def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork, dict[str, Any]]:
-    """Load an assistant to improve. Raises BadCheckpoint for another kind, or one that is quantized."""
+    """Load an assistant to improve. Raises BadCheckpoint for another family, or a quantized assistant."""
     folder = find(source)
     config = read_config(folder)
     if not str(config["model_type"]).endswith("assistant"):
@@ -266,16 +266,14 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
 def _new_config(
     target: Mapping[str, Any], probe: LMTarget, vocab_size: int, options: TrainingOptions
 ) -> dict[str, Any]:
-    """Return the config.json of a new drafter for a target that has read something."""
+    """Return the config.json of a new drafter. `probe` is the target after it has read a prompt."""
     text, width = text_config(target), probe.parts.embed(mx.array([0])).shape[-1]
     _, heads, _, head_dim = probe.shared_kv()[FULL].keys.shape
     queries = int(text.get("num_attention_heads") or heads)
-    # the width of a new drafter in a target that is not narrower: 5 M weights, 10 MB
-    hidden = options.width or min(width, 512)
+    hidden = options.width or min(width, 512)  # 512 makes 5 M weights, 10 MB
     rope = text.get("rope_parameters") or {}
     rope = rope.get(FULL) or {"rope_type": "default", **(text.get("rope_scaling") or {}), **rope}
     rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
-    # of a new drafter: they cost a few percent of a small target, and a third one gains little
     return {
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": width,
@@ -291,7 +289,8 @@ def _new_config(
             "num_attention_heads": queries,
             "num_key_value_heads": heads,
             "head_dim": head_dim,
-            "layer_types": [FULL] * 2,
+            "layer_types": [FULL]
+            * 2,  # they take a few percent of a small target's time; a third gains little
             "sliding_window": int(text.get("sliding_window") or 0),
             "rms_norm_eps": float(text.get("rms_norm_eps") or 1e-6),
             "rope_parameters": {FULL: rope},
@@ -306,12 +305,12 @@ def _test(
     config: Mapping[str, Any],
     progress: StageProgress,
 ) -> dict[str, dict[str, float]]:
-    """Return the tokens a round of the real engine on held-out prompts, by temperature and kind of text."""
+    """Decode held-out prompts with drafts. Return the mean tokens a round by temperature and kind of text."""
     source = assistant_source(network, config["text_config"]["sliding_window"])
     drafting = pair.with_drafters([source], FixedPolicy(DEPTH))
     prompts, limit = of_all_kinds(plan.tests(pair), 48), min(TEST_TOKENS, plan.max_tokens)
     results = {}
-    # a seed couples drafter and target by their noise; without one they are judged by block verification
+    # With a seed, drafter and target share their noise; without one, block verification accepts drafts.
     for name, temperature, seeded in (("0", 0.0, False), ("0.8", 0.8, False), ("0.8 with a seed", 0.8, True)):
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         batch, kinds, done = drafting.batch(len(prompts)), dict[int, str](), 0
@@ -336,8 +335,10 @@ def _test(
 
 
 def of_all_kinds(prompts: Iterable[tuple[str, list[int]]], least: int) -> list[tuple[str, list[int]]]:
-    """Return at least `least` prompts, or all if there are fewer, an equal share of each kind."""
-    by_kind = sorted(prompts, key=itemgetter(0))  # kinds take turns: every second prompt is of half of them
+    """Return at least `least` prompts, or all if there are fewer, with an equal share of each kind."""
+    by_kind = sorted(
+        prompts, key=itemgetter(0)
+    )  # unsorted, every second prompt would be of half of the kinds
     return by_kind[:: max(len(by_kind) // least, 1)]
 
 
@@ -364,7 +365,7 @@ def _report(
 def _write(
     folder: Path, network: AssistantNetwork, config: Mapping[str, Any], report: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint in bfloat16, and the report beside it."""
+    """Write the drafter in bfloat16, and its report."""
     network.sort_table(by_token=True)
     tensors = {
         name: array.astype(mx.bfloat16) if mx.issubdtype(array.dtype, mx.floating) else array
