@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,14 +51,22 @@ def serving(repositories: dict[str, Path]) -> Iterator[Hub]:
     """A hub with these repositories, for as long as the block runs."""
     hub = Hub(repositories)
     hub.breaks.set()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield hub
     hub.breaks.set()
     server.shutdown()
     server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of a client that hangs up: stderr is that of the tests."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*_)
 
 
 def _describe(file: Path) -> dict[str, Any]:
