@@ -513,6 +513,7 @@ def test_not_ready_while_the_first_model_loads() -> None:
         (raw("x", (1, 9999), n=2), "prompt", "the prompt holds token 9999"),
         (raw("x", (), n=2), "prompt", "empty"),
         (chat(QUESTION, stop=("",)), None, "stop"),
+        (chat(QUESTION, sampling=Sampling(logit_bias={9999: 1.0})), "logit_bias", "has token id 9999"),
         (chat(QUESTION, format=OutputFormat("regex", "[")), "response_format", "regular expression"),
     ],
 )

@@ -328,17 +328,20 @@ class Job:
         request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
         if sampling.seed is not None:  # else all choices would be the same
             sampling = replace(sampling, seed=sampling.seed + row.place[1])
-        running = self.model.pair.prepare(
-            sequence.parts,
-            row.prompt,
-            sampling=sampling,
-            max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
-            stop=prepared.ends,
-            top_logprobs=request.top_logprobs,
-            prediction=prepared.prediction,
-            read_prompt=partial(self._score_prompt, row, sequence) if is_scored else None,
-            key=request.key,
-        )
+        try:
+            running = self.model.pair.prepare(
+                sequence.parts,
+                row.prompt,
+                sampling=sampling,
+                max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
+                stop=prepared.ends,
+                top_logprobs=request.top_logprobs,
+                prediction=prepared.prediction,
+                read_prompt=partial(self._score_prompt, row, sequence) if is_scored else None,
+                key=request.key,
+            )
+        except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
+            raise invalid(str(error), "logit_bias") from error
         chat = request.prompt if isinstance(request.prompt, Chat) else None
         markers, last_call = None, None
         if prepared.tool_format is not None and chat is not None and chat.tools:
