@@ -127,6 +127,8 @@ def typed_path(name: str | Path) -> Path:
         raise InvalidValue("a name is empty: give a folder, a file or owner/name")
     if "\0" in text:
         raise InvalidValue("a path cannot hold a NUL: type it again")
+    if (shown := text.encode(errors="replace").decode()) != text:  # bytes of a name that Python cannot decode
+        raise InvalidValue(f"{shown} has bytes that are not UTF-8, which MLX does not open: rename it")
     try:
         path = Path(text).expanduser()
         path.exists()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
+import os
 import shutil
 import sys
 from collections import Counter
@@ -97,7 +98,7 @@ def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
 def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
     """Return where the checkpoint of a GGUF file as it is now belongs: among the converted pairs."""
     form = "" if q6k_bits is None else f" {q6k_bits}"
-    place = hashlib.sha256(f"{file.resolve()}{form}".encode()).hexdigest()[:8]
+    place = hashlib.sha256(os.fsencode(f"{file.resolve()}{form}")).hexdigest()[:8]
     status = file.stat()
     version = 3  # of the folders written here: raise it when older ones must be written again
     identity = f"{version} {status.st_size} {status.st_mtime_ns}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -183,6 +184,7 @@ def test_missing_path(tmp_path: Path) -> None:
     for name in ("nothing", "a/b/c", "~/nothing/here", "no such/name", "a/b--c/..", "./none"):
         assert "a repository on Hugging Face is named owner/name" in refused(NotFound, name)
     assert "cannot hold a NUL" in refused(InvalidValue, "a\0b")
+    assert "caf? has bytes that are not UTF-8" in refused(InvalidValue, os.fsdecode(b"caf\xe9"))
     (tmp_path / "folder").mkdir()
     assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
 
