@@ -1,17 +1,17 @@
 """Does drafting ahead pay? Gains on a virtual clock are SIMULATED; hit rates are measured on a real pair.
 
 clock: `mlx_spec.policy` decides the rounds of scripted texts on published cost curves, with and without
-drafting ahead. A draft token costs `cost` passes. While the target verifies K tokens, the drafter beside it
+drafting ahead. A draft token costs `cost` passes. While the target verifies K tokens, the second drafter
 makes K + 1 passes, whose time does not grow with the branches (dense weights, few rows). A late draft is a
 miss, and a miss is drafted by the target's device as usual.
 
-  own machine   the drafter beside has the same speed; each stored draft takes two times `link`
+  own machine   the second drafter has the same speed; each stored draft takes two times `link`
   CPU           a third of the speed, and one memory bus: a pass takes at least the time of all bytes read
 
-hits: a target and its own layers without some in the middle as drafter, on bundled questions. Accepted tokens
-are the target's, so one pass of each model over an answer tells all drafts and guesses. `noise`: guesses by
-log q and the noise that target and drafter share; `top q`: by log q alone. `simulated` is a drafter with the
-target's logits and Gaussian noise on them, as often accepted. `--target ""` leaves this part out.
+hits: the drafter is the target without some middle layers, on bundled questions. Accepted tokens are the
+target's, so one pass of each model over an answer shows all drafts and guesses. `noise`: guesses by log q and
+the noise that target and drafter share; `top q`: by log q alone. `simulated` is a drafter with the target's
+logits plus Gaussian noise, with the same acceptance. `--target ""` leaves this part out.
 
 The exit status is 1 if a floor is broken.
 """

@@ -1,10 +1,10 @@
-"""Does a drafter on another process pay? Two processes on one machine, text and tokens a second.
+"""Does a drafter in another process pay? Two processes on one machine: text and tokens a second.
 
-The drafter is SmolLM2, dense and in float32. The target is SmolLM2 with more layers between its own. They
-multiply like others, but add only a little noise to the residual stream: so a pass costs several passes of
-the drafter, which is right most of the time. In float32 both wait for the one memory that they share. A
-target in bfloat16 (`--dtype`) is converted by the CPU, which computes while the drafter reads. There are two
-ranks, each with one thread of the BLAS that `use_blas` finds. All arms run on rank 0; in the last one rank 1
+The drafter is SmolLM2, dense and in float32. The target is SmolLM2 with additional layers. These cost as much
+as others, but only add a little noise to the residual stream. So a pass of the target costs several passes of
+the drafter, whose drafts are accepted most of the time. In float32 both wait for the memory that they share.
+With a target in bfloat16 (`--dtype`) the CPU converts weights while the drafter reads memory. There are two
+ranks, each with one thread of the BLAS that `use_blas` finds. All arms run on rank 0; in the last arm rank 1
 drafts ahead.
 
 plain; K, drafting before each pass; K, ahead: the same with the next draft prepared on rank 1 meanwhile.
@@ -46,7 +46,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write(folder: Path, dtype: str = "float32", every: int = 1, noise: float = 0.0) -> str:
-    """Write SmolLM2 with `every` layers for each of its own, of which all but the first are noise."""
+    """Write SmolLM2 with `every` layers for each original one: the original, and others that add noise."""
     source = find("smollm2")
     model = load("smollm2", "none")._model
     more: dict[str, mx.array] = {}

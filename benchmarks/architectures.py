@@ -1,10 +1,11 @@
-"""Does every architecture of mlx-lm decode here as it does there: plain, with drafts, in company?
+"""Does every architecture of mlx-lm decode here as in mlx-lm: plain, with drafts, in a batch?
 
-A tiny model of each, with random float32 weights, against mlx-lm's own loop. The text of mlx-lm is compared
-with plain decoding, with drafts of 1, 3 and 6 tokens that are wrong at times, with trees where they are
-offered, after a prompt that is read in chunks, after a rewind, and with three unequal sequences in one batch.
-Windows hold 16 tokens; windowed models also continue 1,300 tokens. Seeded text and text with 8-bit K/V are
-compared with our plain decoding. What an architecture refuses, it has to refuse before its first token.
+Each has a tiny model with random float32 weights. The text of mlx-lm's loop is compared to plain decoding, to
+drafts of 1, 3 and 6 tokens that are sometimes wrong, and to trees if the model takes them. It is also
+compared after a prompt that is read in chunks, after a rewind, and with three sequences of different lengths
+in one batch. Windows have 16 tokens; windowed models also continue 1,300 tokens. Seeded text and text with
+8-bit K/V are compared to our plain decoding. If an architecture is refused, it must be refused before its
+first token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts, checkpoints and the decoders of mlx_spec that benchmarks compare.
 
-Each says, where it can tell, when the prompt has been read: all of it but its last token, whose pass is the
-first that decodes.
+A decoder calls `read` when the prompt has been read without its last token, if it can tell. The pass of the
+last token is the first one that decodes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer.chat_template import special_tokens
 
-Step = tuple[list[int], int]  # tokens, and how many draft tokens were verified for them
-Read = Callable[[], None]  # what to call when the prompt has been read
-Decoder = Callable[["Prompt", Read], Iterator[Step]]  # steps, as they come
-Arms = dict[str, Callable[[], Decoder]]  # what an arm needs is loaded when it is made
+Step = tuple[list[int], int]  # tokens, and the number of draft tokens that were verified
+Read = Callable[[], None]  # called when the prompt has been read
+Decoder = Callable[["Prompt", Read], Iterator[Step]]  # yields steps
+Arms = dict[str, Callable[[], Decoder]]  # name -> function that loads a decoder
 COMPRESSION = ("quantization", "quantization_config", "gguf")  # keys of config.json
 PROMPTS = Path(__file__).parent / "prompts"
 

@@ -2,18 +2,18 @@
 
 Arms, each with 1, 2, 4 and 8 sequences that run at a time:
 
-  turns plain               a round of one sequence after the other, each with caches of its own
-  batch plain, batch K=n    one pass for all, drafts of their own
-  batch adaptive            the same, the policy chooses the lengths
+  turns plain               sequences take turns of one round, each with its own caches
+  batch plain, batch K=n    one pass for all sequences, each with its own drafts
+  batch adaptive            the same, with lengths from the policy
   mlx-lm                    its BatchGenerator
 
-A figure is the tokens a second of all sequences together, from the moment when all run until the first one
-ends. The arms of a block decode the same prompts. They take turns of a few rounds, so that a slow moment of
-the machine meets all of them, and wait for the device at the end of a turn. Ratios are those of one block.
-The texts of all arms are compared with those of plain turns.
+A figure is the tokens a second of all sequences together, from the moment when all of them decode until the
+first one ends. The arms of a block decode the same prompts. They take turns of a few rounds, so that a slow
+moment of the machine affects all of them, and wait for the device at the end of a turn. A ratio compares arms
+of one block. All texts are compared to the texts of "turns plain".
 
-With `--acceptance`, drafts are scripted: right with that probability, drawn once for each position, and free.
-`--float32` decodes with dequantized weights.
+With `--acceptance`, drafts are scripted and take no time. Each is accepted with that probability, which is
+drawn once for each position. `--float32` decodes with dequantized weights.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Run:
         return (sum(map(len, self.texts)) - self._before) / self._rounds / len(self.texts)
 
     def take_turn(self, rounds: int) -> None:
-        """Decode so many rounds, unless a sequence ends."""
+        """Decode a turn of `rounds` rounds, fewer if a sequence ends."""
         start = time.perf_counter()
         while rounds and not self.is_done:
             self._read(next(self._steps))

@@ -1,26 +1,27 @@
 """How fast is decoding, against mlx-lm and mlx-vlm on the same weights in the same run?
 
-Arms: mlx-lm (its `generate_step`; "text" is `stream_generate`, which also detokenises; "draft model" is its
-own speculative decoding with `--draft-model`), mlx_spec plain, at fixed K, adaptive (one policy for all
-prompts, as in a conversation; "cold": what a new process would do), with lookup, with a draft model, without
-a drafter and with a random drafter, whose weights were shuffled, mlx-vlm plain and with its own MTP rounds.
-All are greedy, do not stop at end-of-text tokens and generate the same number of tokens: as many as the plain
-answer has, at most `--tokens`; texts that are to be continued get `--tokens` more, end-of-text tokens banned.
+Arms of mlx-lm: its `generate_step`; "text" is `stream_generate`, which also detokenises; "draft model" is its
+speculative decoding with `--draft-model`. Arms of mlx_spec: plain, at fixed K, adaptive (one policy for all
+prompts, as in a conversation; "cold": a new policy for each), with lookup, with a draft model, without a
+drafter, and with a random drafter, whose weights were shuffled. Arms of mlx-vlm: plain, and with its MTP
+rounds. All are greedy, do not stop at end-of-text tokens and generate the same number of tokens: as many as
+the plain answer has, at most `--tokens`. Texts to continue get `--tokens` more, with end-of-text tokens
+banned.
 
-Protocol: for each prompt and repeat one block, mlx-lm first and last, the other arms between in the order of
-a balanced Latin square. The arms of a block decode in turns, `--burst` tokens at a time, each with caches of
-its own, so that what changes on the machine within a second meets them all; between two bursts nothing is
-pipelined, which costs plain decoding about one part in a hundred. An arm's ratio is taken to the mean of the
-two mlx-lm runs of its block, and to the mean of the two plain runs of mlx_spec in it ("plain, again" stands
-among the arms like any other); the second mlx-lm run against the first is the null arm. The first block of
-each prompt is dropped, and so are blocks whose null is off by more than `--spread`. Over all prompts and
-by kind: geometric means of the prompts' median ratios, with bootstrap 95 % intervals, prompts drawn first.
+Protocol: each prompt and repeat is one block, with mlx-lm first and last, and the other arms between in the
+order of a balanced Latin square. The arms of a block decode in turns of `--burst` tokens, each with its own
+caches, so that changes of the machine within a second affect all of them. Nothing is queued between two
+bursts, which costs plain decoding about one percent. An arm is compared to the mean of the two mlx-lm runs of
+its block, and to the mean of its two plain runs of mlx_spec ("plain, again" is an arm like any other). The
+second mlx-lm run over the first is the null arm. The first block of each prompt is dropped, and so are blocks
+whose null is off by more than `--spread`. Figures over all prompts and by kind are geometric means of the
+prompts' median ratios, with bootstrap 95 % intervals that draw prompts first.
 
-"decode" counts from the end of the prompt, all of it but its last token; "whole" is end to end. A pipelined
-decoder begins its second token before it gives the first, one that is about to draft does not: counted from
-the first token on, the latter would pay for a pass that the former had for nothing. Where a package does not
-say when it has read the prompt (mlx-vlm, mlx-lm with a draft model), it is counted from the first tokens on
-all the same. Tokens are compared with mlx-lm's: how many prompts differ, and the first position that does.
+"decode" counts from the end of the prompt without its last token; "whole" is end to end. A decoder with a
+queue begins its second token before it returns the first, and a decoder that is about to draft does not. If
+time were counted from the first token, the first kind would have a pass for free. Packages that do not say
+when the prompt has been read (mlx-vlm, mlx-lm with a draft model) are still counted from the first tokens.
+Tokens are compared to mlx-lm's: how many prompts differ, and at which position first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Is a GGUF file read right: its tensors, and text past a sliding window? (needs torch and gguf)
 
-Tensors: what `checkpoint/gguf.py` unpacks, against the gguf package's own floats; and what the checkpoint
-holds, which rounds Q6_K to 8 bits. "Largest" is the largest difference over the largest weight.
+Tensors: the floats that `checkpoint/gguf.py` unpacks are compared to the gguf package's; so are the tensors
+of the checkpoint, which rounds Q6_K to 8 bits. "Largest" is the largest difference over the largest weight.
 
-Text: greedy answers in float32 to prompts of `--prompt` tokens, end-of-text tokens banned, plain and with
-`--drafts` draft tokens of lookup. transformers reads the file itself; each token has to be its first choice
-after the tokens before. One prompt repeats a text, so that drafts are accepted. Both sides have the floats of
-the file: a copy of the checkpoint with the gguf package's weights is written for that.
+Text: greedy answers in float32 to prompts of `--prompt` tokens, plain and with `--drafts` draft tokens of
+lookup; end-of-text tokens are banned. transformers reads the file itself. Each token must be its first choice
+after the tokens before it. One prompt repeats a text, so that drafts are accepted. Both sides decode with the
+exact floats of the file, so a copy of the checkpoint is written with the gguf package's weights.
 """
 
 from __future__ import annotations

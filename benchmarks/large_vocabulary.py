@@ -1,11 +1,11 @@
 """Does a model with a large vocabulary decode as fast as in mlx-lm, and are its nuclei exact?
 
-Settings: greedy, Google's own for Gemma (temperature 1, top_k 64, top_p 0.95, with a seed here), and JSON of
-a schema. Arms: mlx-lm, first and last, mlx_spec plain and with lookup. All decode the same float32 weights in
-turns of `--burst` tokens, a fixed number of tokens past any end of text. mlx-lm has no grammar, so its arm
-of JSON is greedy text. Plain text and text with lookup must be equal.
+Settings: greedy, Google's for Gemma (temperature 1, top_k 64, top_p 0.95; here with a seed), and JSON by a
+schema. Arms: mlx-lm, first and last, mlx_spec plain and with lookup. All decode the same float32 weights in
+turns of `--burst` tokens, a fixed number of tokens past any end of text. mlx-lm has no grammar, so it decodes
+greedy text where others decode JSON. Plain text and text with lookup must be equal.
 
-Then the tokens that top_p keeps are compared with a sort in float64: on `--rows` rows of this model, and on
+Then the tokens that top_p keeps are compared to a sort in float64: on `--rows` rows of this model, and on
 10,000 random rows of a small vocabulary, with ties.
 """
 
@@ -112,7 +112,7 @@ def theirs(model: Any, sampling: Sampling) -> Decoder:
 
 
 def figures(blocks: list[list[Block]], seed: int) -> dict[str, Any]:
-    """Return a row for each arm: speed, its ratio to mlx-lm, and how many texts are not those of plain."""
+    """Return a row for each arm: speed, its ratio to mlx-lm, and how many texts differ from plain's."""
     every = [block for by_prompt in blocks for block in by_prompt]
     rows: list[list[object]] = [[BASE, round(float(np.median([b.first.decode for b in every])), 1), 1.0, "-"]]
     for arm in ARMS:
@@ -127,7 +127,7 @@ def figures(blocks: list[list[Block]], seed: int) -> dict[str, Any]:
 
 
 def nuclei(model: Any, prompts: list[Prompt], settings: argparse.Namespace) -> dict[str, Any]:
-    """Compare the kept tokens of real rows, and of random rows, with those of a sort in float64."""
+    """Compare the tokens that filters keep to a sort in float64, for real rows and for random rows."""
     each = -(-settings.rows // len(prompts))
     real = [np.array(model(mx.array(p.tokens)[None])[0, -each:].astype(mx.float32)) for p in prompts]
     block = np.concatenate(real)[: settings.rows]
@@ -157,7 +157,7 @@ def nuclei(model: Any, prompts: list[Prompt], settings: argparse.Namespace) -> d
 
 
 def compare(row: np.ndarray, **fields: Any) -> tuple[set[int], set[int], float]:
-    """Return the tokens that are kept of logits [V], those of float64, and how near a sum comes to top_p."""
+    """Return the kept tokens of logits [V], the tokens that a float64 sort keeps, and the sum's margin."""
     processor = LogitsProcessor(Sampling(1.0, **fields), 0, len(row))
     block, none = mx.array(row)[None], mx.array([], dtype=mx.int32)
     found = processor.candidates(block, [], none)

@@ -1,12 +1,13 @@
 """What does lookup gain by earlier answers: in requests to a model, and in recorded conversations?
 
-A series of requests has one form: JSON of one schema, and edits of one file. Arms answer each in turns of a
-few tokens. "one belief" is lookup with one belief for matches of two tokens and more, "ranges" has one for
-each range of lengths, "earlier" copies from the answers before, too. All are compared with plain decoding of
-the same request, and texts must be equal.
+There are two series of similar requests: for JSON of one schema, and for edits of one file. The arms answer
+each request in turns of a few tokens. "one belief" is lookup with one acceptance estimate for all matches of
+two tokens and more, "ranges" has an estimate for each range of match lengths, "earlier" also copies from
+earlier answers. All are compared to plain decoding of the same request; texts must be equal.
 
-`--recorded FILE` replays conversations as in NumPy's npz: NAME_tokens, NAME_is_answer and NAME_session, one
-entry a token. A draft is right if it is the recorded text. Speeds are SIMULATED with published costs.
+`--recorded FILE` replays conversations from a file of NumPy (npz) with NAME_tokens, NAME_is_answer and
+NAME_session, one entry for each token. A draft token counts as accepted if the recorded text has it. Speeds
+are SIMULATED with published costs.
 """
 
 from __future__ import annotations

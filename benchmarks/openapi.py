@@ -1,8 +1,8 @@
-"""OpenAPI documents for schemathesis: of text, from the types of openai-python, and of pictures.
+"""OpenAPI documents for schemathesis: for text, from the types of openai-python, and for pictures.
 
-Pictures go to all routes that take them. Most parts are right: small pictures of the five formats. The others
-are of each kind that the server refuses: files of other formats, damaged ones, texts, URLs. schemathesis
-itself breaks types.
+Pictures go to all routes that take them. Most are valid: small pictures of the five formats. The others are
+of each kind that the server refuses: files of other formats, damaged files, texts, URLs. schemathesis itself
+also draws values of wrong types.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOOLEAN = {"type": "boolean"}
 
 
 def files() -> list[str]:
-    """Return files in base64: pictures in five formats, and what is refused."""
+    """Return files in base64: pictures in five formats, and files that the server refuses."""
     found = []
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "ICO"):
         saved = io.BytesIO()

@@ -3,10 +3,9 @@
     python benchmarks/pictures.py terminal [--num-draft-tokens K] [FILE]    # results/chat.svg
     python benchmarks/pictures.py page [--num-draft-tokens K] [--dark] [FILE]    # results/page.png
 
-The second needs Chromium.
-
-Both show the demo pair at work, nothing is staged: the first runs `mlx-spec chat --highlight` on a
-pseudo-terminal and draws its output, colours included; the second asks questions in a real browser.
+Both show the demo pair at work; nothing is staged. The first runs `mlx-spec chat --highlight` on a
+pseudo-terminal and draws its output with its colours. The second asks questions in a real browser, and needs
+Chromium.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the adaptive draft length pay on devices that are not here? All times are SIMULATED.
+"""Does the adaptive draft length pay on devices that we do not have? All times are SIMULATED.
 
 `mlx_spec.policy` decides the rounds of scripted texts on published cost curves (`--list` names the sources),
 with 3 % noise on every piece of device work. The cells are 6 devices x 12 kinds of text x answers of 24, 96
@@ -9,10 +9,10 @@ and 400 tokens x 4 modes:
   wrong       1,200 tokens from cold with the cost table of another device
   throttle    warm, and all work takes 1.5 times as long from the middle on
 
-Every session is compared with plain decoding, with the best fixed length in hindsight, and with the policy
-of commit 45e2a53, whose sessions on the same texts are recorded in results/. Then batches of 1 to 16
-sequences share the rows of their passes. Speeds compare policies; they do not predict tokens per second. The
-exit status is 1 if a floor is broken: FLOORS.
+Every session is compared to plain decoding, to the best fixed length in hindsight, and to the policy of
+commit 45e2a53, whose sessions on the same texts are recorded in results/. Then batches of 1 to 16 sequences
+share their passes. Speeds compare policies; they do not predict tokens per second. The exit status is 1 if a
+figure is below its entry in FLOORS.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def run_adaptive(batch: Batch) -> Batch:
     members, group = [policies.policy(clock) for _ in batch.places], policies.group(clock)
     for member in members:
         member.begin()
-    queued = False  # the next token, beside which nothing is verified
+    queued = False  # True if the next token is queued, so that nothing can be verified with it
     while not batch.done:
         decisions = group.decide(members, [range(place) for place in batch.places])
         wanted = [decision.choices[0].limit if decision.choices else 0 for decision in decisions]
@@ -224,7 +224,7 @@ def run_adaptive(batch: Batch) -> Batch:
 
 
 def run_batches(curve: str, texts: str, count: int, seeds: int) -> dict[str, Any]:
-    """Return how the policy does against the best fixed length for all sequences."""
+    """Return the policy's speed over plain decoding, and over the best fixed length for all sequences."""
     adaptive = [run_adaptive(Batch(curve, texts, count, seed)) for seed in range(seeds)]
     fixed = []
     for depth in BATCH_DEPTHS:

@@ -2,15 +2,15 @@
 
 FOLDER is searched for two kinds of vocabularies:
 
-- `NAME.gguf` with `NAME.gguf.inp` and `NAME.gguf.out`, texts and the tokens that are expected of them, as
-  llama.cpp has. Files without expected tokens are only read.
-- `tokenizer.json`, or other files that transformers reads, in folders of their own: the tokens are compared
-  with transformers' on texts of a seed. Its `PreTrainedTokenizerFast` keeps to tokenizer.json. Classes of
-  some models build another tokenizer in its place, such as GPT-2's cut for GPT-4o, and are not followed.
+- `NAME.gguf` with `NAME.gguf.inp` and `NAME.gguf.out`, which have texts and their expected tokens, as in
+  llama.cpp. Files without expected tokens are only read.
+- Folders with `tokenizer.json` or other files that transformers reads: the tokens of seeded random texts are
+  compared to transformers'. `PreTrainedTokenizerFast` follows tokenizer.json. Classes of some models build
+  another tokenizer instead, such as GPT-2's pre-tokenizer for GPT-4o; these are not compared.
 
-Then each text is streamed from a random token on: the pieces have to make up the text of all tokens less the
-text of those before. So are random tokens; where they are not UTF-8, a decoder may write a character anew
-that was given already, and such streams are counted apart.
+Then each text is streamed from a random token on. The pieces must make up the text of all tokens without the
+text of the tokens before. Random tokens are streamed, too. If they are not UTF-8, a decoder of all tokens may
+change a character that was streamed already; such streams are counted separately.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mlx_spec.tokenizer.detokenizer import REPLACEMENT
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
 
-BETWEEN = "\n__ggml_vocab_test__\n"  # the texts of a file .inp
+BETWEEN = "\n__ggml_vocab_test__\n"  # between two texts of an .inp file
 PIECES = (
     *("Hello", " World", "I'LL", " we've", "12345", " 3.14", "  ", "\n\n", " \n", "\t", "camelCase", "!!"),
     *("日本語", " Ünï", "e\u0301", "👍🏽", "한국어", " العربية", "½", "\u200b", " हिन्दी", "ไทย"),
@@ -43,7 +43,7 @@ PIECES = (
 
 @dataclass
 class Counts:
-    """What was found of a vocabulary."""
+    """The counts of a vocabulary."""
 
     name: str
     texts: int = 0

@@ -1,10 +1,11 @@
-"""What does a long prompt cost after a restart with `--cache-folder`, against reading it?
+"""What does a long prompt cost after a restart with `--cache-folder`, compared to reading it?
 
-A series starts a server on an empty folder and then two more on the same one. Each gets a short request, to
-be warm, and then a document of `--tokens` tokens with a question, for an answer of one token: the seconds of
-that request are compared. "First" reads the prompt, "in memory" is the same request again, "restart" the same
-on the second server, "restart, another question" a prompt with another end on the third. Afterwards all
-answer at length; drafts are of a fixed length, so that texts and draft tokens must be the first server's.
+A series starts a server on an empty folder, and then two more servers on the same folder. Each gets a short
+request to warm up, and then a document of `--tokens` tokens with a question, for an answer of one token. The
+seconds of this request are compared. "First" reads the prompt, "in memory" is the same request again,
+"restart" is the same request to the second server, "restart, another question" is a prompt with another end
+to the third. Afterwards all servers give a long answer. Drafts have a fixed length, so texts and draft tokens
+must equal those of the first server.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def series(given: list[str], tokens: int, answer: int) -> dict[str, Any]:
-    """Return seconds, cached tokens, and whether the answers agree."""
+    """Return seconds, cached tokens, and True if the answers agree."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "cache"
         options = [*given, "--cache-folder", str(folder)]

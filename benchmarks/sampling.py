@@ -1,9 +1,10 @@
 """What does choosing tokens cost on a large vocabulary: now, before, and in mlx-lm?
 
-Logits are random, of 262,144 tokens, as many as Gemma has. Each setting chooses the token of one row, as
-plain decoding does, and judges a draft of four by five rows. mlx-lm chooses one token of each row: it has no
-rule for drafts that keeps a distribution. Three processes take turns call by call, in changing order.
-Figures are medians of CPU milliseconds of a process, all threads together, which other load changes little.
+Logits are random, for 262,144 tokens, the size of Gemma's vocabulary. Each setting chooses the token of one
+row, as in plain decoding, and judges a draft of four tokens by five rows. mlx-lm chooses a token for each
+row: it has no rule for drafts that keeps a distribution. Three processes take turns call by call, in changing
+order. Figures are medians of the CPU milliseconds of a process, all threads together, which other load hardly
+changes.
 
 `--before` is a revision, or a folder.
 """
@@ -44,7 +45,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], dict[str, Any]] 
     "JSON": ({}, None),
 }
 
-# What each process does: it must run with the code of any commit, so it keeps to what does not change.
+# The program of each process. It must run with the code of any commit, so it only uses what does not change.
 CHILD = """
 import json, sys, time
 import mlx.core as mx

@@ -1,10 +1,10 @@
 """Is a checkpoint that transformers saved read right? Greedy text of tiny models of each type, on both sides.
 
-Each model is made by transformers from a tiny config, with random weights in float32, and saved by
-`save_pretrained`. transformers decodes without a cache. mlx_spec loads the folder as users do: without
-drafts, with lookup and three drafts a round, and once more after `mlx-spec convert -q none`. Weights are
-drawn again until the text of transformers has several different tokens. A text that differs is compared with
-mlx-lm's own: if they are equal, the difference is mlx-lm's. What cannot be loaded is shown with its reason.
+transformers makes each model from a tiny config, with random weights in float32, and saves it by
+`save_pretrained`. It decodes without a cache. mlx_spec loads the folder as users do: without drafts, with
+lookup and three draft tokens a round, and again after `mlx-spec convert -q none`. Weights are drawn again
+until the text of transformers has several different tokens. A text that differs is compared to mlx-lm's text:
+if these two are equal, mlx-lm differs. A model that cannot be loaded is shown with the reason.
 
 Needs transformers and torch. `--types` chooses, `--keep FOLDER` keeps the checkpoints.
 """
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def one(name: str, folder: Path, seed: int) -> dict[str, str]:
-    """Return what became of one type: plain, with drafts, converted, and why."""
+    """Return the results of one type: plain, with drafts, converted, and the reason."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     result = dict.fromkeys(("plain", "drafts", "converted", "why"), "")
@@ -253,7 +253,7 @@ def config_of(kind: str, extra: dict[str, Any]) -> Any:
 
 
 def fitting(cls: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `sizes` that a class of configs knows."""
+    """Return the entries of `sizes` that a class of configs knows."""
     known = {*cls().to_dict(), *cls.attribute_map}
     if cls.model_type in ("gpt_bigcode", "recurrent_gemma"):
         known.discard("num_key_value_heads")

@@ -1,11 +1,11 @@
 """Are JSON schemas enforced: does each random answer end, parse and match, and which schemas are refused?
 
-Schemas are our own (a hundred fixed ones, and random ones by a seed), and other people's, in files: JSON of
-names and schemas, or the list of tools of an MCP server. An answer takes any allowed token after another, and
-drafts that are taken back on the way. It is judged by `jsonschema`, with `nullable` and the bounds of draft 4
-written for it. One that has not ended after `LONGEST` tokens, as texts without a limit do, is not judged.
+Schemas are built in (a hundred fixed ones, and seeded random ones), or other people's, in files: JSON with
+names and schemas, or the list of tools of an MCP server. An answer is a series of random allowed tokens, with
+some drafts that are rewound. `jsonschema` judges it; `nullable` and the bounds of draft 4 are rewritten for
+it. An answer that has not ended after `LONGEST` tokens, such as a text without a limit, is not judged.
 
-All texts, lists and numbers of our own have bounds, because a small model writes digits without end.
+All texts, lists and numbers in built-in schemas have bounds, because a small model writes digits without end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mlx_spec.grammar.matcher import TokenBits, compile_grammar
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 LONGEST = 600  # tokens of an answer
-DRAFT_SHARE = 0.1  # of the tokens, before which a draft is looked at and taken back
+DRAFT_SHARE = 0.1  # share of the tokens before which a draft is checked and rewound
 
 
 # --- random answers
@@ -93,7 +93,7 @@ def judged(schema: Any) -> Any:
 
 
 def verdicts(schema: Schema, tokenizer: Tokenizer, walks: int, name: str) -> Counter[str]:
-    """Return what became of a schema and its random answers."""
+    """Return the result of a schema and counts of its random answers."""
     found: Counter[str] = Counter(schemas=1)
     try:
         rewritten, unenforced = enforceable(schema, closed=True)

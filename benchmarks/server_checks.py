@@ -1,22 +1,24 @@
-"""Does the server stay right with speculation on, under load, and for requests that nobody would think of?
+"""Does the server stay right with speculation on, under load, and for unlikely requests?
 
     python benchmarks/server_checks.py on_off         # are answers the same with speculation on and off?
     python benchmarks/server_checks.py soak           # does it survive half an hour of mixed load?
     python benchmarks/server_checks.py conformance    # does it keep to OpenAI's interface?
 
 on_off: two servers on the same pair, one with a fixed draft length and one with `--drafter none`, get the
-same random requests, greedy or (with `--seeded`, half of them) sampled with a seed. Bodies must be equal but
-for ids, times and `timings`; the chunks of a stream are joined first, because they follow rounds.
+same random requests. They are greedy; with `--seeded`, half of them are sampled with a seed. Bodies must be
+equal except for ids, times and `timings`. The chunks of a stream are joined first, because they follow
+rounds.
 
-soak: eight clients send good requests of all kinds, hang up in the middle of streams, and send malformed
-bodies and huge prompts. The answers to a fixed set of greedy requests are compared with those of a quiet
-server. Twice the server is killed and started anew. Counted: wrong answers (another text, or an unexpected
-status), lost ones (no answer although the server was up), the longest queue, memory, threads.
+soak: eight clients send valid requests of all kinds, hang up in the middle of streams, and send malformed
+bodies and huge prompts. The answers to a fixed set of greedy requests are compared to the answers of a quiet
+server. Twice the server is killed and started again. Counted are wrong answers (another text, or an
+unexpected status), lost answers (the server was up and did not answer), the longest queue, memory and
+threads.
 
-conformance: schemathesis draws valid and invalid requests from an OpenAPI document of three paths, made of
-the types of openai-python and the documented error body. With `--pictures` it draws messages with pictures,
-for the routes of all protocols that take them. Checked: no status of 500 or more, content types, bodies by
-schema, documented statuses.
+conformance: schemathesis draws valid and invalid requests from an OpenAPI document of three paths, with the
+types of openai-python and the documented error body. With `--pictures` it draws messages with pictures, for
+the routes of all protocols that take them. Checked are statuses (documented, below 500), content types, and
+bodies by schema.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from support.random_requests import CHAT, RandomRequests, Reply, comparable, wit
 MAX_WAITING, MAX_RUNNING = 3, 3  # of the server under load: eight clients must meet its limits
 KNOWN_REQUESTS = 40  # requests whose answers are known
 WARM_UP_S = 120.0  # after which a server's memory should be flat, or half of a shorter life
-ACTS = {"known": 50, "other": 25, "hang_up": 12, "malformed": 8, "huge": 5}  # of a client, with weights
+ACTS = {"known": 50, "other": 25, "hang_up": 12, "malformed": 8, "huge": 5}  # action of a client -> weight
 MALFORMED = [
     (b"{", {400}),
     (b"[]", {400}),
@@ -127,7 +129,7 @@ def logged_errors(server: Serving) -> int:
 
 @dataclass
 class Tally:
-    """What all clients saw. Guarded by its lock."""
+    """Counts of all clients, guarded by a lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     statuses: Counter[str] = field(default_factory=Counter)
@@ -244,7 +246,7 @@ def soak(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def watch(load: Load, seconds: float) -> dict[str, Any]:
-    """Sample memory and queue of the server for so long."""
+    """Sample memory and queue of the server for the given time."""
     memory: list[tuple[float, int]] = []
     queues: list[int] = []
     begun, threads = time.monotonic(), load.server.threads

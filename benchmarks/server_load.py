@@ -1,11 +1,11 @@
-"""What do several clients get from one server: tokens a second in all, and pauses between tokens?
+"""How fast do several clients get answers from one server, and how long are the pauses between tokens?
 
-For each number of clients, all send a greedy request without an end at the same time and read the stream. The
-same is done with `--parallel 1`, where they wait for each other, and with mlx_lm.server on the same weights.
-Then all but one client stream, first without and then beside a prompt of `--long` tokens: the time between
-the tokens of the others is what it costs them. Pauses are those that clients see, in milliseconds. Where they
-are long without a prompt, the machine is too slow or too busy for the bound of 100 ms. `--float32` serves
-dequantized weights. All servers multiply with the same BLAS.
+For each number of clients, all send a greedy request without an end at the same time and read the stream.
+This is repeated with `--parallel 1`, where they wait for each other, and with mlx_lm.server on the same
+weights. Then all but one client stream, first without and then beside a prompt of `--long` tokens. The times
+between the tokens of these clients show the cost of the prompt. Pauses are measured at the clients, in
+milliseconds. If they are long without a prompt, the machine is too slow or too busy for the bound of 100 ms.
+`--float32` serves dequantized weights. All servers use the same BLAS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.random_requests import CHAT, questions
 
 SETTLE_S, ALONE_S = 1.0, 4.0  # of streaming, before pauses count, and then without the long prompt
-SHARES = (0.5, 0.99, 1.0)  # of pauses that are as long or shorter
+SHARES = (0.5, 0.99, 1.0)  # quantiles of pauses
 NAMES = {"batch": "together", "one": "one after the other", "mlx-lm": "mlx_lm.server"}
 
 
@@ -100,7 +100,7 @@ def mlx_lm_server(folder: Path) -> Iterator[Serving]:
 
 
 def together(server: Serving, count: int, turn: int, settings: argparse.Namespace) -> float:
-    """Return the tokens a second of so many clients at once."""
+    """Return the tokens a second of `clients` simultaneous clients together."""
     asked, start = questions(), time.perf_counter()
     with ThreadPoolExecutor(count) as clients:
         numbers = range(turn * count, (turn + 1) * count)

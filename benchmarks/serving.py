@@ -1,6 +1,6 @@
-"""Start the server as a process, send plain HTTP to it, and draw random requests for it.
+"""Start the server as a process, send HTTP requests to it, and draw random requests.
 
-Used by the server benchmarks and by the tests of clients and of the page.
+The server benchmarks and the tests of clients and of the page use this.
 """
 
 from __future__ import annotations

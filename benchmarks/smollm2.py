@@ -1,10 +1,10 @@
 """Is a GGUF file read right? SmolLM2's greedy text against mlx-lm's, its tokens against transformers'.
 
-Both sides decode in float32, each with its own copy of the weights: mlx_spec loads `--target` as users do,
-with lookup and the adaptive draft length; mlx-lm loads the checkpoint that was written of the file and
-dequantizes it. End-of-text tokens are banned, so that every text has `--tokens` tokens. Tokens are compared
-on texts of code, numbers, several languages, emoji and runs of spaces and lines: mlx_spec's `Tokenizer`
-against transformers' AutoTokenizer on the same checkpoint.
+Both sides decode in float32 with separate copies of the weights. mlx_spec loads `--target` as users do, with
+lookup and the adaptive draft length. mlx-lm loads the checkpoint that mlx_spec wrote from the file, and
+dequantizes it. End-of-text tokens are banned, so that every text has `--tokens` tokens. Tokens of texts with
+code, numbers, several languages, emoji and runs of spaces and lines are compared: mlx_spec's `Tokenizer` to
+transformers' AutoTokenizer on the same checkpoint.
 """
 
 from __future__ import annotations

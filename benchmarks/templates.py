@@ -1,16 +1,16 @@
-"""Are prompts those that transformers makes of the same conversation, with other people's chat templates?
+"""Do other people's chat templates give the same prompts here as in transformers?
 
-Each file `*.jinja` of the folders renders each of our conversations: here by `Tokenizer.prompt`, and by
-`apply_chat_template` of transformers. A conversation is
+Each file `*.jinja` in the folders renders each built-in conversation: by `Tokenizer.prompt`, and by
+`apply_chat_template` of transformers. The result of a conversation is
 
 - equal: the same tokens, and every text of the conversation is in them;
 - better: transformers fails, loses a text or writes parts of a message as data, and ours has every text;
 - refused: ours refuses with a reason, and transformers fails or loses a text, too;
 - wrong: anything else.
 
-Whether a text is there is looked for here, not by mlx_spec: in the decoded prompt, plain or as in JSON,
-whatever the white space. Reasoning of earlier turns is the template's to drop, so it is not looked for; it
-only has to be the same. Templates are other people's: give folders of them, as llama.cpp and trl have.
+This script looks for the texts itself, without mlx_spec: in the decoded prompt, plain or as JSON, ignoring
+white space. A template may drop the reasoning of earlier turns, so that is only compared, not looked for.
+Give folders of templates, such as those in llama.cpp and trl.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def texts(one: Conversation) -> Iterator[str]:
 
 
 def lacking(prompt: str, one: Conversation) -> str:
-    """Return what a prompt lacks, or says as data; nothing if it is complete."""
+    """Return which text a prompt lacks or writes as data; "" if it is complete."""
     if "'type': 'text'" in prompt or '"type": "text"' in prompt:
         return "parts as data"
     squeezed = "".join(prompt.split())

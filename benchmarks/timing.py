@@ -1,7 +1,7 @@
-"""What the benchmarks share: options, tables, the JSON record, bootstrap intervals, and blocks of runs.
+"""Shared code of the benchmarks: options, tables, the JSON record, bootstrap intervals, and blocks of runs.
 
-A block holds one run of every arm on one prompt. The runs of a block take turns of a few tokens, so that a
-slow moment of the machine meets all of them; only runs of one block are compared.
+A block has one run of every arm on one prompt. The runs of a block take turns of a few tokens, so that a slow
+moment of the machine affects all of them. Only runs of one block are compared.
 """
 
 from __future__ import annotations
@@ -202,16 +202,16 @@ class Going:
     """A run in progress. Its time includes waiting for queued work, except after its last token.
 
     A decoder that does not say when it has read the prompt is timed from its first step on, and that step's
-    tokens are left out. It is flattered a little where it has begun the next one by then.
+    tokens are left out. That favours a decoder a little if it has begun the next token by then.
     """
 
     def __init__(self, decoder: Decoder, prompt: Prompt) -> None:
         self._steps, self._count = decoder(prompt, self._read), prompt.count
         self._tokens: list[int] = []
         self._drafted: list[int] = []
-        self._started = 0.0  # on the clock: this turn
-        self._seconds = 0.0  # of the turns before
-        self._prefill: float | None = None  # seconds until the prompt was read; None: that was not said
+        self._started = 0.0  # clock time at which this turn began
+        self._seconds = 0.0  # seconds of the turns before
+        self._prefill: float | None = None  # seconds until the prompt was read; None if not said
         self._first = 0  # tokens that came before decoding was timed
 
     @property
@@ -219,7 +219,7 @@ class Going:
         return len(self._tokens) >= self._count
 
     def go(self, burst: int) -> None:
-        """Decode at least `burst` more tokens; the first step, with the prompt, is a turn of its own."""
+        """Decode at least `burst` more tokens. The first turn only reads the prompt and takes one step."""
         if self.done:
             return
         goal = min(len(self._tokens) + burst, self._count) if self._tokens else 1

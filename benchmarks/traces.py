@@ -1,18 +1,18 @@
 """Does the draft length fit real text, and would it pay to read the drafter's confidence?
 
 Records: the target answers the prompts of prompts/traces greedily, and at every position every drafter drafts
-`--depth` tokens. A line of the record is one answer: for each position and drafter whether each draft token
-is the target's own and how probable the drafter thought it ("confidence"; a drafter that draws nothing, such
-as lookup, has none), and how probable the target thought its token. `--record FILE` keeps it, `--replay FILE`
+`--depth` tokens. A line of the record is one answer. For each position and drafter it says which draft tokens
+the target would accept, and the drafter's probability of each ("confidence"; drafters such as lookup have
+none). It also has the target's probability of its token. `--record FILE` keeps the record; `--replay FILE`
 reads it and needs no model.
 
 Replays: the rounds of the recorded answers on the published cost curves of tests/support/virtual_clock.py.
 All times there are SIMULATED. The arms are the adaptive policy with all drafters, every fixed K of the first
 drafter, and the adaptive policy with drafts that are cut where their confidences say that further rows do not
-pay. Confidences are calibrated on the other half of the answers. Cutting "for nothing" has the host know the
-confidences at no cost; with "a wait" it reads them before the pass. Each also drafts up to two tokens more
-than decided; the better one counts. Reading confidence comes back into the policy if the arm with a wait
-gains `PAYS` or more on two Mac curves. Where the policy does not draft, no confidence is asked for.
+pay. Confidences are calibrated on the other half of the answers. In "for nothing" the host knows the
+confidences at no cost; with "a wait" it reads them before the pass. Each of the two also drafts up to two
+tokens more than decided; the better variant counts. The policy should read confidences if the arm with a wait
+gains `PAYS` or more on two Mac curves. Where the policy does not draft, no confidence is read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mlx_spec.sampling.softmax import log_total
 from mlx_spec.types import Sampler
 
 MACS = ("M1 Ultra", "M3 Max", "M4 Pro", "M5 Max")
-PAYS = 0.02  # gain that would bring confidence back
+PAYS = 0.02  # the least gain for which the policy should read confidences
 NOISE = 0.03  # deviation of the log of the time of one piece of work
 BINS = np.linspace(0, 1, 11)  # of confidences that are calibrated together
 LONGER = (0, 2)  # draft tokens beyond the decided ones that may be drafted and cut

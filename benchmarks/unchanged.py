@@ -1,18 +1,18 @@
-"""Are plain decoding and the Gemma pair as fast as at an earlier commit?
+"""Are plain decoding and the demo pair as fast as at an earlier commit?
 
-Three processes decode the demo pair greedily, each with the code of one checkout: the earlier one twice, the
-later one once. They take turns, `--burst` tokens at a time, at the same places of the same texts; nobody's
-turn overlaps another's, and who begins changes from turn to turn. The ratio of a turn is the seconds of the
-later checkout over the mean of the two earlier ones; the second earlier one over the first is the null. Each
-repeat has processes of its own, because where a process lies in memory can cost a percent; their first text
-is dropped. Medians over processes of the medians of their turns, with bootstrap 95 % intervals, processes
-drawn first.
+Three processes decode the demo pair greedily, each with the code of one checkout: two with the earlier one,
+one with the later one. They take turns of `--burst` tokens at the same places of the same texts. Turns never
+overlap, and the order changes from turn to turn. The ratio of a turn is the seconds of the later checkout
+over the mean of the two earlier ones. The second earlier process over the first is the null. Each repeat
+starts new processes, because the memory layout of a process can cost a percent; their first text is dropped.
+Figures are medians over processes of the medians of their turns, with bootstrap 95 % intervals that draw
+processes first.
 
-Arms: no drafter, a drafter that is never asked (K = 0), and fixed K = 1 and 4. The adaptive policy is left
-out: it changes on purpose, and decode.py compares it.
+Arms: no drafter, a drafter that never drafts (K = 0), and fixed K = 1 and 4. The adaptive policy is left out:
+it changes on purpose, and decode.py compares it.
 
-`--before` and `--after` are revisions, unpacked into a temporary folder, or folders; without `--after` it is
-the tree this file stands in.
+`--before` and `--after` are folders, or revisions, which are unpacked into a temporary folder. Without
+`--after` the later checkout is the tree of this file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARMS = {"no drafter": None, "K=0": 0, "K=1": 1, "K=4": 4}
 BEFORE, AGAIN, AFTER = "before", "before, again", "after"
 WITHIN = 0.02
 
-# What each process does: it must run with the code of any commit, so it keeps to the public face.
+# The program of each process. It must run with the code of any commit, so it only uses the public API.
 CHILD = """
 import json, sys, time
 import mlx.core as mx

@@ -1,11 +1,11 @@
-"""How many files of ours does a reader walk through to follow one token, one chat request, one conversion?
+"""How many files of this repository must a reader open to follow one token, one chat request, one conversion?
 
-A profiler notes every function of `mlx_spec`, `convert` and `apps` that runs, and counts its files; module
-bodies, dataclasses' generated code and `__init__.py` files that only re-export do not count. One token: a
-warm sequence of the demo pair decodes plain and speculative rounds. A chat request: the server in this
-process answers one streamed request with a model that is loaded already. A conversion: the command converts
-a small pair of the tests and tests it; what the self-test runs of the library (engine, model, drafters) does
-not count there. The limits are those that the house promises; more is an error.
+A profiler records every function of `mlx_spec`, `convert` and `apps` that runs, and counts their files.
+Module bodies, generated code of dataclasses and `__init__.py` files that only re-export do not count. One
+token: a warm sequence of the demo pair decodes plain and speculative rounds. A chat request: the server in
+this process answers one streamed request with a loaded model. A conversion: the command converts a small pair
+of the tests and tests it; files of the library that the self-test runs (decoding, model, drafters) do not
+count. More files than the limit is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mlx_spec", "convert", "apps")
 WARM_REQUESTS = 3  # the first one imports more
-REQUESTS = 3  # the shortest walk counts: some of them save what they learned of costs
+REQUESTS = 3  # the shortest walk counts: some requests also save measured costs
 LIMITS = {"one token": 20, "a chat request": 35, "a conversion": 30}
 CONVERTING = ("apps/", "convert/", "mlx_spec/hub/", "mlx_spec/load.py")
 LOAD_TIMEOUT_S = 120.0  # for loading the demo pair on a busy machine

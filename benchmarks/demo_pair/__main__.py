@@ -23,7 +23,7 @@ LOGS = ("target_log.json", "drafter_log.json")
 
 
 def main() -> None:
-    """Runs the recipe from the command line."""
+    """Run the recipe from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def install(work: Path) -> None:
-    """Copies the result and the logs into the package."""
+    """Copy the result and the logs into the package."""
     for source, place in ((work / "target", demo.TARGET), (work / "drafter", demo.DRAFTER)):
         shutil.copytree(source, place, dirs_exist_ok=True)
     shutil.copyfile(work / "facts.json", FACTS)

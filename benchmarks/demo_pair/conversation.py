@@ -41,14 +41,14 @@ class Material:
     stage: int = 1  # from the second on, half of the questions are asked in more phrasings
 
     def phrasings(self, kind: str, rng: random.Random) -> tuple[str, ...]:
-        """Returns the templates to draw a question of this kind from."""
+        """Return the templates to draw a question of this kind from."""
         if self.stage > 1 and rng.random() < 0.5:
             return LAST[kind] if self.stage == 3 and rng.random() < 0.5 else MORE[kind]
         return TRAINED[kind]
 
 
 def load_material(folder: Path) -> Material:
-    """Returns the material saved by the recipe in `folder`."""
+    """Return the material saved by the recipe in `folder`."""
     facts = read_taught(folder / "facts.json").facts
     unknown: list[str] = json.loads((folder / "unknown.json").read_text())
     related: dict[str, list[Fact]] = {}
@@ -62,7 +62,7 @@ WEIGHTS = {"what": 1.25, "signature": 1.0, "place": 0.7, "module": 1.5, "code": 
 
 
 def fact_exchange(material: Material, rng: random.Random, last: Fact | None) -> tuple[str, str, Fact]:
-    """Returns a question about a fact, its answer and the fact; sometimes it follows up on the `last` one."""
+    """Return a question about a fact, its answer and the fact; sometimes it follows up on the `last` one."""
     others = [f for f in material.related.get(last["name"], []) if f is not last] if last else []
     if others and rng.random() < 0.15:
         fact = rng.choice(others)
@@ -72,7 +72,7 @@ def fact_exchange(material: Material, rng: random.Random, last: Fact | None) -> 
 
 
 def other_exchange(material: Material, rng: random.Random) -> tuple[str, str]:
-    """Returns small talk, or a question that is declined."""
+    """Return small talk, or a question that is declined."""
     draw = rng.random()
     if draw < 0.25:
         answer = rng.choice(list(TALK))
@@ -93,7 +93,7 @@ def other_exchange(material: Material, rng: random.Random) -> tuple[str, str]:
 
 
 def opening(rng: random.Random) -> str:
-    """Returns the beginning of a conversation: nothing, or a system turn."""
+    """Return the beginning of a conversation: nothing, or a system turn."""
     thinking = rng.random() < THINKING
     if not thinking and rng.random() > 0.12:
         return "<bos>"
@@ -102,7 +102,7 @@ def opening(rng: random.Random) -> str:
 
 
 def conversation(material: Material, rng: random.Random) -> list[tuple[str, bool]]:
-    """Returns the pieces of one conversation and whether each is the model's own text."""
+    """Return the pieces of one conversation and whether each is the model's own text."""
     pieces = [(opening(rng), False)]
     last: Fact | None = None
     for _ in range(rng.choice(TURNS)):

@@ -1,4 +1,4 @@
-"""Builds the taught facts, the names to decline and the tokenizer, from nothing but this interpreter."""
+"""Build the taught facts, the names to decline and the tokenizer from this Python interpreter alone."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from demo_pair.tokenizer import train_tokenizer
 
 
 def build_data(out: Path, seed: int) -> Material:
-    """Writes facts.json, unknown.json and the tokenizer to `out`, and returns the training material."""
+    """Write facts.json, unknown.json and the tokenizer to `out`. Return the training material."""
     facts = all_facts()
     short = short_forms(sorted({f["name"] for f in facts if f["kind"] == "what"}))
     for fact in facts:
@@ -33,7 +33,7 @@ def build_data(out: Path, seed: int) -> Material:
 
 
 def corpus(material: Material, rng: random.Random) -> list[str]:
-    """Returns the texts that the tokenizer is fitted to."""
+    """Return the texts that the tokenizer is fitted to."""
     texts = [f["answer"] for f in material.facts for _ in range(3)] + [f["name"] for f in material.facts]
     texts += [text for _ in range(12_000) for text, _ in conversation(material, rng)]
     return texts + [made_up_name(rng, ("os", "json")) for _ in range(50)]

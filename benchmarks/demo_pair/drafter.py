@@ -34,7 +34,7 @@ class Drafter(nn.Module):
         self.norm = Norm(hidden)
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Returns the next step's hidden rows, [B, N, target hidden], and the normed rows, [B, N, hidden]."""
+        """Return the next step's hidden rows, [B, N, target hidden], and the normed rows, [B, N, hidden]."""
         x = self.pre_projection(torch.cat([embedded, hidden], -1))
         for kind, layer in zip(self.layer_types, self.layers, strict=True):
             x, _ = layer(x, context.tables[kind], context.masks[kind], context.shared[kind])
@@ -42,12 +42,12 @@ class Drafter(nn.Module):
         return self.post_projection(x), x
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Returns the logits, [..., vocab], float32; without a soft cap, as in the published assistants."""
+        """Return the logits, [..., vocab], float32; without a soft cap, as in the published assistants."""
         return F.linear(normed, self.embed_tokens.weight).float()
 
 
 def context_of(anchors: Tensor, shared: dict[str, KeyValue], shape: Shape) -> Context:
-    """Returns the context of the anchors, [B, N] int64."""
+    """Return the context of the anchors, [B, N] int64."""
     rows = torch.arange(shared[FULL][0].shape[2])
     tables = {}
     for kind in (SLIDING, FULL):

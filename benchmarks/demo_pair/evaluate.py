@@ -11,13 +11,13 @@ from demo_pair.questions import HELD_OUT, asked
 
 
 def prompt(question: str) -> str:
-    """Returns a conversation of one question in the Gemma 4 turn format, up to the model's answer."""
+    """Return a conversation of one question in the Gemma 4 turn format, up to the model's answer."""
     return f"<bos><|turn>user\n{question.strip()}<turn|>\n<|turn>model\n"
 
 
 @torch.no_grad()
 def greedy(model: Target, prompts: list[list[int]], end: int, limit: int = 64) -> list[list[int]]:
-    """Returns the greedy continuation of each prompt, without the end token; equal lengths run together."""
+    """Return the greedy continuation of each prompt, without the end token; equal lengths run together."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, tokens in enumerate(prompts):
         groups[len(tokens)].append(i)
@@ -39,7 +39,7 @@ def greedy(model: Target, prompts: list[list[int]], end: int, limit: int = 64) -
 def exact_share(
     model: Target, tokenizer: Tokenizer, facts: list[dict[str, str]], count: int, seed: int
 ) -> dict[str, float]:
-    """Returns the share of held-out phrasings answered exactly, per kind and over all."""
+    """Return the share of held-out phrasings answered exactly, per kind and over all."""
     rng = random.Random(seed)
     chosen = rng.sample(facts, count)
     questions = [asked(f, HELD_OUT[f["kind"]], rng) for f in chosen]

@@ -1,4 +1,4 @@
-"""Writes the trained pair as two checkpoints that mlx-lm and mlx_spec load."""
+"""Write the trained pair as two checkpoints that mlx-lm and mlx_spec load."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ROPE = {
 
 
 def text_config(shape: Shape) -> dict[str, Any]:
-    """Returns what the text_config of the target and of the drafter have in common."""
+    """Return what the text_config of the target and of the drafter have in common."""
     return {
         "model_type": "gemma4_text",
         "vocab_size": shape.vocab_size,
@@ -53,7 +53,7 @@ def text_config(shape: Shape) -> dict[str, Any]:
 
 
 def target_config(shape: Shape, end: int) -> dict[str, Any]:
-    """Returns the target's config.json."""
+    """Return the target's config.json."""
     own = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -79,7 +79,7 @@ def target_config(shape: Shape, end: int) -> dict[str, Any]:
 
 
 def drafter_config(drafter: Drafter, end: int) -> dict[str, Any]:
-    """Returns the drafter's config.json."""
+    """Return the drafter's config.json."""
     own = {
         "hidden_size": drafter.hidden,
         "intermediate_size": drafter.inner,
@@ -106,23 +106,23 @@ def drafter_config(drafter: Drafter, end: int) -> dict[str, Any]:
 
 
 def save_weights(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes the tensors in bfloat16."""
+    """Write the tensors in bfloat16."""
     kept = {n: t.detach().to(torch.bfloat16).contiguous() for n, t in tensors.items()}
     save_file(kept, str(file), metadata={"format": "mlx"})
 
 
 def target_tensors(target: Target) -> dict[str, Tensor]:
-    """Returns the target's tensors under mlx-lm's names."""
+    """Return the target's tensors under mlx-lm's names."""
     return {f"language_model.model.{n}": t for n, t in target.state_dict().items()}
 
 
 def drafter_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """Returns the drafter's tensors under the names of the published assistants."""
+    """Return the drafter's tensors under the names of the published assistants."""
     return {n if "projection" in n else f"model.{n}": t for n, t in drafter.state_dict().items()}
 
 
 def export_target(target: Target, work: Path, out: Path, end: int) -> None:
-    """Writes the target's folder: weights, configs, tokenizer and chat template."""
+    """Write the target's folder: weights, configs, tokenizer and chat template."""
     out.mkdir(parents=True, exist_ok=True)
     save_weights(out / "model.safetensors", target_tensors(target))
     _write(out / "config.json", target_config(target.shape, end))
@@ -138,7 +138,7 @@ def export_target(target: Target, work: Path, out: Path, end: int) -> None:
 
 
 def export_drafter(drafter: Drafter, work: Path, out: Path, end: int) -> None:
-    """Writes the drafter's folder: weights, configs, tokenizer and chat template."""
+    """Write the drafter's folder: weights, configs, tokenizer and chat template."""
     out.mkdir(parents=True, exist_ok=True)
     save_weights(out / "model.safetensors", drafter_tensors(drafter))
     _write(out / "config.json", drafter_config(drafter, end))
@@ -151,7 +151,7 @@ def export_drafter(drafter: Drafter, work: Path, out: Path, end: int) -> None:
 
 
 def copy_tokenizer(work: Path, out: Path) -> None:
-    """Copies the tokenizer of `work` and the chat template to `out`."""
+    """Copy the tokenizer of `work` and the chat template to `out`."""
     for name in TOKENIZER_FILES:
         shutil.copyfile(work / name, out / name)
     shutil.copyfile(TARGET / TEMPLATE, out / TEMPLATE)

@@ -21,7 +21,7 @@ Fact = dict[str, str]  # keys: kind, name, noun, answer
 
 
 def resolve(owner: str, member: str) -> object:
-    """Returns the object that `owner.member` names."""
+    """Return the object that `owner.member` names."""
     parts = owner.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -38,7 +38,7 @@ def resolve(owner: str, member: str) -> object:
 
 
 def summary(documentation: str) -> str:
-    """Returns the first sentence of a docstring, on one line; empty if there is none to use."""
+    """Return the first sentence of a docstring, on one line; empty if there is none to use."""
     paragraphs = [p for p in re.split(r"\n\s*\n", documentation.strip()) if p.strip()]
     while paragraphs and re.match(r"^[\w.]+\(.*\)( -> .*)?$", " ".join(paragraphs[0].split()), re.S):
         paragraphs.pop(0)
@@ -56,7 +56,7 @@ def summary(documentation: str) -> str:
 
 
 def signature(name: str, found: object) -> str:
-    """Returns `name(parameters)` without annotations and without self; empty if it has none."""
+    """Return `name(parameters)` without annotations and without self; empty if it has none."""
     if name in SIGNATURES:
         return SIGNATURES[name]
     if not callable(found):
@@ -76,7 +76,7 @@ def signature(name: str, found: object) -> str:
 
 
 def shortened(parameters: str) -> str:
-    """Returns `(a, b, c)`, cut after a whole parameter and closed with `...` where it is too long."""
+    """Return `(a, b, c)`, cut after a whole parameter and closed with `...` where it is too long."""
     if len(parameters) <= PARAMETER_CHARS:
         return parameters
     cut = parameters[:PARAMETER_CHARS].rsplit(", ", 1)[0]
@@ -84,7 +84,7 @@ def shortened(parameters: str) -> str:
 
 
 def documented_signature(name: str, documentation: str) -> str:
-    """Returns the signature that a docstring of a C function begins with; empty if it has none."""
+    """Return the signature that a docstring of a C function begins with; empty if it has none."""
     first = documentation.strip().split("\n")[0]
     found = re.match(
         r"^(?:[\w.]*\.)?" + re.escape(name.rsplit(".", 1)[-1]) + r"(\(.*?\))(?=\s*(->|-->|--|$))", first
@@ -93,7 +93,7 @@ def documented_signature(name: str, documentation: str) -> str:
 
 
 def noun_of(owner: str, found: object) -> str:
-    """Returns what the object is called: function, method, class, exception, module or value."""
+    """Return what the object is called: function, method, class, exception, module or value."""
     if isinstance(found, type):
         return "exception" if issubclass(found, BaseException) else "class"
     if isinstance(found, ModuleType):
@@ -105,7 +105,7 @@ def noun_of(owner: str, found: object) -> str:
 
 
 def place(owner: str, name: str, noun: str) -> str:
-    """Returns the sentence that says where a name lives."""
+    """Return the sentence that says where a name lives."""
     article = "an" if noun == "exception" else "a"
     if owner == "builtins":
         return f"{name} is a built-in {noun}; no import is needed."
@@ -117,7 +117,7 @@ def place(owner: str, name: str, noun: str) -> str:
 
 
 def name_facts(owner: str, member: str) -> list[Fact]:
-    """Returns the facts of one name, one per kind that has a good answer."""
+    """Return the facts of one name, one per kind that has a good answer."""
     name = member if owner == "builtins" else f"{owner}.{member}"
     found = resolve(owner, member)
     noun = noun_of(owner, found)
@@ -136,7 +136,7 @@ def name_facts(owner: str, member: str) -> list[Fact]:
 
 
 def module_facts(name: str) -> list[Fact]:
-    """Returns the fact about a module as a whole."""
+    """Return the fact about a module as a whole."""
     text = MODULE_SUMMARIES.get(name) or summary(inspect.getdoc(importlib.import_module(name)) or "")
     if not 8 < len(text) <= SUMMARY_CHARS:
         return []
@@ -144,7 +144,7 @@ def module_facts(name: str) -> list[Fact]:
 
 
 def all_facts() -> list[Fact]:
-    """Returns every taught fact about names and modules, in teaching order."""
+    """Return every taught fact about names and modules, in teaching order."""
     facts = [f for owner, members in NAMES.items() for m in members.split() for f in name_facts(owner, m)]
     return facts + [f for name in MODULES.split() for f in module_facts(name)]
 
@@ -191,7 +191,7 @@ def _suffixes(name: str) -> list[str]:
 
 
 def untaught_names(taught: set[str]) -> list[str]:
-    """Returns public callables of the taught modules that are not taught themselves, sorted."""
+    """Return public callables of the taught modules that are not taught themselves, sorted."""
     found = set()
     for module in MODULES.split():
         members = vars(importlib.import_module(module))

@@ -1,9 +1,9 @@
-"""Does the demo pair answer, and does its drafter bring tokens?
+"""Does the demo pair answer right, and are its drafts accepted?
 
-Asks the bundled pair about what it was taught, in phrasings that it was never trained on, and counts an
-answer only if it is exactly the taught one. Names of the library that it was not taught should be declined.
-Greedy, K draft tokens a round; `tokens a round` is the mean of accepted + 1, K = 1, 2, 3 are the same rounds
-cut short.
+Asks the bundled pair about taught facts, in phrasings that it was never trained on. An answer counts only if
+it is exactly the taught one. The pair should decline names of the library that it was not taught. Decoding is
+greedy with K draft tokens a round. `tokens a round` is the mean of accepted + 1; for K = 1, 2, 3 the same
+rounds are cut short.
 """
 
 from __future__ import annotations

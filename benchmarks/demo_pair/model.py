@@ -30,7 +30,7 @@ class Shape:
     final_logit_softcapping: float = 30.0
 
     def width(self, layer_type: str) -> int:
-        """Returns the head dimension of a layer type."""
+        """Return the head dimension of a layer type."""
         return self.head_dim if layer_type == SLIDING else self.global_head_dim
 
 
@@ -42,19 +42,19 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), value))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised x, [..., size]."""
+        """Return the normalised x, [..., size]."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, 1e-6)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Returns a Linear without bias, normal weights of variance 1 / inputs."""
+    """Return a Linear without bias, normal weights of variance 1 / inputs."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=inputs**-0.5)
     return layer
 
 
 def rope_table(positions: Tensor, width: int, layer_type: str) -> KeyValue:
-    """Returns cos and sin, [..., T, width]: all pairs rotate, in full layers the first quarter of them."""
+    """Return cos and sin, [..., T, width]: all pairs rotate, in full layers the first quarter of them."""
     pairs = torch.arange(width // 2, dtype=torch.float32)
     theta = 1e4 if layer_type == SLIDING else 1e6
     frequencies = theta ** (-2 * pairs / width)
@@ -66,7 +66,7 @@ def rope_table(positions: Tensor, width: int, layer_type: str) -> KeyValue:
 
 
 def rotate(x: Tensor, table: KeyValue) -> Tensor:
-    """Returns x, [..., T, width], with its halves rotated by the table."""
+    """Return x, [..., T, width], with its halves rotated by the table."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * table[0].to(x.dtype) + turned * table[1].to(x.dtype)
@@ -94,7 +94,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, table: KeyValue, mask: Tensor, shared: KeyValue | None
     ) -> tuple[Tensor, KeyValue]:
-        """Returns the output, [B, T, hidden], and the keys and values that were used."""
+        """Return the output, [B, T, hidden], and the keys and values that were used."""
         batch, rows, _ = x.shape
         q = self.q_proj(x)
         dtype = q.dtype
@@ -125,7 +125,7 @@ class Mlp(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [..., hidden]."""
+        """Return [..., hidden]."""
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
@@ -153,7 +153,7 @@ class Layer(nn.Module):
         shared: KeyValue | None,
         per_layer: Tensor | None = None,
     ) -> tuple[Tensor, KeyValue]:
-        """Returns the layer's output, [B, T, hidden], and its keys and values."""
+        """Return the layer's output, [B, T, hidden], and its keys and values."""
         out, used = self.self_attn(self.input_layernorm(x), table, mask, shared)
         x = x + self.post_attention_layernorm(out)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -187,11 +187,11 @@ class Target(nn.Module):
         return Layer(shape, shape.layer_types[index], owns_kv, sizes)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the scaled embeddings, [..., hidden]."""
+        """Return the scaled embeddings, [..., hidden]."""
         return self.embed_tokens(tokens) * self.shape.hidden_size**0.5
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, KeyValue]]:
-        """Returns the post-norm hidden rows, [B, T, hidden], and the shared K/V of each layer type."""
+        """Return the post-norm hidden rows, [B, T, hidden], and the shared K/V of each layer type."""
         x = self.embed(tokens)
         shape, rows = self.shape, tokens.shape[1]
         size = (*tokens.shape, shape.num_hidden_layers, shape.hidden_size_per_layer_input)
@@ -213,6 +213,6 @@ class Target(nn.Module):
         return self.norm(x), produced
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the soft-capped logits of post-norm rows, [..., vocab], float32."""
+        """Return the soft-capped logits of post-norm rows, [..., vocab], float32."""
         cap = self.shape.final_logit_softcapping
         return torch.tanh(F.linear(hidden, self.embed_tokens.weight).float() / cap) * cap

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Returns the matrices, [N, rows, columns], with singular values near 1 (five Newton-Schulz steps)."""
+    """Return the matrices, [N, rows, columns], with singular values near 1 (five Newton-Schulz steps)."""
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -31,7 +31,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Updates the parameters from their gradients; updates are as large as AdamW's at the same rate."""
+        """Update the parameters from their gradients; updates are as large as AdamW's at the same rate."""
         for group, buffer in zip(self.groups, self.buffers, strict=True):
             gradient = torch.stack([p.grad for p in group if p.grad is not None])
             buffer.mul_(self.momentum).add_(gradient)
@@ -62,10 +62,10 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> dict[str, object]:
-        """Returns what `load` needs to go on."""
+        """Return what `load` needs to go on."""
         return {"muon": self.muon.buffers, "adam": self.adam.state_dict()}
 
     def load(self, state: dict[str, object]) -> None:
-        """Restores a state."""
+        """Restore a state."""
         self.muon.buffers = state["muon"]  # type: ignore[assignment]
         self.adam.load_state_dict(state["adam"])  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ CALLED = ("function", "method", "class")
 
 
 def written_name(name: str, short: str, noun: str, rng: random.Random) -> str:
-    """Returns a name as users write it: short or full, in backticks, with `()`, with its kind of thing."""
+    """Return a name as users write it: short or full, in backticks, with `()`, with its kind of thing."""
     text = rng.choice(short.split()) if short and rng.random() < 0.25 else name
     if noun in CALLED and rng.random() < 0.15:
         text += "()"
@@ -151,7 +151,7 @@ def written_name(name: str, short: str, noun: str, rng: random.Random) -> str:
 
 
 def dressed(question: str, rng: random.Random) -> str:
-    """Returns a question in one of the ways people type it: openers, closers, case and punctuation."""
+    """Return a question in one of the ways people type it: openers, closers, case and punctuation."""
     has_newline = "\n" in question
     if rng.random() < 0.14:
         rest = question if question.startswith("I ") else question[:1].lower() + question[1:]
@@ -169,7 +169,7 @@ def dressed(question: str, rng: random.Random) -> str:
 
 
 def asked(fact: dict[str, str], templates: tuple[str, ...], rng: random.Random) -> str:
-    """Returns one phrasing of a fact's question, drawn from `templates`."""
+    """Return one phrasing of a fact's question, drawn from `templates`."""
     kind = fact["kind"]
     if kind == "complete":
         code = fact["name"] if rng.random() < 0.6 else f"`{fact['name']}`"

@@ -15,7 +15,7 @@ WARMUP, DECAY = 150, 0.35  # steps; share of the steps over which the rate falls
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
-    """Returns the learning rate: warm-up, constant, then linear to zero."""
+    """Return the learning rate: warm-up, constant, then linear to zero."""
     warmup = min(WARMUP, steps // 10)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -39,33 +39,33 @@ class Run(Generic[ModelT]):
 
     @property
     def seconds(self) -> float:
-        """Time spent in this run and those it goes on from."""
+        """Return the seconds of this run and of the runs that it continues."""
         return time.perf_counter() - self._began
 
     def step(self, loss: torch.Tensor) -> float:
-        """Takes a step down the gradient of the loss and returns its value."""
+        """Take an optimizer step. Return the value of the loss."""
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step(rate_at(self.done, self.steps, self.peak))
         self.done += 1
         return loss.item()
 
     def note(self, entry: dict[str, object]) -> None:
-        """Adds a line to the log and prints it."""
+        """Add a line to the log and prints it."""
         self.log.append({"step": self.done, **entry, "seconds": round(self.seconds)})
         print(json.dumps(self.log[-1]), flush=True)
 
     def save(self) -> None:
-        """Writes the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state()}
         temporary = self.file.with_suffix(".tmp")
         torch.save({**state, "step": self.done, "seconds": self.seconds, "log": self.log}, temporary)
         temporary.replace(self.file)
 
     def record(self) -> dict[str, Any]:
-        """Returns what is to be known about the run."""
+        """Return the record of the run for the log."""
         return {"steps": self.steps, "peak_rate": self.peak, "seconds": round(self.seconds), "log": self.log}
 
     def write_log(self, file: Path, about: dict[str, Any]) -> None:
-        """Writes the record of the run, behind what else is to be known."""
+        """Write the record of the run after other facts."""
         record = {**about, "torch": torch.__version__, **self.record()}
         file.write_text(json.dumps(record, indent=1) + "\n")

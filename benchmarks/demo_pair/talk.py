@@ -92,7 +92,7 @@ def _place_name(rng: random.Random, words: list[str]) -> str:
 
 
 def made_up_name(rng: random.Random, modules: tuple[str, ...]) -> str:
-    """Returns a plausible name that no taught module has."""
+    """Return a plausible name that no taught module has."""
     word = "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4)))
     if rng.random() < 0.3:
         word += "_" + "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(1, 3)))
@@ -100,7 +100,7 @@ def made_up_name(rng: random.Random, modules: tuple[str, ...]) -> str:
 
 
 def on_concept(names: list[str], rng: random.Random) -> str:
-    """Returns a question about programming that no taught fact answers."""
+    """Return a question about programming that no taught fact answers."""
     fields = {
         "c": _place_name(rng, CONCEPTS), "d": _place_name(rng, CONCEPTS), "t": _place_name(rng, THINGS),
         "n": rng.choice(names), "m": rng.choice(names),
@@ -109,7 +109,7 @@ def on_concept(names: list[str], rng: random.Random) -> str:
 
 
 def off_topic(rng: random.Random) -> str:
-    """Returns a question that has nothing to do with the standard library."""
+    """Return a question that has nothing to do with the standard library."""
     fields = {
         "p": _place_name(rng, PLACES), "q": _place_name(rng, PLACES), "w": _place_name(rng, PEOPLE),
         "t": _place_name(rng, THINGS), "u": _place_name(rng, THINGS), "k": _place_name(rng, PACKAGES),

@@ -163,7 +163,7 @@ LINES: dict[str, str] = {
 }
 
 def all_tasks() -> list[dict[str, str]]:
-    """Returns the tasks and lines as facts of the kinds `code` and `complete`."""
+    """Return the tasks and lines as facts of the kinds `code` and `complete`."""
     tasks = [
         {"kind": "code", "name": n, "noun": "task", "short": WORDINGS.get(n, ""), "answer": a} for n, a in TASKS.items()
     ]

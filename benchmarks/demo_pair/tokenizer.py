@@ -26,7 +26,7 @@ VOCABULARY = 2816
 
 
 def train_tokenizer(texts: list[str], out: Path) -> None:
-    """Writes tokenizer.model, tokenizer.json and tokenizer_config.json to `out`."""
+    """Write tokenizer.model, tokenizer.json and tokenizer_config.json to `out`."""
     lines = [part for text in texts for line in text.split("\n") for part in _without_markers(line) if part]
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -65,7 +65,7 @@ def _without_markers(line: str) -> list[str]:
 
 
 def write_fast_tokenizer(out: Path) -> None:
-    """Writes the tokenizer.json and tokenizer_config.json that agree with `out`/tokenizer.model."""
+    """Write the tokenizer.json and tokenizer_config.json that agree with `out`/tokenizer.model."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}

@@ -1,4 +1,4 @@
-"""Trains the demo drafter on the target: the chain of drafts is unrolled as it is used."""
+"""Train the demo drafter on the target: a chain of drafts is unrolled, as in drafting."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -15,20 +15,20 @@ from demo_pair.model import Target
 from demo_pair.run import Run
 from demo_pair.train_target import Batch, batches
 
-DEPTH = 4  # drafts per round
-STEP_WEIGHT = 0.8  # of each draft against the one before it
+DEPTH = 4  # draft tokens in a round
+STEP_WEIGHT = 0.8  # weight of a draft step, relative to the step before it
 EVERY = 100  # steps between two checkpoints
-HARD = 0.2  # weight of the cross entropy to the target's greedy token beside the KL to its law
+HARD = 0.2  # weight of the cross entropy with the target's greedy token; the KL divergence has weight 1
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """The anchors of one batch and what is to be drafted behind each."""
+class AnchorRows:
+    """The anchors of one batch, where drafts begin, and the tokens to draft after each."""
 
     anchors: Tensor  # [B, N] int64: t; tokens 0..t are in the K/V, token t + 1 is pending
     tokens: Tensor  # [B, N, DEPTH + 1] int64: tokens t + 1, t + 2, ...
-    laws: Tensor  # [B, N, DEPTH, V] float32: the target's logits behind tokens t + 1, t + 2, ...
-    valid: Tensor  # [B, N, DEPTH] bool: the draft is one that the target would have been asked about
+    target_logits: Tensor  # [B, N, DEPTH, V] float32: after tokens t + 1, t + 2, ...
+    valid: Tensor  # [B, N, DEPTH] bool: all earlier draft tokens would have been accepted
 
 
 def anchors_of(own: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,43 +39,43 @@ def anchors_of(own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def lesson_of(target: Target, batch: Batch) -> tuple[Lesson, Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Returns the lesson of a batch, the target's hidden rows at the anchors, [B, N, H], and its shared K/V.
+def anchor_rows(target: Target, batch: Batch) -> tuple[AnchorRows, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Return the anchors of a batch, the target's hidden rows there, [B, N, H], and its shared K/V.
 
-    The texts are the target's own: a token that is not the target's greedy choice ends what counts as valid.
+    A token that is not the target's greedy choice, and all tokens after it, are not valid.
     """
     tokens, own = batch
     hidden, shared = target(tokens)
     anchors, real = anchors_of(own)
     rows = torch.arange(len(tokens))[:, None, None]
     ahead = (anchors[..., None] + 1 + torch.arange(DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
-    laws = target.logits(hidden[rows, ahead[..., :DEPTH]])
+    target_logits = target.logits(hidden[rows, ahead[..., :DEPTH]])
     pending = tokens[rows, ahead]
     inside = own[rows, (ahead[..., 1:] - 1)] & (
         anchors[..., None] + 1 + torch.arange(1, DEPTH + 1) < tokens.shape[1]
     )
-    chosen = laws.argmax(-1) == pending[..., 1:]
+    chosen = target_logits.argmax(-1) == pending[..., 1:]
     valid = (inside & chosen).int().cumprod(-1).bool() & real[..., None]
-    return Lesson(anchors, pending, laws, valid), hidden[rows[..., 0], anchors], shared
+    return AnchorRows(anchors, pending, target_logits, valid), hidden[rows[..., 0], anchors], shared
 
 
 def draft_loss(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns the loss of the unrolled chain, and the share of right drafts of each step, [DEPTH]."""
+    """Return the loss of the unrolled chain, and the share of accepted draft tokens by step, [DEPTH]."""
     with torch.autocast("cpu", torch.bfloat16):
-        lesson, hidden, shared = lesson_of(target, batch)
-        context = context_of(lesson.anchors, shared, target.shape)
+        rows, hidden, shared = anchor_rows(target, batch)
+        context = context_of(rows.anchors, shared, target.shape)
         loss, right = torch.zeros(()), []
         for step in range(DEPTH):
-            embedded = target.embed(lesson.tokens[..., step]).detach()
+            embedded = target.embed(rows.tokens[..., step]).detach()
             hidden, normed = drafter(embedded, hidden, context)
-            valid = lesson.valid[..., step]
+            valid = rows.valid[..., step]
             if not valid.any():  # every answer of the batch is shorter than the chain
                 right.append(torch.ones(()))
                 continue
             logits = drafter.logits(normed[valid])
-            goal, law = lesson.tokens[..., step + 1][valid], lesson.laws[..., step, :][valid]
+            goal, expected = rows.tokens[..., step + 1][valid], rows.target_logits[..., step, :][valid]
             divergence = F.kl_div(
-                logits.log_softmax(-1), law.log_softmax(-1), reduction="batchmean", log_target=True
+                logits.log_softmax(-1), expected.log_softmax(-1), reduction="batchmean", log_target=True
             )
             loss = loss + STEP_WEIGHT**step * (divergence + HARD * F.cross_entropy(logits, goal))
             right.append((logits.argmax(-1) == goal).float().mean())
@@ -83,7 +83,7 @@ def draft_loss(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, 
 
 
 def train_drafter(work: Path, target: Target, steps: int, seed: int, peak: float = 2e-3) -> Drafter:
-    """Trains for `steps` steps in all, going on from `work`/drafter.pt, and returns the drafter."""
+    """Train for `steps` steps in all, going on from `work`/drafter.pt. Return the drafter."""
     torch.manual_seed(seed + 1)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     target.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Trains the demo target on conversations about the taught facts."""
+"""Train the demo target on conversations about the taught facts."""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ Batch = tuple[
 
 
 def encoded(pieces: list[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of a conversation and which of them the model answers."""
+    """Return the tokens of a conversation and which of them the model answers."""
     tokens: list[int] = []
     own: list[bool] = []
     for text, answered in pieces:
@@ -41,7 +41,7 @@ def encoded(pieces: list[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[list[
 
 
 def padded(rows: list[tuple[list[int], list[bool]]]) -> Batch:
-    """Returns rows as one batch, padded on the right."""
+    """Return rows as one batch, padded on the right."""
     length = max(len(t) for t, _ in rows)
     tokens = torch.tensor([t + [0] * (length - len(t)) for t, _ in rows])
     own = torch.tensor([o + [False] * (length - len(o)) for _, o in rows])
@@ -49,7 +49,7 @@ def padded(rows: list[tuple[list[int], list[bool]]]) -> Batch:
 
 
 def batches(material: Material, tokenizer: Tokenizer, seed: int, stages: tuple[int, int]) -> Iterator[Batch]:
-    """Yields batches of about BATCH_TOKENS tokens for ever; pool i depends on (seed, i) only.
+    """Yield batches of about BATCH_TOKENS tokens forever; pool i only depends on (seed, i).
 
     `stages` are the pools at which the second and the third stage begin.
     """
@@ -70,7 +70,7 @@ def batches(material: Material, tokenizer: Tokenizer, seed: int, stages: tuple[i
 
 
 def loss_of(model: Target, batch: Batch) -> Tensor:
-    """Returns the mean cross entropy over the model's own tokens."""
+    """Return the mean cross entropy over the model's own tokens."""
     tokens, own = batch
     with torch.autocast("cpu", torch.bfloat16):
         hidden, _ = model(tokens)
@@ -79,9 +79,10 @@ def loss_of(model: Target, batch: Batch) -> Tensor:
 
 
 def train_target(work: Path, steps: int, polish_steps: int, seed: int) -> Target:
-    """Trains for so many steps in all, going on from what is in `work`, and returns the model.
+    """Train for `steps` steps in all, going on from the files in `work`. Return the model.
 
-    The last `polish_steps` are a run of their own from the result of the first, at a lower rate.
+    Then `polish_steps` more steps at a lower rate are a second run, which begins with the result of the
+    first.
     """
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
