@@ -1,4 +1,4 @@
 """Read and write checkpoints: config, headers, sizes, layouts, repairs, GGUF.
 
-Only reading a GGUF file and the layouts of weights need MLX.
+Only the files that read or write tensors need MLX: layouts, left_out, writer and gguf_model.
 """

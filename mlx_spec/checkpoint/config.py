@@ -1,4 +1,4 @@
-"""Read a checkpoint: config.json and the headers of its weights, for load, inspect and convert alike."""
+"""Read a checkpoint for load, inspect and convert: config.json and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A folder with a config.json and weights, whole or not."""
+    """A folder with a config.json and weights, complete or not."""
 
     folder: Path
-    published: Config  # as in the file
+    published: Config  # config.json as it is in the file
     headers: Headers
 
     @cached_property
@@ -67,12 +67,12 @@ class StoredModel:
 
     @property
     def quantizer(self) -> str | None:
-        """Return the program that quantized the weights, None for mlx-lm or none."""
+        """Return the program that quantized the weights; None for mlx-lm, or if they are not quantized."""
         return quantizer(self.published, self.headers.tensors)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return config.json as mlx-lm reads it, with the sizes of the weights where it is silent."""
+        """Return config.json as mlx-lm reads it. Missing sizes come from the weights."""
         try:
             found = repair_config(self.published, self.headers.tensors)
         except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
@@ -84,9 +84,9 @@ class StoredModel:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Return the keys of config.json that have other values for mlx-lm, with these values.
+        """Return the keys of config.json whose values change for mlx-lm, with the new values.
 
-        None stands for a key that is not read, such as the settings of weights that are dequantized.
+        None removes a key, such as the settings of weights that are dequantized.
         """
         stored, gone = decode_floats(self.published), object()
         keys = dict.fromkeys([*self.config, *stored, *(["quantization_config"] if self.is_fp8 else [])])
@@ -133,7 +133,7 @@ class StoredModel:
 def read_checkpoint(folder: Path) -> StoredModel:
     """Read a checkpoint whose config.json may lack `model_type`. Damaged weights are not an error.
 
-    Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or asks for code of its own.
+    Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or needs its own code.
     """
     if not (folder / "config.json").is_file():
         raise NotFound(_no_config(folder))
@@ -192,12 +192,12 @@ def vocab_size(config: Config) -> int | None:
 
 
 def context_length(config: Config) -> int | None:
-    """Return the longest context of a repaired config.json in tokens, None if it does not say it.
+    """Return the longest context of a repaired config.json in tokens; None if it is unknown.
 
-    As vLLM, but a length that is extended already is not extended again.
+    As in vLLM, except that a length that is already extended is not extended again.
     """
     text = text_config(config)
-    # The keys of the longest context that vLLM knows. The smallest value holds.
+    # The keys for the longest context that vLLM knows. The smallest value counts.
     keys = (
         "max_position_embeddings n_positions max_seq_len seq_length max_sequence_length max_seq_length "
         "max_context_length seq_len"
@@ -214,10 +214,10 @@ def context_length(config: Config) -> int | None:
 
 
 def _stretched(rope: Config, length: int) -> int:
-    """Return the context that a scaled rope reaches, for one that was made for `length` tokens."""
+    """Return the context that a scaled rope reaches, from a context of `length` tokens."""
     factor, original = rope.get("factor"), integer(rope, "original_max_position_embeddings")
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    # The kinds whose length max_position_embeddings has.
+    # Kinds for which max_position_embeddings is the extended length already.
     stretched = ("longrope", "su", "llama3", "default", "mrope", "proportional")
     if kind in stretched or not isinstance(factor, int | float) or not factor >= 1:
         return length
@@ -233,7 +233,7 @@ def check_weights(folder: Path) -> int:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if config.json and all weight files exist, whole or not."""
+    """Return True if config.json and all weight files exist, even if a file is damaged."""
     return (folder / "config.json").is_file() and not read_headers(folder).missing
 
 
@@ -252,7 +252,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _no_config(folder: Path) -> str:
-    """Return the error for a folder without a config.json: what it holds in its place, and the way out."""
+    """Return the error for a folder without a config.json: what it holds instead, and the way out."""
     if (file := folder / "adapter_config.json").is_file():  # PEFT and mlx-lm write it
         adapter = read_object(file)
         base = adapter.get("base_model_name_or_path") or adapter.get("model")

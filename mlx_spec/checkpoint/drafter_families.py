@@ -1,4 +1,4 @@
-"""The families of drafters, the only table of them. mlx_spec/DESIGN.md says how to add one."""
+"""The one table of drafter families. mlx_spec/DESIGN.md says how to add a family."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ Recognizer = Callable[[str, Config, Collection[str]], bool]
 class DrafterFamily:
     """One family of drafters. Functions are named "file:function" and imported when they are used."""
 
-    kind: str  # in words
-    model_types: tuple[str, ...]  # in config.json of checkpoints in our form
+    kind: str  # name for users
+    model_types: tuple[str, ...]  # in config.json of converted checkpoints
     opener: str  # in drafters/: (folder, config.json, the target's) -> DrafterSource
     converter: str  # in convert/families/: (tensors, config.json, the target's) -> Converted
     # (words of model_type and architectures, config.json, names of tensors) -> True for a published drafter
     recognizes: Recognizer
-    needs: Callable[[Config, Tensors], TargetShape]  # of its target, by the checkpoint as published
-    inside: str | None = None  # as converter: (config.json, names) -> True for a target that holds one
-    is_ours: bool = False  # a published one is in our form already
+    needs: Callable[[Config, Tensors], TargetShape]  # the target that a published checkpoint needs
+    inside: str | None = (
+        None  # in convert/families/: (config.json, names) -> True for a target that holds one
+    )
+    is_ours: bool = False  # True if published drafters need no conversion
     made_for: Mapping[str, str] = field(default_factory=dict)  # published repository -> its target
 
     def open(self, *arguments: Any) -> Any:
@@ -39,7 +41,7 @@ class DrafterFamily:
         return _function("drafters", self.opener)(*arguments)
 
     def convert(self, *arguments: Any) -> Any:
-        """Call the converter. Raises BadCheckpoint also for what it cannot compute with."""
+        """Call the converter. Raises BadCheckpoint, also for values and tensors that it does not expect."""
         try:
             return _function("convert.families", self.converter)(*arguments)
         except LOADING_ERRORS as error:  # a value or a tensor of another form than its family has
@@ -49,11 +51,11 @@ class DrafterFamily:
             ) from error
 
     def is_inside(self, config: Config, tensors: Collection[str]) -> bool:
-        """Return True if a target's checkpoint holds such a drafter."""
+        """Return True if a target's checkpoint holds a drafter of this family."""
         return self.inside is not None and bool(_function("convert.families", self.inside)(config, tensors))
 
     def needed_shape(self, config: Config, tensors: Tensors) -> TargetShape:
-        """Return what a drafter asks of its target: our converter records it, else its own sizes tell."""
+        """Return the target that a drafter needs, as the converter recorded it, else by its own sizes."""
         converted = config.get("target")
         if not isinstance(converted, Mapping):
             return self.needs(config, tensors)
@@ -63,13 +65,13 @@ class DrafterFamily:
 
 
 def drafter_family(config: Config, tensors: Collection[str]) -> DrafterFamily | None:
-    """Return the family of a drafter by config and names of tensors, None for a target."""
+    """Return the family of a drafter by config and tensor names; None for a target."""
     words = _words(config)
     return next((family for family in FAMILIES if family.recognizes(words, config, tensors)), None)
 
 
 def refuse_unsupported(config: Config, tensors: Collection[str]) -> None:
-    """Raise BadCheckpoint for a drafter of a kind that is known and cannot be run."""
+    """Raise BadCheckpoint for a drafter of a kind in `UNSUPPORTED`."""
     words = _words(config)
     for kind, recognizes, reason in UNSUPPORTED:
         if recognizes(words, config, tensors):
@@ -85,7 +87,7 @@ def _words(config: Config) -> str:
 
 
 def marks(words: str, keys: Collection[str] = (), tensor: str = r"\A\Z") -> Recognizer:
-    """Return a recognizer: one of the patterns is found, or config.json has one of `keys`."""
+    """Return a recognizer: a pattern matches the words or a tensor name, or config.json has one of `keys`."""
     return lambda said, config, tensors: (
         bool(re.search(words, said))
         or not config.keys().isdisjoint(keys)
@@ -110,7 +112,7 @@ def is_head(name: str) -> bool:
 
 
 def _is_mtp(words: str, config: Config, tensors: Collection[str]) -> bool:
-    """Return True if the words say it, or there is a multi-token head and nothing else."""
+    """Return True if the words name an MTP head, or the checkpoint holds only multi-token heads."""
     heads = [name for name in tensors if is_mtp(name)]
     layers = tuple({match[0] for name in heads if (match := re.match(r"(.*\.)?layers\.\d+\.", name))})
     alone = bool(heads) and all(is_mtp(name) or name.startswith(layers) for name in tensors)
@@ -127,7 +129,7 @@ def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
 
 
 def _same_size(config: Config, tensors: Tensors, layers: str = "") -> TargetShape:
-    """Return a target as wide as the drafter, of its vocabulary before that was reduced."""
+    """Return a target as wide as the drafter, with the drafter's vocabulary before its reduction."""
     own = target_shape(config)
     return TargetShape(own.hidden_size, _axis(tensors, "t2d", 0) or own.vocab_size, integer(config, layers))
 
@@ -164,7 +166,7 @@ def _projector(config: Config) -> str:
     return str(nested.get("projector_type")).lower() if isinstance(nested, Mapping) else ""
 
 
-# --- the table, in this order: a P-EAGLE is an EAGLE-3 with more in it
+# --- the table. Order matters: a P-EAGLE also looks like an EAGLE-3
 
 FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
@@ -304,7 +306,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     ),
 )
 FEW = "few checkpoints have its heads, which are not implemented here"
-# Kinds that are known and refused: how one is recognized, and why it cannot be run.
+# Known kinds that are refused: name, recognizer, and the reason.
 UNSUPPORTED: tuple[tuple[str, Recognizer, str], ...] = (
     ("LiLiCorr", marks("lilicorr"), "its transformer over the lattice of tokens is not implemented here"),
     (

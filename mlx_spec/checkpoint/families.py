@@ -19,7 +19,7 @@ MANIFEST = "pair.json"  # of a folder with a converted pair
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The shape that a drafter needs, or that a target has. None if it does not matter."""
+    """The shape of a target, or the shape that a drafter needs. None if a size does not matter."""
 
     hidden_size: int | None = None
     vocab_size: int | None = None
@@ -27,7 +27,7 @@ class TargetShape:
     window: int | None = None
     kv_heads: int | None = None  # of sliding layers, or of all
     head_dim: int | None = None
-    global_kv_heads: int | None = None  # of full layers
+    global_kv_heads: int | None = None  # of full-attention layers
     global_head_dim: int | None = None
 
 
@@ -52,7 +52,7 @@ REMAPPED = {
 
 
 def mlx_lm_module(model_type: str) -> str | None:
-    """Return the module of mlx_lm.models for a model type, None if there is none. Imports nothing of it."""
+    """Return the module of mlx_lm.models for a model type; None if there is none. Does not import mlx-lm."""
     module = REMAPPED.get(model_type, model_type)
     package = importlib.util.find_spec("mlx_lm")
     places = (package and package.submodule_search_locations) or ()
@@ -64,7 +64,7 @@ def mlx_lm_module(model_type: str) -> str | None:
 
 
 def _towers() -> dict[str, tuple[str, ...]]:
-    """Return by model type how the names of its tower's tensors begin, after "model."."""
+    """Return the prefixes of the tower's tensor names by model type, without "model."."""
     return {
         "gemma3": ("vision_tower.", "multi_modal_projector."),
         "gemma4": ("vision_tower.", "embed_vision."),
@@ -78,7 +78,7 @@ def tower_names(config: Config, names: Iterable[str]) -> list[str]:
     prefixes = _towers().get(str(config.get("model_type"))) if config.get("vision_config") else None
     if prefixes is None:
         return []
-    # Tensors that are computed, or of parts that rows do not pass.
+    # Tensors that are computed from config.json, or that belong to unused parts.
     unused = r"rotary_emb|inv_freq|position_ids$|vision_model\.head\."
     return [n for n in names if n.removeprefix("model.").startswith(prefixes) and not re.search(unused, n)]
 

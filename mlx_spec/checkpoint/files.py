@@ -59,7 +59,7 @@ def read_optional(file: Path) -> dict[str, Any]:
 
 
 def read_pair(file: Path) -> tuple[str | None, str | None] | None:
-    """Return the target and the drafter that a program wrote down, None without a readable file."""
+    """Return the target and the drafter in a file that a program wrote; None if it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace `file` by `text` at once, readable by its owner only. Raises OSError."""
+    """Replace the content of `file` atomically; only its owner may read it. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -117,7 +117,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-# --- folders and the room for them
+# --- folders and disk space
 
 
 def typed_path(name: str | Path) -> Path:
@@ -153,9 +153,9 @@ def check_space(
 ) -> None:
     """Raise NoSpace unless `missing` bytes fit on the disk of `place` and a gigabyte stays free.
 
-    `way` is the way out beside making room.
+    `way` is another way out, besides making room.
     """
-    margin = 1.05  # The file system takes a part of its own.
+    margin = 1.05  # for the file system's own data
     free, needed = free_bytes(place), int(missing * margin) + 1_000_000_000
     if missing and free < needed:
         raise NoSpace(
@@ -172,10 +172,10 @@ def free_bytes(place: Path) -> int:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder that becomes `out` at the end, or goes on failure.
+    """Yield a hidden folder that becomes `out` at the end, or is removed on failure.
 
-    Raises InvalidValue if `out` exists and is not empty, or another run is writing it, NotFound if its parent
-    does not exist.
+    Raises InvalidValue if `out` exists and is not empty, or if another run is writing it. Raises NotFound if
+    its parent does not exist.
     """
     out = typed_path(out).absolute()
     check_new(out)
@@ -217,7 +217,7 @@ def locked(out: Path, *, wait: bool = False) -> Iterator[None]:
             try:
                 yield
             finally:
-                file.unlink(missing_ok=True)  # who waits for it then takes a new one
+                file.unlink(missing_ok=True)  # a waiting run then creates a new one
     except Timeout as error:
         raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error
 

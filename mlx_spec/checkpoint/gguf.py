@@ -1,8 +1,8 @@
 """Read GGUF files: metadata, and tensors in the form that MLX's quantized layers hold.
 
-A block of a quantized tensor holds integers, scales and offsets: w = scale * q + bias. MLX has that in groups
-of 32; types with other groups become floats. Scales have a type that holds them exactly: float16 as in the
-file, or float32 where they are products. `gguf_model` turns the result into a checkpoint.
+A block of a quantized tensor holds integers, scales and offsets: w = scale * q + bias. MLX has the same form
+in groups of 32; types with other groups become floats. Scales have a type that holds them exactly: float16 as
+in the file, or float32 if they are products. `gguf_model` turns the result into a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAGIC = b"GGUF"
 GROUP = 32  # weights that share a scale
 CHUNK = 1 << 24  # weights that are unpacked at a time: a few hundred MB
 
-Bytes = npt.NDArray[Any]  # of uint8, which its operations do not say
+Bytes = npt.NDArray[Any]  # of uint8; NumPy's operations on uint8 are typed wider
 Floats = npt.NDArray[Any]
 Arrays = dict[str, Bytes | Floats]  # weight, and scales and biases if it is quantized; each [blocks, ..]
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """How a type stores its weights."""
+    """The block format of a type of tensors."""
 
     name: str
     weights: int  # in a block
@@ -92,7 +92,7 @@ class GGUF:
 
 
 def is_gguf(file: Path) -> bool:
-    """Return True for a file that is GGUF by its name or its content: Ollama's have no names."""
+    """Return True for a file that is GGUF by its suffix or its content: Ollama's files have no suffix."""
     if file.suffix.lower() == ".gguf":
         return True
     try:
@@ -207,7 +207,7 @@ def _float16(part: Bytes) -> Floats:
 
 
 def _simple(bits: int, has_bias: bool) -> Callable[[Bytes], Arrays]:
-    """Return what unpacks a scale, perhaps a bias, perhaps the fifth bits, and the other bits."""
+    """Return the function that unpacks a block: scale, perhaps bias, perhaps fifth bits, low bits."""
     rest = 4 if has_bias else 2
 
     def unpack(block: Bytes) -> Arrays:
@@ -231,7 +231,7 @@ def _k_scales(block: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_halves(part: Bytes) -> Bytes:
-    """Return the integers of 128 bytes: of 32 bytes the low four bits, then the high ones."""
+    """Return the integers in 128 bytes: for each 32 bytes the low four bits, then the high ones."""
     return _halves(part.reshape(-1, GROUP)).reshape(len(part), -1)
 
 
@@ -263,7 +263,7 @@ TYPES = {
     8: BlockType("Q8_0", 32, 34, 8, _simple(8, False)),
     12: BlockType("Q4_K", 256, 144, 4, _q4_k),
     13: BlockType("Q5_K", 256, 176, 5, _q5_k),
-    14: BlockType("Q6_K", 256, 210, 0, _q6_k),  # groups of 16, which MLX has not
+    14: BlockType("Q6_K", 256, 210, 0, _q6_k),  # groups of 16, which MLX lacks
     30: BlockType("BF16", 1, 2, dtype=np.uint16),
 }
 NAMES = {

@@ -1,8 +1,8 @@
-"""How byte-level vocabularies cut text before merging, by the name that GGUF files have for it.
+"""How byte-level vocabularies cut text before merging, by the names that GGUF files use.
 
-Each cut is a sequence of patterns. A pattern cuts every piece that the patterns before it left, into what it
-matches and what stands between. The patterns come from the published tokenizers; names that are not here
-are refused, because another cut gives other tokens.
+Each cut is a sequence of patterns. A pattern cuts every piece that the patterns before it left, into its
+matches and the text between them. The patterns come from the published tokenizers. Other names are refused,
+because another cut gives other tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _plain(count: str) -> str:
 
 
 def _words(count: str) -> str:
-    """Return the same pattern, before which contractions are cut."""
+    """Return the pattern of `_plain`, with contractions cut first."""
     return f"{CONTRACTIONS}|{_plain(count)}"
 
 

@@ -1,11 +1,11 @@
 """Turn a GGUF file into a checkpoint that mlx-lm runs: `mlx-spec convert` and every `--target` come here.
 
-It is written once, beside the converted pairs, under a name of the file's place, size and time: a file that
-changed is read again. Quantized tensors stay quantized, with scales that are exact. Only Q6_K has groups that
-MLX lacks: it becomes 8 bits in groups of 32, or floats of 16 bits.
+It is written once, beside the converted pairs. Its name depends on the file's path, size and time, so a file
+that changed is read again. Quantized tensors stay quantized, with exact scales. Only Q6_K has groups that MLX
+lacks: it becomes 8 bits in groups of 32, or floats of 16 bits.
 
 `dtype` in config.json is the type of activations, to which scales and norms are rounded on a GPU: float16 for
-Llama, bfloat16 for families whose activations exceed float16.
+Llama, bfloat16 for families whose activations exceed the range of float16.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class Architecture:
 
     model_type: str  # of mlx-lm
     layer: Mapping[str, str] = field(repr=False)
-    interleaved: bool = False  # the halves that rope turns are interleaved in the rows of q and k
+    interleaved: bool = False  # the two halves of a head that rope rotates are interleaved in q and k
     norms_plus_one: bool = False  # 1 is added to the weights of norms
-    wide_range: bool = True  # activations exceed float16
-    # (file, metadata, config.json so far) -> what the architecture adds to config.json
+    wide_range: bool = True  # activations exceed the range of float16
+    # (file, metadata, config.json so far) -> further keys of config.json
     complete: Callable[[GGUF, Mapping[str, Any], Config], dict[str, Any]] | None = None
 
 
 def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
-    """Return the checkpoint of a GGUF file; write it if there is none of the file as it is now.
+    """Return the checkpoint of a GGUF file; write it if there is none for the file's present state.
 
-    `q6k_bits` 16 keeps tensors of type Q6_K as floats, 8 quantizes them again. None is 8 on a GPU, which then
-    reads fewer bytes, and 16 on a CPU, where weights become dense. Raises BadCheckpoint for a file that
+    `q6k_bits` 16 keeps tensors of type Q6_K as floats, 8 quantizes them again. None means 8 on a GPU, which
+    then reads fewer bytes, and 16 on a CPU, where weights become dense. Raises BadCheckpoint for a file that
     cannot be read, NoSpace before anything is written.
     """
     out = gguf_place(file, q6k_bits)
@@ -96,7 +96,7 @@ def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
 
 
 def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
-    """Return where the checkpoint of a GGUF file as it is now belongs: among the converted pairs."""
+    """Return the folder for the checkpoint of a GGUF file in its present state, among the converted pairs."""
     form = "" if q6k_bits is None else f" {q6k_bits}"
     place = hashlib.sha256(os.fsencode(f"{file.resolve()}{form}")).hexdigest()[:8]
     status = file.stat()
@@ -143,11 +143,11 @@ def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
         raise BadCheckpoint(f"{file} is damaged ({one_line(error)}): {AGAIN}") from error
 
 
-# --- what it is
+# --- config.json
 
 
 def _architecture(gguf: GGUF) -> Architecture:
-    """Return the architecture. Raises BadCheckpoint for an unknown one, and a file of a part."""
+    """Return the architecture. Raises BadCheckpoint for an unknown one, and for a part of a model."""
     metadata, file = gguf.metadata, gguf.file
     name, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if name == "clip" or kind == "mmproj":
@@ -225,7 +225,7 @@ def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict
 
 
 def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
-    """Return the parameters of which the file holds only the result. Raises BadCheckpoint for other ones."""
+    """Return the scaling of Llama 3.1, whose factors the file holds. Raises BadCheckpoint for others."""
     stored = gguf.read(ROPE_FREQS)["weight"].astype(np.float64)
     factor = float(stored.max())
     rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -242,7 +242,7 @@ def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
 
 
 def _gemma2(gguf: GGUF, values: Mapping[str, Any], config: Config, largest: int = 46) -> dict[str, Any]:
-    """Return Gemma's own values. Only the model with `largest` layers scales queries by its mean head."""
+    """Return Gemma's keys. The model with `largest` layers scales queries by hidden size over heads."""
     mean = config["hidden_size"] // config["num_attention_heads"]
     is_largest = config["num_hidden_layers"] == largest
     soft = {
@@ -267,7 +267,7 @@ def _gemma4(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, 
     widths = _for_layers(config["intermediate_size"], layers)
     full = slides.index(False)
     turned = 1.0
-    if ROPE_FREQS in gguf.tensors:  # 1 where full attention turns, else beyond all positions
+    if ROPE_FREQS in gguf.tensors:  # 1 for pairs that full attention rotates, else a huge number
         turned = float((gguf.read(ROPE_FREQS)["weight"] == 1).mean())
     full_rope = {"rope_type": "proportional", "partial_rotary_factor": turned}
     return {
@@ -354,7 +354,7 @@ def _weights(gguf: GGUF) -> int:
 
 
 def _bytes_read(gguf: GGUF) -> int:
-    """Return the bytes that a token reads of the file: all but tables of which it reads a row."""
+    """Return the bytes of the file that one token reads: all tensors except lookup tables."""
     tables = {"per_layer_token_embd.weight"}
     if "output.weight" in gguf.tensors:
         tables.add("token_embd.weight")
@@ -415,11 +415,12 @@ def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
 
 
 def _requantized(weight: mx.array, steps: mx.array) -> dict[str, mx.array]:
-    """Return a tensor of Q6_K in 8 bits and groups of 32, which hold two groups of the file.
+    """Return a tensor of Q6_K in 8 bits and groups of 32, each of which holds two groups of the file.
 
-    Those have steps [rows, columns / 16] of their own, and 64 integers. A new step is a whole part of one of
-    the two, so that this one stays exact, or divides the range evenly: what comes nearest. On real files
-    the error is 0.17 times what the file lost, where even steps alone have 0.24.
+    The groups of the file have `steps` [rows, columns / 16] and 64 integers. A new step is one of the two
+    steps divided by an integer, so that this group stays exact, or divides the range evenly. The step with
+    the smallest error is taken. On real files the error is 0.17 times the loss of the file; with even steps
+    only it is 0.24 times.
     """
     import mlx.core as mx
 

@@ -1,7 +1,7 @@
 """Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint.
 
-Byte-level BPE names how text is cut before merging; a name that is not in `PRE_TOKENIZERS` is refused.
-Sentencepiece comes with scores instead of merges, unless it is Gemma 4's.
+Byte-level BPE names its pre-tokenizer; a name that is not in `PRE_TOKENIZERS` is refused. Sentencepiece has
+scores instead of merges, except Gemma 4's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_gguf_tokenizer(
             "safetensors"
         )
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if kind != "gpt2":  # spaces of the tokens that users define are written as such
+    if kind != "gpt2":  # user-defined tokens have plain spaces, others the letter for a space
         tokens = [
             t.replace(" ", SPACE) if y == TokenType.USER_DEFINED else t
             for t, y in zip(tokens, types, strict=True)
@@ -80,7 +80,7 @@ def read_gguf_tokenizer(
 
 
 def _closing(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-    """Return the tokens that end an answer by their text: chat templates close a turn with them."""
+    """Return the tokens that end an answer, by their text: chat templates close a turn with them."""
     ends = (
         "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <turn|>".split()
     )
@@ -151,10 +151,10 @@ def _written_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
-    """Return the rank of each token, the first to be merged lowest.
+    """Return the rank of each token; lower ranks are merged first.
 
-    Tokens that users define, such as runs of spaces, come first and grow as long as they can. Gemma's scores
-    are not ranks, but its order is.
+    User-defined tokens, such as runs of spaces, come first, the longest of them before the others. Gemma's
+    scores are not ranks; the order of its tokens is.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     by_order = str(metadata.get("general.architecture")).startswith("gemma") or not scores
@@ -168,7 +168,7 @@ def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
 
 
 def _merges_by_rank(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every way to make a token of two, the best token first; of one token the best parts first."""
+    """Return all pairs that merge into a token, sorted by its rank, then by the ids of the pair."""
     found, lengths = [], sorted({0, *map(len, vocab)})
     for token, index in vocab.items():
         # Parts are no longer than the longest shorter token: one of a million letters takes no time.

@@ -17,8 +17,8 @@ from mlx_spec.errors import BadCheckpoint
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")  # five digits bound the list of a model's files
-MAIN = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # what transformers reads; others are variants of it
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")  # five digits limit the number of shards
+MAIN = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # files that transformers reads; others are variants
 GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 
 
@@ -51,9 +51,9 @@ class Headers:
     tensors: Tensors  # of the files whose header can be read
     size: int  # bytes of the weight files
     problem: str | None  # the first missing or damaged file, None if the checkpoint is complete
-    files: tuple[Path, ...] = ()  # others beside them are not read
-    indexed: Collection[str] = ()  # tensors of the index, unless it names files that are not there
-    missing: tuple[str, ...] = field(default=())  # files
+    files: tuple[Path, ...] = ()  # the files that are read
+    indexed: Collection[str] = ()  # tensors of the index; empty if it names missing files
+    missing: tuple[str, ...] = field(default=())  # names of missing files
 
 
 def read_headers(folder: Path) -> Headers:
@@ -93,11 +93,11 @@ def read_headers(folder: Path) -> Headers:
 def choose_files(
     place: str, found: Mapping[str, Collection[str]], index: Mapping[str, Any]
 ) -> tuple[list[str], list[str], str | None]:
-    """Return which of the files of a model to read, which are missing, and why none can be chosen.
+    """Return the files of a model to read, the missing files, and the reason if none can be chosen.
 
-    `found` holds the tensors of each file, `index` the file of each tensor. An index whose files are all
-    there decides. One that names other files is left over from another checkpoint, and ignored: the files
-    without common tensors are read. A variant such as model.fp16.safetensors is left out beside the main one.
+    `found` has the tensors of each file, `index` the file of each tensor. An index whose files all exist
+    decides. An index that names other files is left over from another checkpoint, and ignored: then files
+    without common tensors are read. A variant such as model.fp16.safetensors is not read beside the main one.
     """
     named = {str(name) for name in index.values()}
     groups = _groups(found)
@@ -126,7 +126,7 @@ def choose_files(
 
 
 def other_format(place: object, names: Collection[str]) -> str | None:
-    """Return the error for files that hold weights in formats that are not read, None for others."""
+    """Return the error if the only weights are in formats that are not read; else None."""
     other_weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
     others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in other_weights))
     if not others or any(fnmatch(name, WEIGHTS) for name in others):
@@ -184,7 +184,7 @@ def indexed_tensors(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_header(file: Path) -> tuple[Tensors, str | None]:
-    """Return the tensors of a file, and what is wrong with it."""
+    """Return the tensors of a file, and its problem or None."""
     try:
         stored, header = file.stat().st_size, header_bytes(file)
         found = parse_header(file, header)
@@ -199,7 +199,7 @@ def _read_header(file: Path) -> tuple[Tensors, str | None]:
 
 
 def _groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files that belong together by their names: whole sets first, main ones before variants."""
+    """Group files by name into sets of shards: complete sets first, main files before variants."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         match = SHARD.fullmatch(name)

@@ -1,7 +1,7 @@
-"""Give the tensors of a checkpoint the names and forms that mlx-lm's class of the model reads.
+"""Give the tensors of a checkpoint the names and shapes that mlx-lm's class of the model reads.
 
-transformers saves some models under other names than mlx-lm expects, experts one by one, or no head that is
-the table of embeddings. Nothing is computed of the weights.
+transformers saves some models under other names than mlx-lm expects. It saves experts one by one, and leaves
+out a tied LM head. Except for FP8 weights, no value changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_spec.checkpoint.repairs import HEAD, OTHER_PARTS, TABLE
 Weights = dict[str, mx.array]
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
-# Model type -> what transformers 5 writes in a name, what mlx-lm reads in its place.
+# Model type -> part of a name in transformers 5, and in mlx-lm.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("transformer.", ""),),
     "kimi_k25": ((".model.blocks.", ".model.layers."),),
@@ -48,7 +48,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """Return mlx-lm's classes of a model and its arguments, the first with a `sanitize` that adapts names."""
+    """Return mlx-lm's classes of a model and its arguments. The first gets a `sanitize` that adapts names."""
     model_class, args_class = _get_classes(config)
 
     def sanitize(self: nn.Module, weights: Weights) -> Weights:
@@ -63,7 +63,7 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return _after(self, config, {**weights, **head})
 
     own: dict[str, Any] = {"sanitize": sanitize, "__module__": model_class.__module__}
-    # Model types whose class in mlx-lm takes the table of embeddings for the head.
+    # Model types whose class in mlx-lm always uses the embedding as the LM head.
     always_tied = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
     if config["model_type"] in always_tied and text_config(config).get("tie_word_embeddings") is False:
         own |= _own_head(model_class)
@@ -71,14 +71,14 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def _own_head(model_class: Any) -> dict[str, Any]:
-    """Return the methods of a class of mlx-lm that knows no head of its own, with one."""
+    """Return methods that add an LM head to a class of mlx-lm that always ties it to the embedding."""
 
     def init(self: Any, args: Any) -> None:
         model_class.__init__(self, args)
         self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        # The class calls the table of embeddings as a head; quantizing puts another table there.
+        # In each call, because quantizing replaces the embedding, which the class calls as its head.
         object.__setattr__(self.model.embed_tokens, "as_linear", self.lm_head)
         return model_class.__call__(self, *arguments, **options)
 
@@ -86,7 +86,7 @@ def _own_head(model_class: Any) -> dict[str, Any]:
 
 
 def _before(config: Mapping[str, Any], weights: Weights) -> Weights:
-    """Rename what mlx-lm's own `sanitize` does not expect."""
+    """Dequantize and rename tensors before mlx-lm's own `sanitize`, which expects other names."""
     kind = str(config["model_type"])
     weights = _dequantized(config, weights)
     for old, new in RENAMED.get(kind, ()):
@@ -95,7 +95,7 @@ def _before(config: Mapping[str, Any], weights: Weights) -> Weights:
 
 
 def _after(model: nn.Module, config: Mapping[str, Any], weights: Weights) -> Weights:
-    """Complete what `model` reads: stacked experts, a head that is the table; without other parts."""
+    """Complete the tensors that `model` reads: stack experts, add a tied head, drop other modalities."""
     expected = dict(tree_flatten(model.parameters())).keys()
     weights = {
         name: array
@@ -113,7 +113,7 @@ def _after(model: nn.Module, config: Mapping[str, Any], weights: Weights) -> Wei
 
 
 def _dequantized(config: Mapping[str, Any], weights: Weights) -> Weights:
-    """Multiply FP8 weights by their scales in float32, as transformers does; return the model's type."""
+    """Return FP8 weights as dense ones in the model's type, multiplied in float32 as in transformers."""
     if config.get("quantization_config") is not None or config.get("quantization") is not None:
         return weights
     said = str(config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype"))
@@ -131,7 +131,7 @@ def _dequantized(config: Mapping[str, Any], weights: Weights) -> Weights:
 
 
 def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """Return a scale for each weight, or one that broadcasts: of a tensor, of rows, or of blocks."""
+    """Return scales that broadcast to `shape`, from a scale for a tensor, for rows or for blocks."""
     if scale.dtype == mx.uint8:  # an exponent
         scale = mx.left_shift(scale.astype(mx.uint32), mx.array(23, mx.uint32)).view(mx.float32)
     scale = scale.astype(mx.float32)
@@ -142,21 +142,21 @@ def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
     for axis in (-2, -1):
         block = -(-shape[axis] // scale.shape[axis])
         if scale.shape[axis] > 1 and block > 1:
-            usual = 128  # weights of a row or column that share a scale, where config.json is silent
+            usual = 128  # rows or columns of a block, unless the shapes contradict it
             block = usual if -(-shape[axis] // usual) == scale.shape[axis] else block
             scale = mx.repeat(scale, block, axis)
     return scale[..., : shape[-2], : shape[-1]]
 
 
 def _heads(weights: Weights, head: str) -> Weights:
-    """Return the tensors of a head that is the table of embeddings."""
+    """Return the tensors of an LM head that is tied to the embedding."""
     table = next((name for name in weights if TABLE.search(name)), "").removesuffix(".weight")
     parts = ("weight", "scales", "biases")  # of a layer
     return {f"{head}.{part}": weights[f"{table}.{part}"] for part in parts if f"{table}.{part}" in weights}
 
 
 def _stacked(weights: Weights, expected: set[str]) -> Weights:
-    """Stack experts that are stored one by one where the model has one tensor for all."""
+    """Stack experts that are stored one by one, if the model has one tensor for all of them."""
     found: dict[str, dict[int, str]] = {}
     for name in weights:
         if match := re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)", name):
@@ -173,14 +173,14 @@ def _stacked(weights: Weights, expected: set[str]) -> Weights:
 
 
 def _wrapped(text: Mapping[str, Any], weights: Weights) -> Weights:
-    """Return the names that a language model has inside a composite one, if it was saved alone."""
+    """Rename a language model that was saved alone, as if it were inside a composite model."""
     if any("language_model." in name for name in weights):
         return weights
     return {f"model.language_{name}": array for name, array in weights.items()}
 
 
 def _turned_experts(text: Mapping[str, Any], weights: Weights) -> Weights:
-    """Turn experts that are stored [output, input] to [input, output], and show a head that is the table."""
+    """Transpose experts that are stored [output, input] to [input, output], and add a tied head."""
     stored = text["hidden_size"], text["moe_intermediate_size"]  # of down_proj in transformers 5
     if any(name.endswith(".experts.down_proj") and weights[name].shape[-2:] == stored for name in weights):
         stacks = (".experts.down_proj", ".experts.gate_up_proj")
@@ -194,7 +194,7 @@ def _turned_experts(text: Mapping[str, Any], weights: Weights) -> Weights:
 
 
 def _split_experts(text: Mapping[str, Any], weights: Weights) -> Weights:
-    """Split unquantized gate and up, whose columns alternate, and turn all three projections."""
+    """Split unquantized gate and up, whose columns alternate, and transpose all three projections."""
     result = dict(weights)
     for name in [name for name in weights if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
         array, stem = mx.swapaxes(result.pop(name), -1, -2), name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Account for the tensors that mlx-lm's `sanitize` drops: which are rightly left out, and which are not."""
+"""Account for the tensors that mlx-lm's `sanitize` drops: a known reason, a warning, or an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_of(name: str) -> int:
 
 
 def reason_left_out(name: str, config: Config) -> str | None:
-    """Return why a language model does without a tensor, None if it is not known."""
+    """Return why a language model does not need a tensor; None if no reason is known."""
     for pattern, reason in LEFT_OUT:
         if pattern.search(name):
             return reason
@@ -55,12 +55,13 @@ def reason_left_out(name: str, config: Config) -> str | None:
 
 
 def check_dropped(config: Config, before: Mapping[str, mx.array], after: Mapping[str, mx.array]) -> None:
-    """Compare the tensors of a checkpoint with those that `sanitize` made of them; read nothing.
+    """Compare the tensors of a checkpoint with the result of `sanitize`, without reading them.
 
-    Raises ValueError if the bias of a router is gone. Prints a line about others without a known reason.
+    Raises ValueError if the bias of a router is dropped. Prints one line about other tensors that are dropped
+    without a known reason.
     """
     stored, kept = {id(array) for array in before.values()}, {id(array) for array in after.values()}
-    kinds: dict[str, str] = {}  # tensors whose names differ in numbers fare alike: one of them is looked for
+    kinds: dict[str, str] = {}  # name with "#" for numbers -> one such tensor: all of a kind fare alike
     for name, array in before.items():
         if id(array) not in kept and reason_left_out(name, config) is None:
             kinds.setdefault(re.sub(r"\d+", "#", name), name)
@@ -82,13 +83,13 @@ def check_dropped(config: Config, before: Mapping[str, mx.array], after: Mapping
 def sources_of(
     seen: Mapping[str, mx.array], results: Sequence[mx.array], named_at_once: int = 1000
 ) -> frozenset[str]:
-    """Return the names of the arrays in `seen` that `results` depend on; read nothing.
+    """Return the names of the arrays in `seen` on which `results` depend, without reading them.
 
     One call of MLX's export can name `named_at_once` arrays.
     """
     unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
     found = {name for name, array in seen.items() if id(array) in unchanged}
-    # An array that is its own source under another object has no consumer without the comparison.
+    # The comparison gives each result a consumer: a source that is returned unchanged would have none.
     computed = [array == array for array in results if id(array) not in unchanged]
     others = [name for name in seen if name not in found] if computed else []
     for start in range(0, len(others), named_at_once):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
 
-# Method in config.json -> name for people. Others keep the name that config.json has.
+# Method in config.json -> name for users. Other methods keep their name in config.json.
 NAMES = {
     "aqlm": "AQLM",
     "auto-round": "AutoRound",
@@ -29,7 +29,7 @@ NAMES = {
 }
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
-ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of no weight
+ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of activations
 
 
 def foreign_settings(config: Config) -> Config:
@@ -39,12 +39,12 @@ def foreign_settings(config: Config) -> Config:
     settings: object = next(found, {})
     if not isinstance(settings, Mapping):
         return {}
-    inner = settings.get("quantization")  # ModelOpt nests it in a file of its own
+    inner = settings.get("quantization")  # ModelOpt nests it, in a separate file
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) else settings
 
 
 def quantizer(config: Config, tensors: Tensors) -> str | None:
-    """Return the name of the program that quantized these weights, None if mlx-lm did or none."""
+    """Return the name of the program that quantized these weights; None for mlx-lm or dense weights."""
     settings = foreign_settings(config)
     if isinstance(config.get("quantization"), Mapping) or (
         "bits" in settings and "group_size" in settings and "quant_method" not in settings
@@ -55,7 +55,7 @@ def quantizer(config: Config, tensors: Tensors) -> str | None:
     method = settings.get("quant_method") or settings.get("quant_algo")
     if method:
         return NAMES.get(str(method).lower(), str(method))
-    ends = {  # of tensors that one method alone writes, for a config.json that does not name it
+    ends = {  # of tensors that only one method writes, if config.json does not name the method
         ".absmax": "bitsandbytes",
         ".SCB": "bitsandbytes",
         ".qzeros": "GPTQ or AWQ",
@@ -89,7 +89,7 @@ def is_fp8(config: Config, tensors: Tensors) -> bool:
 
 
 def obstacle(config: Config, tensors: Tensors) -> str | None:
-    """Return why mlx-lm cannot read weights that are quantized like these, None if it can."""
+    """Return why mlx-lm cannot read these quantized weights; None if it can."""
     name, settings = quantizer(config, tensors), foreign_settings(config)
     if name is None or is_fp8(config, tensors):
         return None

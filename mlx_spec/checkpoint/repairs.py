@@ -1,6 +1,6 @@
-"""Repair config.json: put its values under the keys that mlx-lm reads, and fill in what it leaves out.
+"""Repair config.json: put its values under the keys that mlx-lm reads, and fill in missing values.
 
-What is left out comes from the weights, or from the defaults of transformers' config classes.
+Missing values come from the weights, or from the defaults of transformers' config classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
 
-# Keys under which configs keep the language model; the second is our own, for drafters.
+# Keys under which configs keep the language model. `layer_config` is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
 # --- names of tensors
 OTHER_PARTS = re.compile(
@@ -22,9 +22,9 @@ OTHER_PARTS = re.compile(
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.(weight|scales)$")
 TABLE = re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in|embeddings)\.weight$")
 
-# --- what transformers' config classes say
-# Model type -> values where config.json is silent, and mlx-lm has another default or none. A composite
-# config leaves out what equals them.
+# --- defaults of transformers' config classes
+# Model type -> values that config.json may leave out, and for which mlx-lm has another default or none.
+# Composite configs leave out values that equal their default.
 _MISTRAL = {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 _QWEN2_VL = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_VL = {"max_position_embeddings": 128_000, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "head_dim": 128}
@@ -82,7 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "solar_open": {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "rope_theta": 1e6},
 }
-# Composite model type -> type of its language model, where that part does not say it.
+# Composite model type -> type of its language model, if that part does not name one.
 TEXT_TYPES = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text"}
 TEXT_TYPES |= {"gemma4_unified": "gemma4_unified_text", "mistral3": "mistral", "llava": "llama"}
 TEXT_TYPES |= {
@@ -99,7 +99,7 @@ RENAMED = {
 
 
 def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, Any]:
-    """Return `config` with its values under the keys that mlx-lm reads, and with the sizes of the weights."""
+    """Return `config` with the keys that mlx-lm reads. Missing sizes come from the weights."""
     result: dict[str, Any] = decode_floats(copy.deepcopy(dict(config)))
     # A language model that is saved alone gets the composite type that mlx-lm has for it.
     wrapped = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma3n_text": "gemma3n"}
@@ -124,7 +124,7 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
     if own in BY_TYPE:
         BY_TYPE[own](text)
     _tie(result, text, language)
-    # Composite types of which mlx-lm takes the vocabulary's size from the top level.
+    # Composite types whose vocabulary size mlx-lm reads from the top level.
     top_vocabulary = ("gemma3", "gemma4", "gemma4_unified")
     if kind in top_vocabulary and part is not None and "vocab_size" in part:
         result["vocab_size"] = part["vocab_size"]
@@ -132,7 +132,7 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
 
 
 def decode_floats(value: Any) -> Any:
-    """Return a value of config.json with the floats that JSON does not have, which transformers tags."""
+    """Return a value of config.json with infinity and NaN decoded, which transformers writes as tags."""
     if isinstance(value, dict):
         tag = value.get("__float__")
         if tag in ("Infinity", "-Infinity", "NaN"):
@@ -142,12 +142,12 @@ def decode_floats(value: Any) -> Any:
 
 
 def _fill(config: dict[str, Any], values: Config) -> None:
-    """Add `values` where `config` is silent."""
+    """Add `values` for keys that `config` lacks."""
     config |= {key: copy.deepcopy(value) for key, value in values.items() if config.get(key) is None}
 
 
 def _count(config: dict[str, Any]) -> None:
-    """Turn whole floats into integers where a number of something belongs: some tools write 4096.0."""
+    """Turn whole floats into integers for keys that are counts or sizes: some tools write 4096.0."""
     of_counts = (
         "^(num|n)_|"
         "_(size|window|dim|layers?|heads|embeddings|length|positions|len|pattern|per_tok|rank|groups)$"
@@ -157,7 +157,7 @@ def _count(config: dict[str, Any]) -> None:
 
 
 def _sizes(text: Config, tensors: Tensors) -> dict[str, int]:
-    """Return the sizes that the weights of the language model show, also where `text` has others."""
+    """Return the sizes that the weights of the language model show, even if `text` has others."""
     found: dict[str, int] = {}
     norm = r"(^|(model|transformer|backbone|gpt_neox)\.)(norm|ln_f|norm_f|final_layer_?norm)\.weight$"
     feed_forward = r"layers\.0\.mlp\.(up_proj|gate_proj|fc1)\.weight$"
@@ -181,9 +181,9 @@ def _sizes(text: Config, tensors: Tensors) -> dict[str, int]:
 
 
 def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> int | None:
-    """Return the length of an axis of the tensors of this name, None unless all agree.
+    """Return the length of an axis of the tensors whose names match; None unless all agree.
 
-    Another axis than the first one is packed if weights are quantized, and not known then.
+    Quantized weights are packed along all axes but the first, so those axes are unknown.
     """
     found = [info for name, info in tensors.items() if re.search(pattern, name) and info.shape]
     lengths = {info.shape[axis] for info in found if axis == 0 or info.dtype.startswith(("F", "BF"))}
@@ -191,9 +191,10 @@ def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> in
 
 
 def _tie(config: dict[str, Any], text: dict[str, Any], tensors: Tensors) -> None:
-    """Say under the keys that mlx-lm reads whether the head is the table of embeddings.
+    """Set `tie_word_embeddings` for mlx-lm.
 
-    The top level of a composite config decides, as in transformers; then the weights, if no key says it.
+    The top level of a composite config decides, as in transformers, then its language model. If neither has
+    the key, the weights decide.
     """
     key = "tie_word_embeddings"
     said = [found for part in (config, text) if (found := part.get(key)) is not None]
@@ -207,12 +208,12 @@ def _tie(config: dict[str, Any], text: dict[str, Any], tensors: Tensors) -> None
 
 
 def _spread_rope(config: dict[str, Any]) -> None:
-    """Copy `rope_parameters` of transformers 5 to the keys that had their values before."""
+    """Copy `rope_parameters` of transformers 5 to the keys of earlier versions."""
     rope, kind = config.get("rope_parameters"), config.get("model_type")
     if not isinstance(rope, dict):
         return
     found: dict[str, Any] = {}
-    # Model types that mlx-lm reads in their old form: rope by the kind of attention.
+    # Model types that mlx-lm reads in their old form, with one rope for each kind of attention.
     two_ropes = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
     if kind in two_ropes and isinstance(rope.get("full_attention"), dict):
         found["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
@@ -225,7 +226,7 @@ def _spread_rope(config: dict[str, Any]) -> None:
     if "partial_rotary_factor" in rope:
         found["partial_rotary_factor"] = rope["partial_rotary_factor"]
     layers = config.get("layer_types") or []
-    periodic = ("gemma3", "gemma3_text", "cohere2")  # read as the period of their layers
+    periodic = ("gemma3", "gemma3_text", "cohere2")  # mlx-lm reads the period of their layers
     if kind in periodic and "full_attention" in layers:
         found["sliding_window_pattern"] = layers.index("full_attention") + 1
     config |= {key: value for key, value in found.items() if config.get(key) is None}
@@ -247,7 +248,7 @@ def _merge_layers(text: dict[str, Any]) -> None:
 
 
 def _granite_hybrid(text: dict[str, Any]) -> None:
-    """Give layers their names of transformers 4, and say that nothing rotates."""
+    """Give layers their names of transformers 4. Without a key for positions there are no rotary ones."""
     names = {"linear_attention": "mamba", "full_attention": "attention"}
     if isinstance(text.get("layer_types"), list):
         text["layer_types"] = [names.get(str(kind), kind) for kind in text["layer_types"]]
@@ -270,7 +271,7 @@ def _exaone_moe(text: dict[str, Any]) -> None:
 
 
 def _exaone4(text: dict[str, Any]) -> None:
-    """Spell a period of layers as a word: L for sliding, G for full attention."""
+    """Write the period of layers as letters: L for sliding, G for full attention."""
     period = text.get("sliding_window_pattern")
     if isinstance(period, int):
         text["sliding_window_pattern"] = "L" * (period - 1) + "G" if period > 0 else None
@@ -278,7 +279,7 @@ def _exaone4(text: dict[str, Any]) -> None:
 
 
 def _kimi_linear(text: dict[str, Any]) -> None:
-    """Group the settings of linear attention. Nothing rotates in the other layers."""
+    """Group the settings of linear attention. Other layers have no rotary positions."""
     layers = text.get("layer_types")
     if not isinstance(layers, list) or "linear_num_heads" not in text:
         return

@@ -42,12 +42,12 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """The bytes that decoding reads and holds of a model, once it is loaded."""
+    """The bytes of a loaded model: read for one token, and held in memory."""
 
     read: float  # weights for one token, its experts included
     held: float  # all weights
     format: WeightFormat
-    experts: float = 0.0  # the part of `read` that is experts: every row reads others
+    experts: float = 0.0  # the part of `read` that is experts, which differ from row to row
     layers: int | None = None  # None if not known
     kv_read: float = 0.0  # K/V for one token, at a given context
     kv_held: float = 0.0
@@ -55,7 +55,7 @@ class DecodeSizes:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The bytes that a model takes, or a target and its drafter."""
+    """The bytes in memory of a model, or of a target and its drafter."""
 
     weights: int
     caches: int  # K/V of one conversation of `context` tokens
@@ -76,10 +76,10 @@ class MemoryNeed:
 
 
 def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: int = 8192) -> MemoryNeed:
-    """Return what a target and its drafter take once they are loaded, with a conversation; load nothing.
+    """Return the memory that a target, its drafter and a conversation will take; load nothing.
 
-    Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, or as many as
-    the target's context holds. Over several machines no picture is read.
+    Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, at most as many
+    as the target's context holds. Several machines read no pictures.
     """
     context = min(checkpoints[0].context or reserved, reserved)
     target, *drafter = [sizes_of(checkpoint, context) for checkpoint in checkpoints]
@@ -92,7 +92,7 @@ def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: in
 
 
 def total_need(needs: Iterable[MemoryNeed]) -> MemoryNeed:
-    """Return what several models take together, for a conversation as long as the longest."""
+    """Return the memory of several models together, with the longest of their conversations."""
     each = list(needs)
     return MemoryNeed(
         sum(need.weights for need in each),
@@ -110,9 +110,9 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
 
 
 def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
-    """Return what one token after `context` others reads of a checkpoint that is loaded.
+    """Return the bytes of a checkpoint once it is loaded, for one token after `context` others.
 
-    A number in K/V takes two bytes; unknown attention counts as full.
+    A number in K/V takes two bytes; unknown attention counts as full attention.
     """
     config, headers = checkpoint.config, checkpoint.headers
     text = text_config(config)
@@ -139,10 +139,10 @@ def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
 
 
 def is_dequantized(config: Config) -> bool:
-    """Return True for a GGUF file whose weights become dense float32: on a CPU, if they fit its memory.
+    """Return True if the weights of a GGUF file become dense float32: on a CPU, if they fit its memory.
 
-    A CPU reads dense weights once for all rows of a pass. It unpacks quantized ones again for each row, and
-    is slow with other types than float32.
+    A CPU reads dense weights once for all rows of a pass. It unpacks quantized weights again for each row,
+    and is slow with types other than float32.
     """
     return _is_on_cpu(config) and 4 * int(config.get("gguf_weights", 0)) < memory_for_models()
 
@@ -165,7 +165,7 @@ def _is_on_cpu(config: Config) -> bool:
 
 
 def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int:
-    """Return the bytes of a tensor in memory: of FP8 16 bits or more a weight, none of images and sound."""
+    """Return the bytes of a tensor in memory. FP8 is dequantized; images and sound are not loaded."""
     tensors, config = checkpoint.headers.tensors, checkpoint.config
     if OTHER_PARTS.search(name):
         return 0
@@ -182,7 +182,7 @@ def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int
 
 
 def target_shape(config: Config) -> TargetShape:
-    """Return what a target with this config.json offers to a drafter."""
+    """Return the shape of a target with this config.json, as drafters see it."""
     text = text_config(config)
     heads = integer(text, "num_attention_heads")
     kv_heads = integer(text, "num_key_value_heads") or heads
@@ -207,7 +207,7 @@ def count_parameters(tensors: Tensors, config: Config) -> int:
 
 
 def precision(tensors: Tensors, config: Config) -> str:
-    """Return the quantization, or the dtype of most parameters, in words."""
+    """Return the quantization, or the dtype of most parameters, as users read it."""
     ours = config.get("quantization")
     if isinstance(ours, Mapping):
         return _mlx_precision(ours)
@@ -219,13 +219,13 @@ def precision(tensors: Tensors, config: Config) -> str:
 
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
-    """Return the part of a tensor that one token reads."""
+    """Return the share of a tensor that one token reads."""
     images_and_sound = (
         "vision_tower audio_tower vision_model vision_encoder visual audio_encoder embed_vision embed_audio "
         "multi_modal_projector"
     ).split()
     if not parts.isdisjoint(images_and_sound) or "embed_tokens_per_layer" in parts:
-        return 0.0  # one row of a table is next to nothing
+        return 0.0  # a token reads one row of the table
     if parts & EXPERTS:
         num_experts = ("num_experts", "num_local_experts", "n_routed_experts")
         active_experts = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
@@ -235,7 +235,7 @@ def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head
         return 1.0
     if has_head:
         return 0.0
-    if config.get("use_ordered_embeddings"):  # a head that reads the tokens of the best clusters alone
+    if config.get("use_ordered_embeddings"):  # a head that reads only the tokens of the best clusters
         clusters = integer(config, "num_centroids")
         return _ratio(integer(config, "centroid_intermediate_top_k"), clusters)
     return 1.0
@@ -309,7 +309,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _group_size(stem: str, config: Config) -> int:
-    """Return the parameters a scale of layer `stem`, which may have settings of its own."""
+    """Return how many parameters of layer `stem` share a scale; a layer may have its own settings."""
     settings = config.get("quantization") or _foreign_quantization(config)
     for found in (settings.get(stem), settings):
         if isinstance(found, Mapping) and (size := integer(found, "group_size")) is not None:

@@ -1,4 +1,4 @@
-"""Write a safetensors file. Memory holds one tensor and what it is computed from."""
+"""Write a safetensors file tensor by tensor. Memory holds one tensor and its inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_safetensors(
     metadata: Mapping[str, str] = MLX,
     advance: Callable[[int], object] = int,
 ) -> None:
-    """Write a new file. Empties `arrays`. Raises OSError, and BadCheckpoint for what cannot be read."""
+    """Write a new file. Empties `arrays`. Raises OSError, and BadCheckpoint for an unreadable tensor."""
     with file.open("xb") as stream:
         stream.write(safetensors_header(arrays, metadata))
         for name in list(arrays):
@@ -68,7 +68,7 @@ def safetensors_header(arrays: Mapping[str, mx.array], metadata: Mapping[str, st
 
 
 def _bytes(array: mx.array) -> memoryview:
-    """Compute the array and return its bytes in memory; copy nothing."""
+    """Compute the array and return its bytes in memory, without a copy."""
     array = mx.contiguous(array)
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)  # numpy has no bfloat16
