@@ -56,7 +56,7 @@ __all__ = [
     "load",
 ]
 
-# What needs MLX is imported when it is first asked for.
+# Names whose modules need MLX. They are imported when they are first used.
 _HOMES = {
     "Pair": "pair",
     "Piece": "session",

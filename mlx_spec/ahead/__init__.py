@@ -1,8 +1,8 @@
 """Drafting ahead: while the target verifies a draft, a copy of the drafter drafts for its likely outcomes.
 
-The rest of the package knows three things of it: `Drafter.prepare` is called before a draft is verified where
-`Choice.ahead` says so, `Draft.ahead` says whether a draft was there at once, and `DrafterSource.own_costs`
-decides when it pays.
+Other packages use it in three places: `Drafter.prepare` is called before a draft is verified if
+`Choice.ahead` is True, `Draft.ahead` says whether a draft was ready, and `DrafterSource.own_costs` decides
+when drafting ahead pays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The costs of drafting ahead: how often a draft is there at once, and how much slower passes are meanwhile.
+"""The costs of drafting ahead: how often a draft is ready, and how much slower passes are meanwhile.
 
-A pass that ran while something was drafted ahead corrects only the slowdown, the others only the table. So
-now and then a draft is verified without drafting ahead where that pays, and with it where it does not.
+A pass that ran beside drafting ahead corrects only the slowdown, other passes correct only the table. So now
+and then a round does the opposite: it does not draft ahead while that pays, and drafts ahead while it does
+not.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class AheadCosts:
     MEMORY = 16  # rounds that the running means remember
 
     def __init__(self) -> None:
-        self.slowdown = 0.0  # log of the seconds of a pass over those without drafting ahead
-        self.hits = 0.5  # share of drafts that are there at once
-        # Rounds in the means. The values that are assumed before anything was measured are worth two.
+        self.slowdown = 0.0  # log ratio of a pass beside drafting ahead to a pass without it
+        self.hits = 0.5  # share of drafts that are ready
+        # Rounds in the means. The initial values weigh as much as two.
         self._measured = self._looked_up = 2
         self._since = 0  # rounds without drafting ahead in a row
         self._streak = 0  # rounds with it in a row
@@ -56,14 +57,14 @@ class AheadCosts:
         return max(math.expm1(self.slowdown), 0.0) * float(costs.passes[tokens])
 
     def wanted(self, gain: float, *, needed: bool) -> bool:
-        """Return whether to draft ahead now. `gain` is the speed with it over the speed without it.
+        """Return True to draft ahead now. `gain` is the speed with it over the speed without it.
 
         `needed` is True if drafting pays with it only.
         """
         if gain > 1:
-            # After 32 rounds with drafting ahead, one without it corrects the table.
+            # After 32 rounds with drafting ahead, a round without it corrects the table.
             return needed or self._streak < 32
-        # A 400th of the time of drafts finds out whether drafting ahead pays by now.
+        # A 400th of the time goes to rounds that check whether drafting ahead pays by now.
         return not needed and self._since * 0.0025 >= max(1 / gain - 1, LEAST_LOSS)
 
     def observe_pass(self, costs: CostModel, tokens: int, seconds: float, drafting: float) -> float:
@@ -77,7 +78,7 @@ class AheadCosts:
         return min(seconds, drafting + (tokens + 1) * costs.plain + self.extra(costs, tokens))
 
     def observe_round(self, hit: bool | None, *, ahead: bool) -> None:
-        """Count a round of its kind. `hit`: its draft was there at once; None if nothing was made ahead."""
+        """Count a round. `hit` is True if its draft was ready; None if no draft was made ahead."""
         if hit is not None:
             self._looked_up = min(self._looked_up + 1, self.MEMORY)
             self.hits += (hit - self.hits) / self._looked_up

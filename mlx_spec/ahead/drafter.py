@@ -1,8 +1,8 @@
 """Drafting ahead (Saguaro, speculative speculative decoding, arXiv:2603.03251), around any other drafter.
 
 While the target verifies a draft, a copy of the drafter drafts for its likely outcomes: how many tokens are
-accepted, and which one follows. If the outcome is among them, the next draft is there at once. The copy has
-its own caches and works in its own thread, on the CPU: beside a GPU it costs nothing but bandwidth.
+accepted, and which one follows. If the outcome is among them, the next draft is ready. The copy has its own
+caches and works in its own thread, on the CPU: beside a GPU it costs only bandwidth.
 
 The text does not depend on it. Outcomes are guessed by the drafter's logits alone, never by what was drawn
 for them, so a stored draft has the distribution that its `probs` say. With a seed, drafter and target share
@@ -37,10 +37,10 @@ from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpe
 
 
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
-    """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens.
+    """Return how many next tokens to guess after 0, 1, ..., `drafted` accepted tokens, `mean` on average.
 
-    The more probable a number of accepted tokens is, the more guesses it gets: geometric by theorem 12 of
-    the paper, where F guesses miss the next token with a probability that falls as 1 / F.
+    A more probable number of accepted tokens gets more guesses. The numbers are geometric by theorem 12 of
+    the paper, in which F guesses miss the next token with a probability that falls as 1 / F.
     """
     weights = [acceptance ** (k / 2) for k in range(drafted + 1)]
     weights[-1] *= (1 - acceptance) ** -0.5
@@ -69,14 +69,14 @@ class CPUThread:
         mx.clear_streams()  # MLX aborts a process that ends with a thread's streams
 
     def _end(self) -> None:
-        """Skip the jobs that wait, and let the thread end."""
+        """Skip the waiting jobs and end the thread."""
         self._is_ending = True
         self._jobs.put(lambda: None)
         self._thread.join()
 
 
 class Ahead(DrafterWrapper):
-    """Drafts one sequence with `inner`, and ahead in a thread, which makes a copy of it first."""
+    """Drafts for one sequence with `inner`, and ahead with a copy of it in a thread."""
 
     def __init__(
         self, inner: Drafter, thread: CPUThread, make: Callable[[], DrafterCopy], mean: float
@@ -87,7 +87,7 @@ class Ahead(DrafterWrapper):
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
         self._prepared: AheadRequest | None = None
-        # At first an acceptance of 0.7 is assumed, which is worth 10 draft tokens.
+        # The prior is an acceptance of 0.7, which weighs as much as 10 draft tokens.
         self._accepted = 0.7 * 10
         self._judged = 10.0  # draft tokens that were accepted or rejected
 
@@ -96,13 +96,13 @@ class Ahead(DrafterWrapper):
         return self.inner.nbytes + (0 if self._copy is None else self._copy.nbytes)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Drop what was prepared for another text, such as the last answer."""
+        """Drop drafts that were prepared for another text, such as the last answer."""
         self.inner.observe(history, features)
         if self._prepared is not None and self._prepared.outcome(history) is None:
             self._take()
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        """Return the draft that was prepared for `history`, once; else one of the inner drafter."""
+        """Return the draft that was prepared for `history`, else a draft of the inner drafter."""
         self._limit, request = limit, self._prepared
         outcome = None if request is None else request.outcome(history)
         found = self._take()
@@ -118,7 +118,7 @@ class Ahead(DrafterWrapper):
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Let the thread draft for the likely outcomes of `draft`."""
         drafted = draft.tokens.size
-        most = (MAX_UNCOMMITTED - 1 - drafted) // self._limit  # branches whose rows the caches take back
+        most = (MAX_UNCOMMITTED - 1 - drafted) // self._limit  # branches whose rows the caches can take back
         mean = min(self._mean, most / (drafted + 1))
         guesses = fan_out(drafted, self._accepted / self._judged, mean)
         while sum(guesses) > most:  # by rounding
@@ -141,7 +141,7 @@ class Ahead(DrafterWrapper):
                 request.branches.set_exception(error)
 
     def _take(self) -> Branches:
-        """Return the drafts that are there by now, and let the thread stop."""
+        """Return the prepared drafts; none if they are not ready, and then cancel them."""
         request, self._prepared = self._prepared, None
         return {} if request is None or request.branches.cancel() else request.branches.result()
 
@@ -149,7 +149,7 @@ class Ahead(DrafterWrapper):
 def ahead_source(
     source: DrafterSource, make_copy: Callable[[], DrafterCopy] | None = None, mean: float = 3
 ) -> DrafterSource:
-    """Return the source of drafters that also draft ahead: with a copy here if `make_copy` is None.
+    """Return the source of drafters that also draft ahead, with a local copy if `make_copy` is None.
 
     Raises InvalidValue if it cannot draft ahead.
     """
@@ -181,9 +181,9 @@ def check_ahead(source: DrafterSource) -> None:
 
 
 def _dense_copy(network: nn.Module) -> nn.Module:
-    """Return a copy with dense weights, because a CPU is slow with others. It shares those that are dense.
+    """Return a copy with dense weights, because a CPU is slow with quantized ones. Dense arrays are shared.
 
-    Its modules are its own, because two threads use them.
+    Modules are not shared, because two threads use them.
     """
     parameters = dict(tree_flatten(network.parameters()))
     return dequantize_model(copy.deepcopy(network, {id(array): array for array in parameters.values()}))

@@ -1,7 +1,8 @@
-"""Drafting ahead on another machine: rank 1 of `mlx.launch` has a copy of the drafter and nothing else.
+"""Drafting ahead on another machine: rank 1 of `mlx.launch` has only a copy of the drafter.
 
-Only tokens are sent. With a seed both machines know the noise, so it drafts as rank 0 would. Without one
-rank 1 takes the likeliest tokens, and rank 0 accepts those that it draws itself: the text stays exact.
+Only tokens and settings are sent. With a seed both machines know the noise, so rank 1 drafts as rank 0 would.
+Without a seed rank 1 takes the likeliest tokens, and rank 0 accepts the tokens that it draws itself: the text
+stays exact.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RemoteDrafter:
         self._sent: list[int] = []  # the history that the rank has
 
     def draft_ahead(self, request: AheadRequest) -> Branches:
-        """Send what the rank lacks and wait for its drafts. They are none once this process ends."""
+        """Send the tokens that rank 1 lacks and wait for its drafts; none if this process ends."""
         keep = common_prefix(self._sent, request.history)
         self._sent = request.history
         rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
@@ -48,7 +49,7 @@ class RemoteDrafter:
 def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
     """Draft ahead on this rank until rank 0 ends. Return its exit status."""
     check_ahead(source)
-    parts = LMTarget(source.network).parts  # it does not read the target's
+    parts = LMTarget(source.network).parts  # any parts will do: the drafter reads nothing of the target
     sequences: dict[int, tuple[LocalCopy, list[int]]] = {}
     while True:
         match ranks.receive():
@@ -71,7 +72,7 @@ def _draft_of(tokens: list[int]) -> Draft:
 
 
 def _packed(sampling: Sampling) -> dict[str, Any]:
-    """Return settings as JSON, without the grammar. Those without a seed are greedy: noise is not sent."""
+    """Return settings as JSON, without the grammar. Without a seed they are greedy: noise is not sent."""
     temperature = 0.0 if sampling.seed is None else sampling.temperature
     sampling = replace(sampling, temperature=temperature, grammar=None)
     bias = sampling.logit_bias and [*sampling.logit_bias.items()]

@@ -1,4 +1,4 @@
-"""Drafts that are wanted ahead, and the drafters that make them here or on another machine."""
+"""Requests for drafts ahead, and the copies of a drafter that serve them, here or on another machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlx_spec.types import Draft, DraftingSampler, no_draft
 
 @dataclass(eq=False)
 class AheadRequest:
-    """Drafts that are wanted for the likely outcomes of a draft that is being verified."""
+    """A request for drafts after the likely outcomes of a draft that is being verified."""
 
     history: list[int]
-    draft: Draft  # the one that is verified after `history`
+    draft: Draft  # the draft that is verified after `history`
     limit: int  # of each draft
     guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
-    sampler: DraftingSampler  # a fresh one
+    sampler: DraftingSampler  # has counted no tokens
     branches: Future[Branches] = field(default_factory=Future)  # cancelled once no draft waits for it
 
     @property
@@ -41,19 +41,20 @@ class AheadRequest:
     def outcomes(self, logits: mx.array) -> list[Outcome]:
         """Return the likely outcomes by the drafter's logits [K + 1, V] after each prefix of its draft.
 
-        Only the logits choose them, not what is drawn for them: so the distribution of a draft is the same
-        whether or not its outcome was chosen. Waits for the logits.
+        Only the logits choose them, never tokens that are drawn for them. So the distribution of a draft does
+        not depend on the choice of outcomes. Waits for the logits.
         """
         count = min(max(self.guesses) + 1, logits.shape[1])
         ranked = self.sampler.rank(logits, self.history, self.draft.tokens, count)
         tokens, found = iter(read_tokens(ranked.flatten())), list[Outcome]()
         for k, guesses in enumerate(self.guesses):
-            others = [t for t in islice(tokens, count) if [t] != self.drafted[k : k + 1]]  # that is accepted
+            # Without the next draft token, which would count as accepted.
+            others = [t for t in islice(tokens, count) if [t] != self.drafted[k : k + 1]]
             found += [(*self.drafted[:k], token) for token in others[:guesses]]
         return found
 
     def outcome(self, history: Sequence[int]) -> Outcome | None:
-        """Return the outcome that led to `history`; None if that is another text. The draft is verified."""
+        """Return the outcome that led to `history`, after verification; None if it is another text."""
         start = len(self.history)
         outcome = tuple(history[start:])
         accepted = list(outcome[:-1])
@@ -85,7 +86,7 @@ class LocalCopy:
     def draft_ahead(self, request: AheadRequest) -> Branches:
         """Return drafts for likely outcomes.
 
-        Draft models draft after several. Another drafter guesses that all is accepted, and goes on.
+        Draft models serve several outcomes. Other drafters assume that the whole draft is accepted.
         """
         drafter = self._drafter
         if isinstance(drafter, DraftModel) and drafter.can_branch:

@@ -118,19 +118,19 @@ class PairOptions:
         return self.model if self.target is None else self.target
 
     def check_name(self) -> None:
-        """Raise NotFound if the target means nothing, which takes no MLX."""
+        """Raise NotFound if no target has that name. Needs no MLX."""
         if self.chosen is not None:
             resolve(self.chosen)
 
     @property
     def spec(self) -> PairSpec:
-        """Return the pair to load, with the demo as target if none is given; an empty name is a name."""
+        """Return the pair to load; the demo if no target is given. An empty name stays, and is refused."""
         return PairSpec(DEMO if self.chosen is None else self.chosen, self.drafter)
 
 
 @dataclass(frozen=True)
 class LoadOptions(PairOptions):
-    """All that a program can say about the pair that it loads."""
+    """The target, the drafter, and how they are loaded."""
 
     num_draft_tokens: Annotated[
         int | None,
@@ -181,7 +181,7 @@ def program(
 ) -> Callable[[Sequence[str] | None], int]:
     """Return the `main` of a program, which parses a command line and returns the exit status of `run`.
 
-    An error of ours is one line on stderr and status 1. A bad command line raises SystemExit with status 2.
+    A SpecError is one line on stderr and status 1. A bad command line raises SystemExit with status 2.
     """
 
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,7 +227,7 @@ def refuse(name: str, problem: str) -> NoReturn:
 
 
 def expanded(value: Path | None) -> Path | None:
-    """Return the path of an option; ~ is a home also where a shell leaves it. Raises InvalidValue."""
+    """Return the path of an option, with ~ expanded, which some shells leave. Raises InvalidValue."""
     return None if value is None else typed_path(value)
 
 
@@ -239,10 +239,10 @@ def above_zero(value: float | None) -> float | None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Return the exit status of `run`: 1 and one line on stderr for our errors, 130 for Ctrl-C.
+    """Return the exit status of `run`; 130 for Ctrl-C.
 
-    So is an error of the system, such as a full disk. A closed pipe is 0: a reader such as `head` has seen
-    enough.
+    A SpecError or an error of the system, such as a full disk, is one line on stderr and status 1. A closed
+    pipe is 0: a reader such as `head` has seen enough.
     """
     _prepare_streams()
     try:
@@ -271,7 +271,7 @@ def guarded(run: Callable[[], int]) -> int:
 def _prepare_streams() -> None:
     """Write "?" for what a stream cannot encode; send what goes to a closed stderr to nowhere."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # it takes the place of a standard file that is closed: the next file would get its number
+        pass  # takes the numbers of standard files that are closed, so that no other file gets them
     os.close(number)
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -280,7 +280,7 @@ def _prepare_streams() -> None:
 
 
 def drop(stream: TextIO | None) -> None:
-    """Send what is still buffered to nowhere: the interpreter flushes once more when it exits."""
+    """Discard the rest of a stream's buffer, which the interpreter flushes when it exits."""
     if stream is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -311,7 +311,7 @@ def show_folded(*lines: str) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line to stderr, also if it is closed."""
+    """Print a line to stderr; do nothing if it is closed."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -321,7 +321,7 @@ def note(line: str) -> None:
 def tell(what: object) -> None:
     """Print an error or a message on stderr, as one line without control characters."""
     line = f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS)
-    if sys.stderr is not None and sys.stderr.isatty():  # it folds between words; a file has it as one line
+    if sys.stderr is not None and sys.stderr.isatty():  # fold between words on a terminal only
         width = shutil.get_terminal_size().columns
         line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
     note(line)

@@ -1,8 +1,8 @@
-"""The comparison of text with drafts and text without, for the self-tests, with the rule of near-ties.
+"""Compare texts with and without drafts for the self-tests, with a rule for near-ties.
 
 A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
-the last bits, either may be chosen, and neither is wrong: a near-tie. How large those last bits are is
-measured: the logits after the same tokens, written row by row and in blocks, with nothing to roll back.
+the last bits, either may be chosen and neither is wrong: a near-tie. The size of these last bits is measured:
+it is the difference of logits after the same tokens, written row by row and in blocks, without a rollback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx_spec.tokenizer import common_prefix
 
 @dataclass(frozen=True)
 class Gap:
-    """The distance of two logits that might have been the same."""
+    """The distance of two logits that may differ by rounding only."""
 
     logits: float
     rounding: float  # the step from one number of the type to the next
@@ -58,7 +58,7 @@ def first_difference(
     found: Sequence[int],
     sampling: Sampling = GREEDY,
 ) -> Difference | None:
-    """Compare two answers to `prompt`. Return None if one is the other, or its beginning."""
+    """Compare two answers to `prompt`. Return None if they are equal or one begins with the other."""
     at = common_prefix(expected, found)
     if at == min(len(expected), len(found)):
         return None
@@ -73,10 +73,10 @@ def largest_noise(single: mx.array, others: Iterable[mx.array]) -> Gap:
 
 
 def allowed_roundings(noise: Gap | None) -> float:
-    """Return the roundings up to which another token is a near-tie.
+    """Return the number of roundings up to which another token is a near-tie.
 
-    `noise` is the largest measured difference between caches without a rollback: four times that counts as
-    rounding. Without a measured difference one rounding does.
+    `noise` is the largest measured difference between caches without a rollback. Four times that counts as
+    rounding; if nothing was measured, one rounding does.
     """
     return 1.0 if noise is None else min(max(1.0, 4 * noise.roundings), noise.limit)
 
@@ -114,8 +114,8 @@ def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
 
 def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
     """Return a gap of logits of about `size`; below 1 the rounding of 1 counts."""
-    # Bits of the fraction, and the roundings that are allowed at most. What leads to a logit is rounded to
-    # its type on the way: a few times in the short types; of float32 the sums themselves differ.
+    # Bits of the fraction, and the most roundings that are allowed. In short types the values that lead to a
+    # logit are rounded a few times; in float32 the sums themselves differ.
     fraction, limit = {mx.bfloat16: (7, 8), mx.float16: (10, 8), mx.float32: (23, 4096)}[dtype]
     power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
     return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)

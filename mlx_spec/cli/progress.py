@@ -46,14 +46,14 @@ class StageProgress:
         self._begin(text, [*columns, TimeElapsedColumn()], size or tensors or None)
 
     def advance(self, amount: int = 1) -> None:
-        """Count finished bytes, or tensors in a stage that counts no bytes."""
+        """Count finished bytes, or finished tensors if the stage does not count bytes."""
         if self._bar is not None:
             self._bar.update(self._task, advance=amount)
 
     def show(self, stage: str, done: int, total: int, figures: str = "") -> None:
         """Show that `done` of `total` steps of a stage are done, and figures about it."""
         if not self._stream.isatty():
-            line_seconds = 30.0  # between two lines about a stage of counted steps where there is no terminal
+            line_seconds = 30.0  # between two lines about a stage of counted steps, without a terminal
             if stage != self._stage or done == total or time.monotonic() - self._said > line_seconds:
                 print(f"{stage}: {done} of {total} {figures}".rstrip(), file=self._stream, flush=True)
                 self._stage, self._said = stage, time.monotonic()

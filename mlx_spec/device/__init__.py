@@ -1,4 +1,4 @@
-"""The machine: whether MLX can run on it, its name and its memory. Importing this needs no MLX."""
+"""The machine: its MLX backend, its name and its memory. Importing this needs no MLX."""
 
 from __future__ import annotations
 

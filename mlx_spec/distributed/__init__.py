@@ -1,1 +1,1 @@
-"""Several machines: a part of the target on each rank, or the drafter on a rank of its own."""
+"""Several machines: a part of the target on each rank, or the drafter on a separate rank."""

@@ -2,11 +2,11 @@
 
 `mlx.launch` starts a process on each machine, a rank. All load one target and keep a part of it (shard.py).
 Rank 0 alone has drafters, policies, samplers and the program. Its targets announce each operation over a
-socket; the others do it, too, on the tokens that rank 0 broadcasts (`Ranks.follow`). So nothing depends on
-the logits or the clock of another rank.
+socket. The other ranks repeat it with the tokens that rank 0 broadcasts (`Ranks.follow`). So nothing depends
+on the logits or the clock of another rank.
 
-Collectives have to come in the same order on all ranks. Therefore a pass is handed to the device whole,
-although rank 0 may never read it, and an operation that rank 0 began and could not end ends all ranks.
+Collectives must come in the same order on all ranks. So the whole pass is handed to the device, although rank
+0 may never read it. An operation that rank 0 began and could not complete ends all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.types import CacheState, FeatureSpec
 
 BEAT_S = 1.0  # seconds between two signs of life
-SILENCE_S = 7.0  # without one a rank is lost; every rank is to end within 10 seconds
+SILENCE_S = 7.0  # seconds of silence after which a rank counts as lost; all ranks end within 10 seconds
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -48,7 +48,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def join() -> Ranks | None:
     """Return the ranks of `mlx.launch`; None if this process was not launched as one of several.
 
-    Raises InvalidValue if they cannot connect. If one is missing, the process ends with one line.
+    Raises InvalidValue if they cannot connect. If a rank is missing, the process ends with one line.
     """
     # Each rank imports MLX before it connects, and a remote one logs in.
     late = threading.Timer(60.0, _end, ["ranks are missing after 60 s: start all again"])
@@ -82,8 +82,8 @@ class Ranks:
         self._received: queue.Queue[tuple[int, list[Any]]] = queue.Queue()
         self._dropped: list[int] = []  # numbers of objects that rank 0 no longer has
         self._count = 0  # of objects with a number
-        self.last_pass = mx.array([])  # logits
-        self._has_ended = False
+        self.last_pass = mx.array([])  # logits of the last pass
+        self._has_ended = False  # True once the work of this rank has ended or failed
         self._parent = [socket.gethostname(), os.getppid()]  # the `mlx.launch` of this process
         if self.rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
@@ -110,14 +110,14 @@ class Ranks:
         shard(model, config, self.group)
 
     def receive(self) -> list[Any]:
-        """Wait for a message of another rank. It is empty once the work of this one has ended."""
+        """Wait for a message of another rank and return it; empty once this rank's work has ended."""
         while not self._has_ended:
             with suppress(queue.Empty):
                 return self._received.get(timeout=BEAT_S)[1]
         return []
 
     def send(self, *message: Any) -> None:
-        """Send a message to rank 0, or from rank 0 to all others. Tokens are sent as their number."""
+        """Send a message to rank 0, or from rank 0 to all others. Of an array only the size is sent."""
         line = json.dumps(message, default=_described).encode() + b"\n"
         with self._sending:
             for peer in self._peers.values():
@@ -163,7 +163,7 @@ class Ranks:
             self.fail(f"rank {self.rank} failed in a pass ({one_line(error)})")
 
     def number(self, owner: object) -> int:
-        """Return a number for an object. When rank 0 has no use for it, the others are told to drop it."""
+        """Return a number for an object. When rank 0 frees the object, the other ranks drop theirs."""
         self._count += 1
         if not self.rank:
             weakref.finalize(owner, self._dropped.append, self._count).atexit = False
@@ -189,7 +189,7 @@ class Ranks:
         kinds: dict[str, Callable[..., RankTarget | RankTargetBatch]]
         kinds = {"target": RankTarget, "group": RankTargetBatch}
         while True:
-            with suppress(SpecError):  # rank 0 has it, too, and answers for it
+            with suppress(SpecError):  # rank 0 raises the same error and reports it
                 match self.receive():
                     case ["end", int(status)]:
                         return status
@@ -203,7 +203,7 @@ class Ranks:
                         getattr(targets[number], method)(*map(given, arguments), **options)
 
     def _connect(self) -> dict[int, socket.socket]:
-        """Return the connections by rank. A collective tells the others where rank 0 listens, and a key."""
+        """Return the connections by rank. A collective carries the addresses and the key of rank 0."""
         given, server = b"", None
         if self.rank == 0:
             server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -266,7 +266,7 @@ class Ranks:
 
 
 def _announced(method: Method) -> Method:
-    """Return a method that all ranks call, with the tokens of rank 0. The others give as many zeros."""
+    """Return a method that all ranks call with the tokens of rank 0: the others add zeros to them."""
 
     @wraps(method)
     def call(self: RankTarget | RankTargetBatch, *given: Any, **options: Any) -> Any:
@@ -284,7 +284,7 @@ def _announced(method: Method) -> Method:
 
 
 class RankTarget(LMTarget):
-    """A target of which each rank has a part."""
+    """A target that is split over the ranks."""
 
     def __init__(self, ranks: Ranks, needs: FeatureSpec, *, kv_bits: int | None = None) -> None:
         super().__init__(ranks.model, needs, kv_bits=kv_bits)
@@ -304,7 +304,7 @@ class RankTarget(LMTarget):
 
 
 class RankTargetBatch(TargetBatch):
-    """Targets that decode in one pass, of which each rank has a part."""
+    """Targets that decode in one pass and are split over the ranks."""
 
     def __init__(self, ranks: Ranks, needs: FeatureSpec, *, takes_drafts: bool = True) -> None:
         super().__init__(ranks.model, needs, takes_drafts=takes_drafts)
@@ -320,9 +320,9 @@ class RankTargetBatch(TargetBatch):
 
 
 def _lines(peer: socket.socket) -> Iterator[bytes]:
-    """Yield what a rank sends until it ends. Raises TimeoutError if nothing comes for SILENCE_S.
+    """Yield the lines that a rank sends until it ends. Raises TimeoutError after SILENCE_S of silence.
 
-    Each beat without a word counts, not the clock: ranks that were stopped, as by Ctrl-Z, go on together.
+    Silent beats are counted, not the clock, so that ranks can be stopped (Ctrl-Z) and continued together.
     """
     events, rest, silence_s = select.poll(), b"", 0.0
     events.register(peer, select.POLLIN)
@@ -339,21 +339,21 @@ def _lines(peer: socket.socket) -> Iterator[bytes]:
 
 
 def _await_loss() -> None:
-    """Give the threads that listen a second to notice a lost rank: that may have made an operation fail.
+    """Give the listening threads a second to notice a lost rank, which may have made an operation fail.
 
-    It passes in pieces, because all threads of a process that was stopped go on at once.
+    The second is cut into pieces, because all threads of a stopped process continue at once.
     """
     for _ in range(20):
         time.sleep(0.05)
 
 
 def _described(argument: mx.array | RankTarget) -> dict[str, int]:
-    """Return what is sent in place of an argument: a rank that follows has its own."""
+    """Return the JSON for an argument that is not sent: the other ranks have their own."""
     return {"tokens": argument.size} if isinstance(argument, mx.array) else {"target": argument.number}
 
 
 def _addresses(name: str) -> list[str]:
-    """Return where other processes may find this machine: by its name, its addresses, or on it."""
+    """Return the names and addresses under which other processes may reach this machine."""
     found = [name]
     with suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]

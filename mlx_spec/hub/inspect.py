@@ -1,4 +1,4 @@
-"""Say what a checkpoint is and which drafter fits it, without loading it."""
+"""Describe a checkpoint and find the drafters that fit it, without loading it."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class CheckpointInfo(TargetShape):
     size: int  # bytes of the weights
     memory: MemoryNeed  # once it is loaded
     read: int  # bytes of weights for a token, once it is loaded
-    gguf_read: int | None  # the same of the GGUF file that it was read from
+    gguf_read: int | None  # the same for the GGUF file that the checkpoint comes from
     precision: str
     layer_types: Mapping[str, int]  # attention type -> layers, empty if all are the same
     heads: int | None
     context: int | None  # tokens
     has_tokenizer: bool
     has_template: bool
-    prediction_layers: int  # that config.json promises inside a target
-    prediction_tensors: int  # that exist
-    needs: TargetShape | None  # of a drafter: what it asks of its target
+    prediction_layers: int  # draft layers inside a target, by config.json
+    prediction_tensors: int  # tensors of these layers that exist
+    needs: TargetShape | None  # the target that a drafter needs; None for a target
     goes_with: tuple[str, ...]  # published targets of a drafter, published drafters of a target
     vision: int  # bytes of the vision tower, 0 if none is known here
     no_vision: str | None  # why no pictures are read
@@ -68,7 +68,7 @@ class CheckpointInfo(TargetShape):
 
     @property
     def speculative_heads(self) -> str:
-        """Return whether a target's own prediction layers are "present", "stripped" or "none"."""
+        """Return the state of a target's own prediction layers: "present", "stripped" or "none"."""
         if self.prediction_tensors:
             return "present"
         return "stripped" if self.prediction_layers else "none"
@@ -83,7 +83,7 @@ class ConvertedPair:
     drafter: CheckpointInfo | None
     self_test: Mapping[str, Any]
     problem: str | None
-    retokenized: bool = False  # True if the drafter has other tokens, so that its text is encoded again
+    retokenized: bool = False  # True if the drafter has another tokenizer, so its text is encoded again
 
     @property
     def size(self) -> int:
@@ -99,8 +99,8 @@ class ConvertedPair:
 def inspect(name: str) -> CheckpointInfo | ConvertedPair:
     """Describe a folder, a converted pair, "demo", or a repository.
 
-    Of a repository that is not in the cache, only config.json and the headers are fetched. Raises NotFound
-    or BadCheckpoint.
+    If a repository is not in the cache, only its config.json and headers are fetched. Raises NotFound or
+    BadCheckpoint.
     """
     name = resolve(name).target
     if name == DEMO:
@@ -142,7 +142,7 @@ def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
 
 
 def misfits(needs: TargetShape, has: TargetShape) -> list[str]:
-    """Return where a target is not what a drafter needs, empty if it fits."""
+    """Return in which sizes a target differs from a drafter's needs; empty if it fits."""
     named = {
         "hidden_size": "hidden size",
         "vocab_size": "vocabulary",
@@ -194,7 +194,7 @@ def _inspect_remote(name: str) -> CheckpointInfo:
 
 
 def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> CheckpointInfo:
-    """Describe a checkpoint of these files, some of which are in its folder. Raises BadCheckpoint."""
+    """Describe a checkpoint. `files` are all its files, perhaps remote. Raises BadCheckpoint."""
     config, headers = checkpoint.config, checkpoint.headers
     text, tensors = text_config(config), headers.tensors
     family, shape = drafter_family(config, tensors), target_shape(config)
@@ -235,7 +235,7 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
 
 
 def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInfo | None, str | None]:
-    """Return one half of a pair, and why it cannot be used, if so."""
+    """Return one half of a pair, and the reason if it cannot be used."""
     if not isinstance(place, str):
         return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
     try:
@@ -258,7 +258,7 @@ def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
 
 def _inconsistency(folder: Path, headers: Headers) -> str | None:
-    """Return what is wrong in complete files: odd sizes or missing tensors."""
+    """Return a problem of complete files: wrong sizes or missing tensors; None if there is none."""
     tensors = headers.tensors
     odd = [
         name

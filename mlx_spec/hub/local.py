@@ -45,12 +45,12 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """A folder that `mlx-spec rm` will remove, by its parts: what comes in between stays."""
+    """A folder that `mlx-spec rm` will remove, part by part. Files that appear meanwhile stay."""
 
     name: str
     folder: Path
     size: int  # bytes that it frees
-    parts: Sequence[Path]  # in the order in which they go
+    parts: Sequence[Path]  # in the order of removal
 
     def carry_out(self) -> None:
         """Remove the folder. Raises NotOurs if the disk does not allow it."""
@@ -182,7 +182,7 @@ def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
         return False
     if suggested_drafter(target.name) == drafter.name or drafter.name in head.goes_with:
         return True
-    if tail.needs in (None, TargetShape()):  # these go by the tokenizer, which shapes do not tell
+    if tail.needs in (None, TargetShape()):  # such drafters need the same tokenizer, which shapes do not tell
         return False
     return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head)
 
@@ -217,9 +217,9 @@ def _last_used(folder: Path) -> float:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return the files of a converted pair. Raises NotOurs for another folder, or anything else in it.
+    """Return the files of a converted pair. Raises NotOurs for other folders, or if it holds other files.
 
-    pair.json goes last: what an interruption leaves is still known as ours.
+    pair.json is last, so that a pair stays recognizable if its removal is interrupted.
     """
     place = folder.resolve()
     if place.is_relative_to(demo.TARGET.parent.resolve()):

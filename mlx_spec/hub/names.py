@@ -1,4 +1,4 @@
-"""Resolve typed names of models: alike for every program, in any letter case."""
+"""Resolve names of models that users type, in any letter case, in the same way for all programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PREFIX = "models--"  # of the folder of a repository in the cache
 def resolve(name: str) -> PairSpec:
     """Return the target that a name means, as `load` takes it, and its published drafter.
 
-    A name is "demo", "smollm2", a folder, a GGUF file, a converted pair, a short name or owner/name. What
-    exists under the name as typed comes first. Raises NotFound, which names what is meant perhaps.
+    A name is "demo", "smollm2", a folder, a GGUF file, a converted pair, a short name or owner/name. An
+    existing path takes precedence. Raises NotFound, which suggests similar names.
     """
     path, lower = typed_path(name), name.lower()
     if name in (DEMO, SMOLLM2) or path.exists():
@@ -65,7 +65,7 @@ def cache_folder() -> Path:
 
 
 def _same(name: str, names: Iterable[str]) -> str | None:
-    """Return the name as it is written in `names`, None if it is not there."""
+    """Return the entry of `names` that equals `name` in any letter case; None if there is none."""
     return max((each for each in names if each.lower() == name.lower()), key=name.__eq__, default=None)
 
 

@@ -341,7 +341,7 @@ def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[in
 
 def outcomes(drafter: Ahead) -> Mapping[Outcome, Draft]:
     assert drafter._prepared is not None
-    return drafter._prepared.found.result()
+    return drafter._prepared.branches.result()
 
 
 @pytest.mark.parametrize("name", ["draft model", "pard"])
