@@ -318,6 +318,8 @@ class Pair:
         Raises InvalidValue or PromptTooLong at once, before the first round.
         """
         batch = self.batch(max_running)
+        if not isinstance(prompts, Iterable):
+            raise InvalidValue(f"the prompts are {prompts!r}, they must be a list of prompts")
         for prompt in prompts:
             sequence = self.prepare(
                 self.open(), prompt, sampling=sampling, max_tokens=max_tokens, stop=stop, key=key

@@ -261,4 +261,4 @@ def _memory(count: int) -> NDArray[np.int32]:
 
 def _digest(name: str) -> str:
     """Return a digest that stands for a key or a target in file names."""
-    return hashlib.sha256(name.encode()).hexdigest()[:16]
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -144,6 +144,8 @@ def test_generate_batch(pair: Pair) -> None:
         pair.generate_batch([[2], []], max_tokens=4)
     with pytest.raises(PromptTooLong):
         pair.generate_batch([[2] * 10**6], max_tokens=4)
+    with pytest.raises(InvalidValue, match="they must be a list of prompts"):
+        pair.generate_batch(5, max_tokens=4)
     with pytest.raises(InvalidValue, match="it must be one Sampling"):
         pair.generate_batch(prompts, sampling=[mlx_spec.Sampling()] * 3, max_tokens=4)
     with pytest.raises(InvalidValue, match="max_running is two, it must be 1 or more, and an integer"):

@@ -212,6 +212,7 @@ def test_texts_of_another_type_are_refused() -> None:
     for message in (None, 5, {"type": "text", "text": "Hi"}):
         with pytest.raises(InvalidValue, match=r"a message is .*, it must be a text or a list of parts"):
             session.stream(message, max_tokens=5)
+    assert list(pair.generate([1], max_tokens=2, key="half a pair \ud800"))
     with pytest.raises(InvalidValue, match="key is 5, it must be a text"):
         pair.generate([1], max_tokens=5, key=5)
 
