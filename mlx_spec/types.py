@@ -307,7 +307,7 @@ class Drafter(Protocol):
         """Return how many of the first `size` positions it lacks and cannot process without features."""
 
     def state(self) -> CacheState:
-        """Return what its caches hold between two answers. Raises InvalidValue if it cannot be saved."""
+        """Return the state of its caches between two answers. Raises InvalidValue if it cannot be saved."""
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a drafter of the same kind. This one must be new."""
@@ -355,7 +355,7 @@ class DraftLengthPolicy(Protocol):
         """Begin an answer. The drafters of its request follow the others by index."""
 
     def decide(self, history: Sequence[int]) -> Decision:
-        """Return what to draft after `history`. Called first in every round."""
+        """Return the decision for the round after `history`. Called first in every round."""
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round."""
@@ -367,7 +367,7 @@ class GroupPolicy(Protocol):
     def decide(
         self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
     ) -> list[Decision]:
-        """Return what each sequence drafts. Called first in every round."""
+        """Return the decision for each sequence. Called first in every round."""
 
     def observe(self, rounds: Sequence[Round | None]) -> None:
         """Learn from the finished round of each sequence; None if it failed."""

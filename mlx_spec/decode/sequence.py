@@ -54,7 +54,7 @@ class CachedSequence:
         return reusable(self.parts.target.reach(), self.shared(prompt))
 
     def state(self) -> CacheState:
-        """Return what all caches hold. Raises InvalidValue if a drafter cannot save its own."""
+        """Return the state of all caches. Raises InvalidValue if a drafter cannot save its caches."""
         drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
         return CacheState.join({"target": self.parts.target.state(), **drafters})
 

@@ -92,7 +92,7 @@ class ConvertedPair:
 
     @property
     def memory(self) -> MemoryNeed:
-        """Return what both take once they are loaded."""
+        """Return the memory of both once they are loaded."""
         return total_need(part.memory for part in (self.target, self.drafter) if part)
 
 

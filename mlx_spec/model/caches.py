@@ -357,7 +357,7 @@ class Caches:
 
 
 def _references(layer: LayerCache) -> Arrays:
-    """Return what a checkpoint keeps of a layer: arrays whose rows so far will not change."""
+    """Return the arrays of a layer that a checkpoint keeps: their rows so far will not change."""
     if isinstance(layer, RecurrentCache):
         return list(layer.cache)
     return [] if layer.columns.window is None else list(layer.buffers)

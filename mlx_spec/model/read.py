@@ -48,7 +48,7 @@ def read_model(
     try:
         with _searchable(checkpoint) as place:
             model, found = load_model(place, lazy=lazy, model_config=given, get_model_classes=classes)
-    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits without a package of its own
+    except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits if a package is missing
         kind = {**checkpoint.config, **given}.get("model_type")
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
     if (dtype := gguf_dtype(found)) is not None:  # scales and norms of the file are wider than activations

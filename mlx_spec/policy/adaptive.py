@@ -125,7 +125,7 @@ class AdaptivePolicy:
         self._proposals = [*self._drafters, *extras]
         self._names = (*self._shared.names, *(drafter.name for drafter in request_drafters))
         self._choices: tuple[Choice, ...] = ()  # of the last decision
-        self._queued = False  # the engine has queued the next token
+        self._queued = False  # the next token is queued
         self._waiting = False  # a draft was wanted and none was available
         self._idle = True  # the last round had no draft
         self._tokens, self._spent = 0, 0.0  # tokens of this answer, and their time in plain tokens

@@ -107,7 +107,7 @@ class Costs:
         return self._models[bucket]
 
     def table(self) -> Table:
-        """Return the measured table with what was learned at its context length."""
+        """Return the measured table with the corrections at its context length."""
         return self._models[self._first].corrected()
 
 
@@ -169,12 +169,12 @@ class CostModel:
         return float(self.rounds(drafter)[tokens])
 
     def measured(self, drafter: int, tokens: int) -> float:
-        """Return the seconds of a round as they were measured, without what was learned since."""
+        """Return the seconds of a round as they were measured, without later corrections."""
         drafting = self._drafting[drafter][tokens] if drafter < len(self._drafting) else 0.0
         return float(math.exp(self._base[tokens]) + drafting)
 
     def corrected(self) -> Table:
-        """Return the table with what was learned, relative to plain decoding now: heat does not last."""
+        """Return the corrected table, relative to plain decoding now, because heat does not last."""
         passes = self.passes / self.plain * self.table.plain
         verify = {length + 1: float(seconds) for length, seconds in enumerate(passes) if length}
         return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)

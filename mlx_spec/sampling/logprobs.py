@@ -115,7 +115,7 @@ def score_prompt(
 def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     """Return the log-probabilities to read from scores [T, V], lazy, [T, 1 + 2 top] float32.
 
-    A row has the log-probability of its token in `tokens` [T], those of the `top` likeliest tokens, and the
+    A row has the log-probabilities of its token in `tokens` [T] and of the `top` likeliest tokens, then the
     ids of the likeliest. Ids are exact up to 2**24.
     """
     own = mx.take_along_axis(scores, tokens[:, None], axis=-1)
