@@ -96,7 +96,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer with drafts beside the one without."""
+    """The comparison of an answer with drafts to the plain one."""
 
     prompt: str
     decoder: str

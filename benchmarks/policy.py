@@ -43,7 +43,6 @@ from mlx_spec.types import Round
 
 RECORDED_SEEDS = 4
 LENGTHS = (24, 96, 400)  # tokens of an answer
-MODES = ("cold", "warm", "wrong", "throttle")
 
 BATCHES = (1, 2, 4, 8, 16)  # sequences
 BATCH_TOKENS = 300  # of a sequence

@@ -71,7 +71,7 @@ class Terminal:
             self._render(*finished(self._wrapping.text, splits_lists=is_high))
 
     def end(self, *, interrupted: bool = False) -> None:
-        """End the answer and its line; after Ctrl-C the line holds "^C". Raises OSError."""
+        """End the answer and its line; after Ctrl-C the terminal has written "^C" there. Raises OSError."""
         if self._wrapping.line:
             self._write("\n")
         elif interrupted and self.is_watched:

@@ -48,7 +48,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Menu:
-    """A menu that opens from a text: beside the icon in the bar, or a line of another menu."""
+    """A menu with its label: the text beside the icon in the bar, or a line of another menu."""
 
     label: str
     entries: tuple[Item | Menu | None, ...]  # None for a line between groups

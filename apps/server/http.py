@@ -141,7 +141,7 @@ async def read_events(
     wakes: Collection[type[Event]] = STEP_EVENTS,
     make: type[Job] = Job,
 ) -> Events:
-    """Yield the events of a request, the last of which is `Finished` or `Failed`; None after each silence.
+    """Yield the events of a request up to `Finished` or `Failed`, and None after each silence.
 
     Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
     """

@@ -160,7 +160,7 @@ def _answer_bytes(target: LMTarget, options: TrainingOptions) -> int:
 
 
 def _parallel(pair: Pair, options: TrainingOptions) -> int:
-    """Return how many answers run at a time: as many as memory holds, unless the user gives a number."""
+    """Return how many answers run at a time: the user's number, or as many as fit half of the memory."""
     if options.parallel is not None:
         return options.parallel
     target = pair.open().target

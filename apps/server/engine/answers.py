@@ -197,7 +197,7 @@ class BlockWriter(ABC):
 
     def __init__(self) -> None:
         self.blocks: list[dict[str, Any]] = []
-        self._open: Literal["answer", "thinking"] | None = None  # what the last block holds while it grows
+        self._open: Literal["answer", "thinking"] | None = None  # kind of the last block while it is open
 
     @abstractmethod
     def new_block(self, begins: TextDelta | ToolCall) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def logprob_json(token: TokenLogprob) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Return a logprob that JSON can hold."""
+    """Return a logprob as a finite number, which JSON can express."""
     min_logprob = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
     return logprob if math.isfinite(logprob) else min_logprob
 

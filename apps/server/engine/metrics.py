@@ -217,7 +217,7 @@ class JobCounter:
         self._metrics, self._model = metrics, model
         self._lock = threading.Lock()  # events come on the engine thread; the last may come on another
         self._counted: dict[int, Statistics] = {}  # by choice
-        self._latest: dict[int, RoundDone] = {}  # by choice, those that are not counted yet
+        self._latest: dict[int, RoundDone] = {}  # by choice: the latest round, if it is not counted yet
         self._last_count = 0.0  # time.monotonic()
         self._ended = False
 

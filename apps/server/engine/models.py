@@ -51,7 +51,7 @@ class ModelCard:
     created: int  # seconds since 1970, when the server started
     loaded: bool = False
     context_length: int | None = None
-    thinks: bool | None = None  # answers may hold thinking
+    thinks: bool | None = None  # answers may contain thinking
     tools: bool | None = None  # its chat template takes tools
     images: bool | None = None  # it reads pictures
     template: str | None = None  # the chat template

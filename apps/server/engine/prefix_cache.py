@@ -132,7 +132,7 @@ class PrefixCache:
         return sequence
 
     def _best_match(self, prompt: Prompt) -> CachedSequence | None:
-        """Return the free sequence with the longest common prefix, if that is most of what it holds.
+        """Return the free sequence with the longest common prefix, if that is most of the sequence.
 
         A prefix of the whole prompt is enough: the client repeats a request and does not need the old answer.
         """

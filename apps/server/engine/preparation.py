@@ -161,7 +161,7 @@ def _grammar(
             raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
     thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not tokenizer.thinks)
-    found = found.thinking(thinks)  # some models cannot be asked not to
+    found = found.thinking(thinks)  # some models think in any case
     if use is None or tool_format is None or format is request.format:
         return found
     if tool_format.open is None:

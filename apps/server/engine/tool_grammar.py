@@ -132,7 +132,7 @@ def answer_schema(schema: str, *, strict: bool = True, param: str = "response_fo
     """
     found, unenforced = enforced(schema, closed=True)
     if unenforced and strict:
-        strict_fields = ("response_format", "text.format")  # of a body, with `strict` beside the schema
+        strict_fields = ("response_format", "text.format")  # fields that may have `strict`
         way = ", or give strict false" if param.startswith(strict_fields) else ""
         raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out{way}")
     for each in unenforced:

@@ -138,11 +138,9 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
 def _notes(body: MessagesBody) -> list[str]:
     """Return what of the request has no effect."""
     kinds = {tool.type or "" for tool in body.tools or ()}
-    idle = body.output_config is not None and body.output_config.verbosity in ("low", "high")
-    return [
-        *parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds)),
-        *([parameters.NO_VERBOSITY] if idle else []),
-    ]
+    verbosity = body.output_config.verbosity if body.output_config else None
+    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds))
+    return [*left_out, *parameters.verbosity_notes(verbosity)]
 
 
 def _parse_chat(body: PromptBody) -> Chat:

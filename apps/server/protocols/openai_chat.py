@@ -111,7 +111,7 @@ class NamedTool(Fields):
 
 
 class AllowedTools(Fields):
-    """The tools that may be called, of those in the request."""
+    """The names of the tools of the request that may be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedTool]
@@ -131,7 +131,7 @@ class ReasoningField(Fields):
     enabled: bool | None = None
     exclude: bool | None = None  # think, and leave it out of the answer
     max_tokens: int | None = None
-    summary: Any = None  # thinking is returned as it is
+    summary: Any = None  # without effect: all thinking is returned
 
 
 class ChatBody(ThinkingFields, CompletionBody):

@@ -123,8 +123,9 @@ def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRe
 def _notes(body: ResponsesBody) -> list[str]:
     """Return what of the request has no effect."""
     kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
-    idle = [parameters.NO_VERBOSITY] if body.text and body.text.verbosity in ("low", "high") else []
-    return [*parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds)), *idle]
+    verbosity = body.text.verbosity if body.text else None
+    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds))
+    return [*left_out, *parameters.verbosity_notes(verbosity)]
 
 
 async def count_input(

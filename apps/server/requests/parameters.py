@@ -1,6 +1,6 @@
-"""Parameters that the routes share: sampling, and those that clients of other runtimes send.
+"""Parameters that the routes share: sampling, and parameters of other runtimes.
 
-Each one is honoured, accepted because no text depends on it, or refused by name. None is ignored in silence.
+Each is honoured, accepted because no text depends on it, or refused by name. None is ignored in silence.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class SharedFields(OpenFields):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None  # models have a few
     response_format: FormatField | None = None
-    include_reasoning: bool | None = None  # whether the answer holds the thinking, too
+    include_reasoning: bool | None = None  # False: the answer does not contain the thinking
     verbosity: Verbosity | None = None
     keep_alive: Any = None  # a duration
 
@@ -179,7 +179,7 @@ class AnswerConfig(Fields):
     format: FormatField | None = None
     verbosity: Verbosity | None = None
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # thinking is returned as it is
+    summary: Literal["auto", "concise", "detailed"] | None = None  # without effect: all thinking is returned
 
 
 def parse_format(
@@ -226,7 +226,6 @@ def start_request(
 
     `own` is the form of the answer as a field of the protocol gives it.
     """
-    unused = [NO_VERBOSITY] if body.verbosity in ("low", "high") else []
     return GenerationRequest(
         model,
         prompt,
@@ -236,7 +235,7 @@ def start_request(
         format=_parse_constraint(body, own),
         keep_alive=parse_duration(body.keep_alive),
         shows_thinking=shows_thinking and body.include_reasoning is not False,
-        notes=tuple(dict.fromkeys([*notes, *unused])),
+        notes=tuple(dict.fromkeys([*notes, *verbosity_notes(body.verbosity)])),
         **more,
     )
 
@@ -358,6 +357,11 @@ def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
         notes.append("; ".join(filter(None, [f"{shown}: is not known here and has no effect", hint])))
         warn_once(f"a parameter of a request: {notes[-1]}")
     return notes
+
+
+def verbosity_notes(given: Verbosity | None) -> list[str]:
+    """Return a note if a request asks for another verbosity than the default, "medium"."""
+    return [NO_VERBOSITY] if given in ("low", "high") else []
 
 
 def leave_out_tools(kinds: Iterable[str]) -> list[str]:

@@ -79,7 +79,7 @@ def _check_finite(given: T) -> T:
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
-Repeated = Annotated[Any, AfterValidator(_check_finite)]  # what an answer repeats, whatever it is
+Repeated = Annotated[Any, AfterValidator(_check_finite)]  # any value that an answer sends back
 
 
 def from_text(make: Callable[[str], Any]) -> BeforeValidator:
