@@ -24,7 +24,8 @@ from .families import family_of
 from .families.common import Converted
 from .options import ConversionOptions
 from .parts import convert_drafter, convert_target, explain_left_out, family_or_model
-from .selftest import UNQUANTIZED, ConversionPlan, self_test
+from .plan import UNQUANTIZED, ConversionPlan
+from .selftest import self_test
 from .source import FIXED_MODES, Source, check_hashes, open_source, parse_quantization
 from .write import DRAFTER, TARGET, PartEntry, write_manifest, write_tensors
 

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_spec.checkpoint.config import read_config
-from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES
 from mlx_spec.checkpoint.weights import is_dequantized
@@ -44,12 +43,11 @@ from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
 from .parts import convert_drafter, convert_target, load_unread
-from .source import Quantization, Source
+from .plan import ConversionPlan
 from .write import DRAFTER, TARGET
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
-UNQUANTIZED = ".unquantized"  # folder of the drafter in our form without quantization, during the test
 
 MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
 
@@ -59,47 +57,6 @@ GENERATED = 48  # tokens after each prompt
 
 class SelfTestFailed(SpecError):
     """A converted pair that differs from its source."""
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """Both sources, how to convert them. A type or a quantization of None keeps the source's."""
-
-    folder: Path  # of the converted pair
-    target: Source
-    drafter: Source | None  # for draft heads inside the target it is `target`; None without a drafter
-    family: DrafterFamily | None  # of the drafter; None for a language model, or without a drafter
-    dtype: str | None
-    quantization: Quantization | None  # of the target
-    drafter_quantization: Quantization | None
-    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
-
-    @property
-    def is_embedded(self) -> bool:
-        """Return True if the drafter is a head inside the target's checkpoint."""
-        return self.drafter is self.target
-
-    @property
-    def unquantized_folder(self) -> Path:
-        """Return the folder of the drafter in our form without quantization."""
-        return self.folder / (UNQUANTIZED if self.drafter_quantization else DRAFTER)
-
-    @property
-    def original_drafter(self) -> Path:
-        """Return the folder of the drafter to compare with: as published for a language model, else ours."""
-        assert self.drafter is not None
-        return self.drafter.folder if self.family is None else self.unquantized_folder
-
-    def reference_dtype(self) -> mx.Dtype | None:
-        """Return the wider type of the target's stored one and `dtype`; None without `dtype`."""
-        if self.dtype is None:
-            return None
-        sizes: Counter[mx.Dtype] = Counter()
-        for array in self.target.tensors().values():
-            if mx.issubdtype(array.dtype, mx.floating):
-                sizes[array.dtype] += array.size
-        stored = sizes.most_common(1)[0][0]
-        return (mx.zeros(1, dtype=stored) + mx.zeros(1, dtype=DTYPES[self.dtype])).dtype
 
 
 def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:

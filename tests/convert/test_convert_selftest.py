@@ -23,7 +23,8 @@ from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
 from mlx_spec.convert.parts import convert_model
-from mlx_spec.convert.selftest import ConversionPlan, SelfTestFailed, check_lossless, compare, self_test
+from mlx_spec.convert.plan import ConversionPlan
+from mlx_spec.convert.selftest import SelfTestFailed, check_lossless, compare, self_test
 from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.errors import BadCheckpoint
 
