@@ -1,6 +1,6 @@
 """`mlx-spec roofline`: predict the gain of speculation on Apple chips, and measure this device's bandwidth.
 
-The time of a pass over a few rows is the longer one of reading the weights and computing with them, plus a
+A pass over a few rows reads the weights and computes with them. The longer of the two times counts, plus a
 fixed time for each layer. The choice of kernels follows mlx/backend/metal/quantized.cpp of MLX 0.32. Rates
 were fitted to published times: they agree within 22 % for single kernels, within 25 % for whole rounds
 (tests/apps/test_roofline.py lists both).

@@ -9,8 +9,8 @@ Arms, each with 1, 2, 4 and 8 sequences that run at a time:
 
 A figure is the tokens a second of all sequences together, from the moment when all of them decode until the
 first one ends. The arms of a block decode the same prompts. They take turns of a few rounds, so that a slow
-moment of the machine affects all of them, and wait for the device at the end of a turn. A ratio compares arms
-of one block. All texts are compared to the texts of "turns plain".
+moment of the machine affects all of them. At the end of a turn they wait for the device. A ratio compares
+arms of one block. All texts are compared to the texts of "turns plain".
 
 With `--acceptance`, drafts are scripted and take no time. Each is accepted with that probability, which is
 drawn once for each position. `--float32` decodes with dequantized weights.

@@ -1,7 +1,7 @@
 """What does lookup gain by earlier answers: in requests to a model, and in recorded conversations?
 
 There are two series of similar requests: for JSON of one schema, and for edits of one file. The arms answer
-each request in turns of a few tokens. "one belief" is lookup with one acceptance estimate for all matches of
+each request in turns of a few tokens. "One belief" is lookup with one acceptance estimate for all matches of
 two tokens and more, "ranges" has an estimate for each range of match lengths, "earlier" also copies from
 earlier answers. All are compared to plain decoding of the same request; texts must be equal.
 

@@ -186,7 +186,7 @@ def convert_drafter(
 ) -> Converted:
     """Convert a drafter for a target. `family` is None for a language model.
 
-    Raises BadCheckpoint if a tensor is missing, left over, or does not have the shape in config.json, and
+    Raises BadCheckpoint if a tensor is missing, left over, or does not have the shape in config.json. Raises
     Mismatch if the drafter was made for another target.
     """
     tensors = source.tensors()

@@ -1,7 +1,7 @@
 """Pictures of messages: files that are named or dropped on the terminal, and kept as data URLs.
 
-A part with a picture has two fields: `image` is prepared for the vision tower of the present model, `url` is
-the file as a data URL, from which another model prepares it again.
+A part with a picture has two fields. `image` is prepared for the vision tower of the present model. `url` is
+the file as a data URL; another model prepares it again from that.
 """
 
 from __future__ import annotations

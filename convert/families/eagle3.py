@@ -81,7 +81,7 @@ def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:
     """Return the layer outputs that fc reads, of a target of `depth` layers, and a note.
 
     vLLM and speculators number the inputs of layers, SGLang (`eagle_config`) the outputs. Both default to the
-    inputs of layers 2, L // 2 and L - 3, so an explicit list of these numbers shows which is meant. NVIDIA
+    inputs of layers 2, L // 2 and L - 3. So an explicit list of these layers shows what is numbered. NVIDIA
     numbers inputs in `eagle_config`, too; there the id L occurs, which cannot be an output.
     """
     default = (2, depth // 2, depth - 3)

@@ -5,8 +5,8 @@ position of an answer at which a round could begin. Its first step reads the tar
 the token after it. All steps attend to the K/V up to that position, and run at the position of the pending
 token, as in `drafters/gemma4.py`. So all rows of a batch take a step in one pass.
 
-In the experiments of FastMTP (arXiv:2509.18362) and others, unrolling raised the accepted length by a fifth,
-and learning from a distribution was better than learning from drawn tokens. The loss is in `loss.py`.
+In the experiments of FastMTP (arXiv:2509.18362) and others, unrolling raised the accepted length by a fifth.
+Distributions taught more than drawn tokens. The loss is in `loss.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The loss of a chain of drafts: cross entropy with the target's distribution, on a part of the vocabulary.
 
-On a CPU, exponentials and products with the head take half of a training step. So the loss uses the tokens
-that the target finds likely somewhere in the batch, and a random sample of the others, each of which stands
-for several. The drafter's sum over its vocabulary is then right on average (importance sampling, as in Jean
-et al., arXiv:1412.2007). The loss and its gradient share one exponential for each score.
+On a CPU, exponentials and products with the head take half of a training step. So the loss only uses the
+tokens that the target finds likely somewhere in the batch, and a random sample of the others, each of which
+stands for several. The drafter's sum over its vocabulary is then right on average (importance sampling, as in
+Jean et al., arXiv:1412.2007). The loss and its gradient share one exponential for each score.
 """
 
 from __future__ import annotations

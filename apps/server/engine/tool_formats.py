@@ -149,9 +149,9 @@ def chat_prompt(
 ) -> Prompt:
     """Return the prompt of a conversation, whose pictures are ready for the tower.
 
-    With the choice "none" it does not list the tools. Raises Failure (400) if there are tools and `model` has
-    no format for them, if the parameters of a tool are not a schema, and if the template refuses the messages
-    or leaves out a text. `param` is the field of the body with the messages.
+    With the choice "none" it does not list the tools. Raises Failure (400) for tools without a known format
+    or schema. It also raises if the template refuses the messages or leaves out a text; `param` is their
+    field.
     """
     tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
