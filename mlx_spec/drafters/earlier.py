@@ -87,17 +87,18 @@ class TextRing:
         sums = np.zeros(size + 1, np.uint64)
         np.add.accumulate((text.astype(np.uint64) + 1) * down[:size], out=sums[1:])
         places = np.arange(start, start + size, dtype=np.int32)
-        ends = np.concatenate([[0], np.cumsum(text == EMPTY)])  # of texts before each token
+        is_end = text == EMPTY
+        ends = np.concatenate([[0], np.cumsum(is_end)]) if is_end.any() else None  # texts before each token
         for n, table in self._tables.items():
             if size > n:  # the n tokens up to each one but the last, which none follows
                 rows = sums[n:-1] - sums[: -n - 1]
                 rows *= up[n - 1 : size - 1]
                 rows >>= self._shift
-                if ends[-1]:
+                if ends is None:
+                    table[rows.view(np.int64)] = places[n:]
+                else:
                     within = ends[n + 1 :] == ends[: -n - 1]  # one text
                     table[rows.view(np.int64)[within]] = places[n:][within]
-                else:
-                    table[rows.view(np.int64)] = places[n:]
 
     def find(self, last: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest match of the end of `last`, and its length; or zeros."""
