@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import tiny
+from support.forked import start_python
 from support.lossless import GREEDY, emitted, first_difference
 from support.pairs import alone, make_pair
 from support.waiting import wait_until
@@ -254,7 +255,7 @@ for i in range(int(sys.argv[2])) if len(sys.argv) > 2 else itertools.count():
 
 def test_a_kill_while_writing_leaves_what_was_written(tmp_path: Path) -> None:
     for i in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
+        process = start_python()([sys.executable, "-c", WRITER, str(tmp_path)])
         wait_until(lambda size=i * 9000: sum(f.stat().st_size for f in tmp_path.glob("*.answers")) > size)
         process.kill()
         process.wait()
@@ -270,7 +271,7 @@ def test_a_kill_while_writing_leaves_what_was_written(tmp_path: Path) -> None:
 def test_two_servers_write_anew_at_a_time(tmp_path: Path) -> None:
     """They had one temporary file: the second to rename it kept no more answers."""
     command = [sys.executable, "-c", WRITER, str(tmp_path), "400"]
-    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    runs = [start_python()(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     assert [run.communicate()[1] for run in runs] == ["", ""]
     (file,) = tmp_path.iterdir()
     assert file.stat().st_size <= 9 * SIZE and kept(tmp_path).ring("key").find([7, 8])[1] == 2
