@@ -143,7 +143,7 @@ class Draft:
     source: str | None = None  # a name for users; if None, the round fills in the drafter's name
     drafter_index: int | None = None  # among the policy's drafters; the round fills it in
 
-    def with_choice(self, choice: Choice) -> Draft:
+    def with_choice(self, choice: DraftChoice) -> Draft:
         """Return the draft with the name and the index of the drafter that was chosen."""
         return replace(self, source=self.source or choice.source, drafter_index=choice.drafter_index)
 
@@ -155,7 +155,7 @@ def no_draft() -> Draft:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftChoice:
     """A drafter, by its index, and the most tokens to draft with it."""
 
     drafter_index: int
@@ -177,7 +177,7 @@ class Cost:
 class Decision:
     """The drafters to try in the next round, and the reason."""
 
-    choices: tuple[Choice, ...]  # tried in this order until one drafts a token; empty for plain decoding
+    choices: tuple[DraftChoice, ...]  # tried in this order until one drafts a token; empty for plain decoding
     reason: Reason
     plain_seconds: float | None = None  # time of one plain token here; None if not known
     cost: Callable[[int, int], Cost | None] | None = None  # of a round, by its drafter and draft tokens
@@ -207,7 +207,8 @@ class Round:
     """The result of one pass of the target: at least one token.
 
     Its kind says what the pass was. "plain": one token, and the one after it is queued. "drained": one token,
-    and none is queued, because a draft is wanted or the answer ends. "draft": a draft was verified.
+    and none is queued: a draft is wanted, sequences are about to share a pass, or the answer ends. "draft": a
+    draft was verified.
     """
 
     tokens: list[int]

@@ -1,8 +1,8 @@
 """Drafting ahead: while the target verifies a draft, a copy of the drafter drafts for its likely outcomes.
 
 Other packages use it in three places: `Drafter.prepare` is called before a draft is verified if
-`Choice.ahead` is True, `Draft.ahead` says whether a draft was ready, and `DrafterSource.own_costs` decides
-when drafting ahead pays.
+`DraftChoice.ahead` is True, `Draft.ahead` says whether a draft was ready, and `DrafterSource.own_costs`
+decides when drafting ahead pays.
 """
 
 from __future__ import annotations

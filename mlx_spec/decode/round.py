@@ -21,7 +21,7 @@ from mlx_spec.decode.running import RunningSequence
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
-from mlx_spec.types import Choice, Decision, Draft, Features, GroupPolicy, Reason, Round, no_draft
+from mlx_spec.types import Decision, Draft, DraftChoice, Features, GroupPolicy, Reason, Round, no_draft
 
 MAX_MISSES = 2  # rounds in a row without the wanted draft; then plain decoding queues tokens ahead again
 
@@ -103,7 +103,7 @@ class Group:
         self._misses = 0 if any(draft.tokens.size for draft in drafts) else self._misses + 1
         return drafts if self.queued is None else none
 
-    def _drafts_of(self, choices: list[list[Choice]]) -> list[Draft]:
+    def _drafts_of(self, choices: list[list[DraftChoice]]) -> list[Draft]:
         """Return for each sequence the draft of its first choice that has one. One pass may serve all."""
         drafts = [no_draft()] * len(choices)
         wanting = [i for i, each in enumerate(choices) if each]

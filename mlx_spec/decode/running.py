@@ -13,8 +13,8 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Prompt
 from mlx_spec.types import (
-    Choice,
     Draft,
+    DraftChoice,
     Drafter,
     DraftLengthPolicy,
     DraftRequest,
@@ -142,12 +142,12 @@ class RunningSequence:
         """Return the last token of the history, [1] int32."""
         return mx.array(self.history[-1:], dtype=mx.int32)
 
-    def request(self, choice: Choice) -> DraftRequest:
+    def request(self, choice: DraftChoice) -> DraftRequest:
         """Return the request for the draft of a choice."""
         drafter = self._drafters[choice.drafter_index]
         return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
 
-    def draft(self, choices: Sequence[Choice]) -> Draft:
+    def draft(self, choices: Sequence[DraftChoice]) -> Draft:
         """Return the draft of the first drafter that has one."""
         for choice in choices:
             request = self.request(choice)
@@ -156,7 +156,7 @@ class RunningSequence:
                 return draft.with_choice(choice)
         return no_draft()
 
-    def prepare(self, draft: Draft, choices: Sequence[Choice]) -> None:
+    def prepare(self, draft: Draft, choices: Sequence[DraftChoice]) -> None:
         """Let the drafter work ahead while its draft is verified, if its choice says so."""
         for choice in choices:
             if choice.ahead and choice.drafter_index == draft.drafter_index:

@@ -25,7 +25,7 @@ from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, RoundCosts, Table, best_length
 from mlx_spec.policy.ratios import Ratios
 from mlx_spec.policy.saved_costs import Key
-from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, Cost, Decision, Reason, RequestDrafter, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, Cost, Decision, DraftChoice, Reason, RequestDrafter, Round
 
 Clock = Callable[[], float]
 Gains = Callable[[], Sequence[float]]
@@ -124,7 +124,7 @@ class AdaptivePolicy:
         extras = [Proposal(DrafterStatistics.with_mean(r.prior), None, r) for r in request_drafters]
         self._proposals = [*self._drafters, *extras]
         self._names = (*self._shared.names, *(drafter.name for drafter in request_drafters))
-        self._choices: tuple[Choice, ...] = ()  # of the last decision
+        self._choices: tuple[DraftChoice, ...] = ()  # of the last decision
         self._queued = False  # the next token is queued
         self._waiting = False  # a draft was wanted and none was available
         self._idle = True  # the last round had no draft
@@ -150,7 +150,7 @@ class AdaptivePolicy:
         measured = self._costs.measured(index, rows) / self._costs.table.plain
         return self._shared.ratios.cost(index, rows, measured)
 
-    def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[Choice, ...], Reason]:
+    def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[DraftChoice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
         others: list[int] = []
         for index, proposal in enumerate(self._proposals):
@@ -177,12 +177,12 @@ class AdaptivePolicy:
             return (), Reason.BUDGET if paying else Reason.ACCEPTANCE
         return (), Reason.COST if others else Reason.WAITING
 
-    def choice(self, drafter: int, limit: int, ahead: bool = False) -> Choice:
+    def choice(self, drafter: int, limit: int, ahead: bool = False) -> DraftChoice:
         """Return the choice of a drafter, with its name."""
-        return Choice(drafter, limit, self._names[drafter], ahead)
+        return DraftChoice(drafter, limit, self._names[drafter], ahead)
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
-        """Return the fastest draft length of a drafter, its speed, and `Choice.ahead`."""
+        """Return the fastest draft length of a drafter, its speed, and `DraftChoice.ahead`."""
         tokens, own = self._proposals[index].expected_tokens(), self._shared.own_costs.get(index)
         if own is not None:
             return own.best(tokens, costs, index, limit)
@@ -402,7 +402,7 @@ class FixedPolicy:
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
-        choices = [Choice(index, self.length, name, self._ahead) for index, name in names if self.length]
+        choices = [DraftChoice(index, self.length, name, self._ahead) for index, name in names if self.length]
         own = len(self._names)
         choices = [*choices[own:], *choices[:own]]
         cost = None if self._ratios is None else self._cost

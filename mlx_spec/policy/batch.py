@@ -36,9 +36,9 @@ from mlx_spec.policy.adaptive import (
 from mlx_spec.policy.costs import CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
     MAX_DRAFT_TOKENS,
-    Choice,
     Cost,
     Decision,
+    DraftChoice,
     DraftLengthPolicy,
     Reason,
     RequestDrafter,
@@ -126,7 +126,7 @@ class MemberPolicy(AdaptivePolicy):
         """Return the plain tokens of all sequences since the last draft of this drafter."""
         return self._proposals[drafter].belief.shared.since
 
-    def observe_shared(self, round: Round, wanted: Sequence[Choice], plain_rounds: float) -> None:
+    def observe_shared(self, round: Round, wanted: Sequence[DraftChoice], plain_rounds: float) -> None:
         """Learn from a round that took as long as `plain_rounds`; `wanted` are the choices for it."""
         drafter = round.drafter_index
         for choice in wanted:
@@ -180,7 +180,7 @@ class Plan:
     """The decisions of one round, and the costs that they rest on."""
 
     policies: Sequence[MemberPolicy]
-    choices: Sequence[tuple[Choice, ...]]
+    choices: Sequence[tuple[DraftChoice, ...]]
     costs: CostModel
     seconds: Floats  # of a round, by its longest draft
     plain: float  # seconds of a plain round

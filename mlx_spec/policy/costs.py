@@ -79,10 +79,10 @@ class Table:
 
 
 class RoundCosts(Protocol):
-    """Learns the costs of rounds whose drafter may draft ahead while the target verifies (`Choice.ahead`)."""
+    """Learns the costs of rounds whose drafter may draft ahead of the verification (`DraftChoice.ahead`)."""
 
     def best(self, tokens: Floats, costs: CostModel, drafter: int, limit: int) -> tuple[int, float, bool]:
-        """Return the draft length with the most tokens per second, that speed, and `Choice.ahead`."""
+        """Return the draft length with the most tokens per second, that speed, and `DraftChoice.ahead`."""
 
     def extra(self, costs: CostModel, tokens: int) -> float:
         """Return the seconds that drafting ahead adds to a pass."""

@@ -206,7 +206,7 @@ def untagged(messages: Messages) -> Messages:
 
 
 # Groups of forms, in the order in which they are tried. At most one form of each group is used.
-FORMS: tuple[tuple[Form, ...], ...] = (
+FORM_GROUPS: tuple[tuple[Form, ...], ...] = (
     (filled, _reasoning_as_part),
     (_joined,),
     (_named_system, _led, _in_place, _in_front, _told_by_user),
@@ -216,7 +216,7 @@ FORMS: tuple[tuple[Form, ...], ...] = (
     (_as_text, _as_parts),
 )
 # The order in which forms are applied: a message that one form adds gets its content by a later one.
-ORDER: tuple[Form, ...] = (*chain.from_iterable(reversed(FORMS[:-1])), *FORMS[-1], untagged)
+ORDER: tuple[Form, ...] = (*chain.from_iterable(reversed(FORM_GROUPS[:-1])), *FORM_GROUPS[-1], untagged)
 
 
 def _with_arguments(messages: Messages, change: Callable[[Any], Any]) -> Messages:

@@ -20,7 +20,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message
 from mlx_spec.tokenizer.forms import (
     BREAK,
-    FORMS,
+    FORM_GROUPS,
     ORDER,
     TAG,
     Form,
@@ -103,7 +103,7 @@ class _Attempts:
         found, reached = self._attempt(chosen)
         if found is not None:
             return found
-        useful = [[form for form in group if form(self._given) != self._given] for group in FORMS]
+        useful = [[form for form in group if form(self._given) != self._given] for group in FORM_GROUPS]
         groups: list[list[Form]] = [*useful, [untagged]]
         left = [form for group in groups for form in group]
         while left:  # keep each form that shows more texts than the forms before

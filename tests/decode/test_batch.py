@@ -23,9 +23,9 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
-    Choice,
     Decision,
     Draft,
+    DraftChoice,
     DraftRequest,
     Features,
     FeatureSpec,
@@ -68,7 +68,7 @@ class RandomLengths:
     def decide(self, history: Sequence[int]) -> Decision:
         self.lengths = self.lengths or self.draw.choice([[0] * 4, self.draw.choices(range(8), k=4)])
         length = self.lengths.pop()
-        return Decision((Choice(0, length, "drafter"),) if length else (), Reason.FIXED)
+        return Decision((DraftChoice(0, length, "drafter"),) if length else (), Reason.FIXED)
 
     def observe(self, round: Round) -> None: ...
 

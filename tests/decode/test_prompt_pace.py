@@ -22,7 +22,7 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import LazyRows, Prompt, Sight, Span
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Choice, Decision, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
+from mlx_spec.types import Decision, DraftChoice, DraftLengthPolicy, Features, FeatureSpec, Reason, Round
 
 MODEL = tiny.full(num_hidden_layers=1)  # what passes take is counted
 LAYERS = 34
@@ -103,7 +103,7 @@ class Probing:
     def decide(
         self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
     ) -> list[Decision]:
-        return [Decision((Choice(0, 2, "drafter"),), Reason.PROBE)] * len(policies)
+        return [Decision((DraftChoice(0, 2, "drafter"),), Reason.PROBE)] * len(policies)
 
     def observe(self, rounds: Sequence[Round | None]) -> None: ...
 

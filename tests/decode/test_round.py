@@ -25,7 +25,7 @@ from mlx_spec.decode import round as one_round
 from mlx_spec.decode.loop import generate
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Choice, Decision, Draft, FeatureSpec, Reason, Sampler
+from mlx_spec.types import Decision, Draft, DraftChoice, FeatureSpec, Reason, Sampler
 
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 ROLLBACKS = ["full", "shared", "recurrent"]  # kinds whose caches are rolled back by different rules
@@ -127,7 +127,7 @@ def test_the_next_drafter_is_tried_where_one_has_nothing(kind: str) -> None:
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) % 3 == 0 else 0, sampler)
 
-    policy = Listed(Decision((Choice(0, 2, "seldom"), Choice(1, 4, "drafter")), Reason.PAYS))
+    policy = Listed(Decision((DraftChoice(0, 2, "seldom"), DraftChoice(1, 4, "drafter")), Reason.PAYS))
     drafters = [Seldom(prompt + truth), Scripted(prompt + truth, 2)]
     done = rounds(LMTarget(MODELS[kind]), drafters, policy, prompt, COUNT)
     assert emitted(done) == truth
@@ -143,7 +143,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
             return super().draft(history, limit if len(history) > 30 else 0, sampler)
 
-    policy = Listed(Decision((Choice(0, 4, "drafter"),), Reason.PAYS))
+    policy = Listed(Decision((DraftChoice(0, 4, "drafter"),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
     queued, done = [], []
     for round in generate(target, [Late(prompt + truth)], policy, sampler, prompt, max_tokens=COUNT):
@@ -163,7 +163,7 @@ def test_a_round_says_what_it_was(kind: str) -> None:
     """A draft that is wanted lets the queued token land; the last round queues nothing."""
     prompt, truth = tiny.prompt(17), said(kind, 17)
     draft, plain_ = (
-        Decision((Choice(0, 3, "drafter"),), Reason.PAYS),
+        Decision((DraftChoice(0, 3, "drafter"),), Reason.PAYS),
         Decision((), Reason.COST, plain_seconds=0.5),
     )
     policy = Listed(plain_, plain_, draft, draft)

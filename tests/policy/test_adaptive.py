@@ -20,7 +20,7 @@ from support.virtual_clock import (
 
 from mlx_spec.policy import AdaptivePolicies
 from mlx_spec.policy.adaptive import BUFFER
-from mlx_spec.types import Choice, Reason, RequestDrafter, Round
+from mlx_spec.types import DraftChoice, Reason, RequestDrafter, Round
 
 
 def pair(curve, names=("mtp",)):
@@ -157,7 +157,7 @@ def test_trees_bring_their_own_estimate():
     policies.costs.at(1).longest = 16
     policies.account.lead = BUFFER
     policy.observe(Round([0, 0, 0], 3, 2, "draft", nodes=6, drafter_index=0, ranks=(0, 1), seconds=0.04))
-    assert policy.decide(range(9)).choices == (Choice(0, 6, "drafter"),)
+    assert policy.decide(range(9)).choices == (DraftChoice(0, 6, "drafter"),)
 
 
 # Requests
@@ -178,11 +178,11 @@ def test_a_queued_token_uses_up_what_a_request_drafter_has():
     device, policies = pair("flat", ())
     policy = policies.policy(device.clock)
     policy.begin([request_drafter(lambda history: 1, prior=0.99)])
-    assert policy.decide(range(5)).choices == (Choice(0, 1, "drafter"),)
+    assert policy.decide(range(5)).choices == (DraftChoice(0, 1, "drafter"),)
     policy.observe(Round([0], 0, 0, "plain", seconds=PLAIN_SECONDS))
     assert policy.decide(range(6)).choices == ()
     policy.observe(Round([0], 0, 0, "drained", seconds=PLAIN_SECONDS))
-    assert policy.decide(range(7)).choices == (Choice(0, 1, "drafter"),)
+    assert policy.decide(range(7)).choices == (DraftChoice(0, 1, "drafter"),)
 
 
 def test_a_clock_that_stands_still():

@@ -49,7 +49,7 @@ from mlx_spec.apps.server.engine.answers import (
     ToolCall,
 )
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
-from mlx_spec.apps.server.engine.job import BatchRow
+from mlx_spec.apps.server.engine.job import RequestChoice
 from mlx_spec.apps.server.engine.metrics import JobCounter, Metrics, Status
 from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.errors import Failure, unavailable
@@ -159,13 +159,13 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
         read_tokenizer(demo.TARGET, read_config(demo.TARGET)),
     )
     written, close = tokenizer.encode(f"So. {call}{call} And so on"), tokenizer.token_id("<tool_call|>")
-    read, rest = BatchRow.read, list(written)
+    read, rest = RequestChoice.read, list(written)
 
-    def write(row: BatchRow, round: Round) -> Iterator[Event]:
+    def write(row: RequestChoice, round: Round) -> Iterator[Event]:
         tokens, rest[:] = rest[:5], rest[5:]
         return read(row, replace(round, tokens=tokens or round.tokens))
 
-    monkeypatch.setattr(BatchRow, "read", write)
+    monkeypatch.setattr(RequestChoice, "read", write)
     use = ToolUse(TOOLS.tools, parallel=parallel)
     events = answer(engine, chat(QUESTION, tools=use, sampling=ENDLESS, max_tokens=90))
     ends = [event for event in events if isinstance(event, ChoiceEnded)]
@@ -544,14 +544,14 @@ def test_an_error_fails_one_request(
     other.until(RoundDone)
     request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
-        read = BatchRow.read
+        read = RequestChoice.read
 
         def breaks(self: Any, round: Any) -> Any:
             if self.statistics.prompt_tokens == 18 and self.statistics.rounds == 3:
                 raise RuntimeError("a secret of the house")
             return read(self, round)
 
-        broken.setattr(BatchRow, "read", breaks)
+        broken.setattr(RequestChoice, "read", breaks)
         found = failure(answer(engine, request))
     assert (found.status, found.code) == (500, "internal_error")
     assert "secret" not in found.message and "a secret of the house" in caplog.text

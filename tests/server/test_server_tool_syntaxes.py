@@ -12,7 +12,7 @@ from support.vocabularies import HARMONY, marked
 from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
 from mlx_spec.apps.server.engine.tool_formats import ToolCallReader, chat_prompt, find_tool_format, numbered
 from mlx_spec.apps.server.engine.tool_grammar import answer_grammar
-from mlx_spec.apps.server.engine.tool_syntaxes import FORMS
+from mlx_spec.apps.server.engine.tool_syntaxes import CALL_FORMS
 from mlx_spec.apps.server.requests.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer.stream import AnswerStream
@@ -181,7 +181,7 @@ def test_ids_in_the_history_are_those_that_kimi_gives():
     assert "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}" in written
 
 
-FORMED = [kind for kind in KINDS if kind in FORMS]
+FORMED = [kind for kind in KINDS if kind in CALL_FORMS]
 
 
 def compiled(text, use, answer=None):

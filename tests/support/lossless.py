@@ -16,9 +16,9 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
-    Choice,
     Decision,
     Draft,
+    DraftChoice,
     Drafter,
     DraftLengthPolicy,
     Features,
@@ -81,7 +81,7 @@ class Listed:
 
 def lengths(*limits: int) -> Listed:
     """Draft with the first drafter up to these numbers of tokens in turn; 0 is a plain round."""
-    return Listed(*(Decision((Choice(0, K, "drafter"),) if K else (), Reason.PROBE) for K in limits))
+    return Listed(*(Decision((DraftChoice(0, K, "drafter"),) if K else (), Reason.PROBE) for K in limits))
 
 
 def mlx_lm_greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:

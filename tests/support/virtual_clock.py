@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mlx_spec.policy import Table
-from mlx_spec.types import MAX_DRAFT_TOKENS, Choice, DraftLengthPolicy, RequestDrafter, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS, DraftChoice, DraftLengthPolicy, RequestDrafter, Round
 
 MAX_MISSES = 2  # the engine's: rounds without the wanted draft, after which tokens are queued ahead again
 PLAIN_SECONDS = 0.03  # of a plain token
@@ -207,8 +207,8 @@ def decode(
 
 
 def _first_draft(
-    wanted: Sequence[Choice], drafters: Sequence[VirtualDrafter], place: int, device: Device
-) -> tuple[Choice, Sequence[bool]] | None:
+    wanted: Sequence[DraftChoice], drafters: Sequence[VirtualDrafter], place: int, device: Device
+) -> tuple[DraftChoice, Sequence[bool]] | None:
     for choice in wanted:
         right = drafters[choice.drafter_index].draft(place, choice.limit, device)
         if right:

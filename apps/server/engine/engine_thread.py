@@ -1,7 +1,7 @@
 """Load models and answer requests on the one thread that uses MLX.
 
 `EngineThread.submit` admits a request as a `Job`. A job waits in the queue and is prepared on another thread.
-Then its choices are rows of the batch of its model, which decides who begins, reads and decodes.
+Then its choices enter the batch of its model, which decides who begins, reads and decodes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EngineThread:
         self._blocked: Job | None = None  # it needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
-        self._parallel = settings.limits.running or 1  # rows at a time; a loaded model sets it
+        self._parallel = settings.limits.running or 1  # choices at a time; a loaded model sets it
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read_at = 0.0  # time.monotonic()
         self._last_busy = 0.0  # time.monotonic() when a request last waited or ran
@@ -261,7 +261,7 @@ class EngineThread:
             self._waiting = [other for other in self._waiting if other is not job]
 
     def _take_turns(self) -> None:
-        """Let the batch of each model begin rows, read a chunk and decode a round."""
+        """Let the batch of each model begin choices, read a chunk and decode a round."""
         if not any(model.batch.is_decoding for model in self._models.loaded()):
             prepare_s = 0.05  # lets a burst of requests begin together: each takes milliseconds to tokenize
             wait((future for job in self._running for future in job.preparing), prepare_s)
@@ -276,7 +276,7 @@ class EngineThread:
             except Exception as error:
                 self._replace_batch(model, error)
                 continue
-            jobs = {id: job for job in self._running if job.model is model for id in job.rows}
+            jobs = {id: job for job in self._running if job.model is model for id in job.choices}
             for job, id, result in [(jobs[id], id, result) for id, result in results if id in jobs]:
                 if job in self._running:  # else it ended with an earlier result of this step
                     self._attempt(job, partial(job.receive, id, result))

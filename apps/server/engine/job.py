@@ -1,6 +1,6 @@
-"""Answer one request on the engine thread: a row in the batch for each choice, whose rounds become events.
+"""Answer one request on the engine thread: each choice enters the batch, and its rounds become events.
 
-The batch of the model decides when a row begins, and when its prompt is read.
+The batch of the model decides when a choice begins, and when its prompt is read.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Send = Callable[[Event], None]
 
 
 @dataclass(eq=False)
-class BatchRow:
+class RequestChoice:
     """A choice of a request: its sequence, and the events that its rounds become."""
 
     prompt: Prompt
     place: tuple[int, int]  # numbers of the prompt, and of the choice among its choices: 0 reads it for all
     index: int  # of the choice in the answer
     entry: Entry = field(init=False)  # in the batch
-    caches: CachedSequence | None = None  # None until the row begins
+    caches: CachedSequence | None = None  # None until the choice begins
     generation: Generation = field(init=False)
     answer: AnswerStream = field(init=False)
     calls: ToolCallReader | None = None
@@ -106,7 +106,7 @@ class BatchRow:
 class Job:
     """A request from its admission to its last event. Other threads may only call `cancel` and `fail`.
 
-    Each choice is a row of the model's batch. The choices of a prompt read it once.
+    The choices of a prompt read it once.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Job:
         self.passed = 0  # later requests that began before it
         self.cancelled = False
         self.model: LoadedModel  # set by `begin`
-        self.rows: dict[int, BatchRow] = {}  # waiting and running rows by their id in the batch
+        self.choices: dict[int, RequestChoice] = {}  # waiting and running ones by their id in the batch
         self._send = send
         self._wake = wake
         self._counter = counter
-        self._has_place: Callable[[], bool]  # True if the server may run one more row
+        self._has_place: Callable[[], bool]  # True if the server may run one more choice
         self._preparing: Future[PreparedRequest] | None = None  # None before and after preparing
         self._prepared: PreparedRequest
-        self._all_rows: list[BatchRow] = []
+        self._all_choices: list[RequestChoice] = []
         self._snapshots: dict[int, Snapshot | None] = {}  # caches of read prompts, for their later choices
         self._scores: dict[int, list[TokenLogprob]] = {}  # logprobs of prompts that are echoed
         self._queued_seconds = 0.0
@@ -207,115 +207,115 @@ class Job:
         return self._end_if_done()
 
     def receive(self, id: int, result: Result) -> bool:
-        """Read a round of a row, or raise its error. Return True if it was the last of the request."""
-        row = self.rows[id]
+        """Read a round of a choice, or raise its error. Return True if it was the last of the request."""
+        choice = self.choices[id]
         try:
             if isinstance(result, Exception):
                 raise result
-            self._measure(row)
-            for event in row.read(result):
+            self._measure(choice)
+            for event in choice.read(result):
                 self.send(event)
-            if row.generation.is_complete:
-                self._end_row(row)
+            if choice.generation.is_complete:
+                self._end_choice(choice)
         except Exception:
-            self._close_row(row, failed=True)
+            self._close_choice(choice, failed=True)
             raise
         return self._end_if_done()
 
     def close(self) -> None:
-        """End all rows in any state, and release the model: a client may still hold the job."""
+        """End all choices in any state, and release the model: a client may still hold the job."""
         if self._preparing is not None:
             self._preparing.cancel()
-        for row in tuple(self.rows.values()):
-            self._close_row(row)
-        self._all_rows, self._snapshots = [], {}
+        for choice in tuple(self.choices.values()):
+            self._close_choice(choice)
+        self._all_choices, self._snapshots = [], {}
         del self.model
 
-    # --- rows
+    # --- choices
 
     def _enter(self, number: int, i: int) -> None:
         """Let a choice wait in the batch until there is room."""
         prompt = self._prepared.prompts[number]
-        row = BatchRow(prompt, (number, i), number * self.request.n + i)
-        row.entry = Entry(
-            partial(self._begin_row, row),
+        choice = RequestChoice(prompt, (number, i), number * self.request.n + i)
+        choice.entry = Entry(
+            partial(self._begin_choice, choice),
             owner=self,
             has_room=lambda unread: self._has_place() and self.model.has_room(len(prompt), unread),
-            on_progress=partial(self._count_chunk, row),
+            on_progress=partial(self._count_chunk, choice),
             park=True,
         )
-        self.rows[self.model.batch.enter(row.entry)] = row
-        self._all_rows.append(row)
+        self.choices[self.model.batch.enter(choice.entry)] = choice
+        self._all_choices.append(choice)
 
-    def _begin_row(self, row: BatchRow) -> RunningSequence:
+    def _begin_choice(self, choice: RequestChoice) -> RunningSequence:
         """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
-        number, i = row.place
-        row.caches = self.model.prefix_cache.take(row.prompt, self._snapshots.get(number))
+        number, i = choice.place
+        choice.caches = self.model.prefix_cache.take(choice.prompt, self._snapshots.get(number))
         if i == self.request.n - 1:
             self._snapshots.pop(number, None)
-        is_scored = self._echoes and self.request.top_logprobs is not None and row.is_first
+        is_scored = self._echoes and self.request.top_logprobs is not None and choice.is_first
         if is_scored:
-            row.caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
-        running = self._prepare_row(row, row.caches, is_scored)
+            choice.caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
+        running = self._prepare_choice(choice, choice.caches, is_scored)
         if self.request.progress and running.unread:
-            self._report(row, running.target.size)
+            self._report(choice, running.target.size)
         return running
 
-    def _count_chunk(self, row: BatchRow, seconds: float) -> None:
+    def _count_chunk(self, choice: RequestChoice, seconds: float) -> None:
         """Count a chunk of a prompt. Once all is read, enter the other choices of the prompt."""
-        assert row.caches is not None
-        row.generation.count_prefill(seconds)
-        sequence, cached = row.entry.sequence, row.generation.statistics.reused_tokens
+        assert choice.caches is not None
+        choice.generation.count_prefill(seconds)
+        sequence, cached = choice.entry.sequence, choice.generation.statistics.reused_tokens
         if self.request.progress and cached < sequence.target.size:
-            self._report(row, sequence.target.size)
+            self._report(choice, sequence.target.size)
         if sequence.unread:
             return
-        cache, number = self.model.prefix_cache, row.place[0]
+        cache, number = self.model.prefix_cache, choice.place[0]
         cache.shrink()
-        if row.is_first:
-            statistics = row.statistics
+        if choice.is_first:
+            statistics = choice.statistics
             self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
             if self.request.n > 1:
-                self._snapshots[number] = cache.snapshot(row.caches)
+                self._snapshots[number] = cache.snapshot(choice.caches)
             for i in range(1, self.request.n):
                 self._enter(number, i)
         if self._echoes:
-            self.send(self._echo(row))
+            self.send(self._echo(choice))
         if self.request.max_tokens == 0:
-            self._end_row(row)
+            self._end_choice(choice)
 
-    def _report(self, row: BatchRow, read: int) -> None:
-        self.send(PromptProgress(len(row.prompt), row.generation.statistics.reused_tokens, read))
+    def _report(self, choice: RequestChoice, read: int) -> None:
+        self.send(PromptProgress(len(choice.prompt), choice.generation.statistics.reused_tokens, read))
 
-    def _measure(self, row: BatchRow) -> None:
+    def _measure(self, choice: RequestChoice) -> None:
         """Measure when the first token came, and the longest pause."""
         now = time.perf_counter()
         if self._first_token_seconds is None:
             self._first_token_seconds = now - self.submitted
-        self._longest_pause, row.last_round = max(self._longest_pause, now - row.last_round), now
+        self._longest_pause, choice.last_round = max(self._longest_pause, now - choice.last_round), now
 
-    def _end_row(self, row: BatchRow) -> None:
-        for event in row.end():
+    def _end_choice(self, choice: RequestChoice) -> None:
+        for event in choice.end():
             self.send(event)
-        self._close_row(row)
+        self._close_choice(choice)
 
-    def _close_row(self, row: BatchRow, *, failed: bool = False) -> None:
+    def _close_choice(self, choice: RequestChoice, *, failed: bool = False) -> None:
         """Leave the batch. Give the caches back, or forget them after an error: their content is unknown."""
-        del self.rows[row.entry.id]
+        del self.choices[choice.entry.id]
         cache = self.model.prefix_cache
         try:
-            self.model.batch.remove(row.entry.id)
-            if row.caches is not None and not failed:
-                row.generation.close()
-                cache.give_back(row.caches)
+            self.model.batch.remove(choice.entry.id)
+            if choice.caches is not None and not failed:
+                choice.generation.close()
+                cache.give_back(choice.caches)
         except Exception:
             LOG.exception("a request did not end well")
             failed = True
-        if row.caches is not None and failed:
-            cache.forget(row.caches)
+        if choice.caches is not None and failed:
+            cache.forget(choice.caches)
 
     def _end_if_done(self) -> bool:
-        if self.rows:
+        if self.choices:
             return False
         self.send(self._finished())
         return True
@@ -324,20 +324,22 @@ class Job:
     def _echoes(self) -> bool:
         return isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
 
-    def _prepare_row(self, row: BatchRow, sequence: CachedSequence, is_scored: bool) -> RunningSequence:
+    def _prepare_choice(
+        self, choice: RequestChoice, sequence: CachedSequence, is_scored: bool
+    ) -> RunningSequence:
         request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
         if sampling.seed is not None:  # else all choices would be the same
-            sampling = replace(sampling, seed=sampling.seed + row.place[1])
+            sampling = replace(sampling, seed=sampling.seed + choice.place[1])
         try:
             running = self.model.pair.prepare(
                 sequence.parts,
-                row.prompt,
+                choice.prompt,
                 sampling=sampling,
                 max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
                 stop=prepared.ends,
                 top_logprobs=request.top_logprobs,
                 prediction=prepared.prediction,
-                read_prompt=partial(self._score_prompt, row, sequence) if is_scored else None,
+                read_prompt=partial(self._score_prompt, choice, sequence) if is_scored else None,
                 key=request.key,
             )
         except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
@@ -346,55 +348,60 @@ class Job:
         markers, last_call = None, None
         if prepared.tool_format is not None and chat is not None and chat.tools:
             markers, is_free = prepared.tool_format.syntax.marks, sampling.grammar is None
-            row.calls = ToolCallReader(
-                row.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
+            choice.calls = ToolCallReader(
+                choice.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
             )
-            last_call = row.calls.is_last
-        row.answer = AnswerStream(
+            last_call = choice.calls.is_last
+        choice.answer = AnswerStream(
             self.model.pair.tokenizer,
-            None if chat is None else row.prompt,
+            None if chat is None else choice.prompt,
             stop=request.stop,
             ends=prepared.ends,
             calls=markers,
-            before=row.prompt if chat is None else (),
+            before=choice.prompt if chat is None else (),
             last_call=last_call,
         )
-        row.generation = Generation(sequence, row.prompt, row.answer)
+        choice.generation = Generation(sequence, choice.prompt, choice.answer)
         return running
 
-    def _score_prompt(self, row: BatchRow, sequence: CachedSequence) -> Iterator[bool]:
+    def _score_prompt(self, choice: RequestChoice, sequence: CachedSequence) -> Iterator[bool]:
         """Process a prompt and keep the logprobs of its tokens; the first token has none.
 
         Yields True after each chunk.
         """
-        pair, top, prompt, parts = self.model.pair, self.request.top_logprobs or 0, row.prompt, sequence.parts
+        pair, top, prompt, parts = (
+            self.model.pair,
+            self.request.top_logprobs or 0,
+            choice.prompt,
+            sequence.parts,
+        )
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
-        self._scores[row.place[0]] = scores
+        self._scores[choice.place[0]] = scores
         for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.tokenizer, top):
             scores.extend(more)
             yield True
 
-    def _echo(self, row: BatchRow) -> TextDelta:
+    def _echo(self, choice: RequestChoice) -> TextDelta:
         """Return the prompt as the beginning of its choice."""
         assert isinstance(self.request.prompt, RawPrompts)
-        number, tokenizer = row.place[0], self.model.pair.tokenizer
+        number, tokenizer = choice.place[0], self.model.pair.tokenizer
         given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), tokenizer)
-        echoed = given if isinstance(given, str) else tokenizer.decode(row.prompt.tokens)
-        row.answer.count_in_front(echoed)
-        return TextDelta(row.index, "answer", echoed, scores, (TokenText(echoed, None, 0),))
+        echoed = given if isinstance(given, str) else tokenizer.decode(choice.prompt.tokens)
+        choice.answer.count_in_front(echoed)
+        return TextDelta(choice.index, "answer", echoed, scores, (TokenText(echoed, None, 0),))
 
     def _finished(self) -> Finished:
-        rows = sorted(self._all_rows, key=lambda row: row.index)
-        total = added([row.statistics for row in rows])
+        choices = sorted(self._all_choices, key=lambda choice: choice.index)
+        total = added([choice.statistics for choice in choices])
         expected = self._prepared.prediction
-        outputs = [row.generation.tokens for row in rows]
+        outputs = [choice.generation.tokens for choice in choices]
         counts = [prediction_counts(expected, tokens) for tokens in outputs if expected]
         usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
             sum(map(len, outputs)),
-            sum(row.answer.reasoning_tokens for row in rows),
+            sum(choice.answer.reasoning_tokens for choice in choices),
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
             sum(span.count for prompt in self._prepared.prompts for span in prompt.spans),

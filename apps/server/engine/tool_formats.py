@@ -279,8 +279,8 @@ def _syntaxes() -> list[Syntax]:
     seed = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read_coder, "\n")
     found = [*SYNTAXES, seed, *JSON_SYNTAXES]
     # Modules of mlx_lm.tool_parsers whose markers are tokens. The others are left out: minicpm5 and kimi_k3
-    # have other markers, mistral and kimi_k2 are in FORMS of `tool_syntaxes.py`, laguna is glm47; json_tools,
-    # gemma4 and qwen3_coder lose text that `_read_hermes`, `_read_gemma` and `_read_coder` keep.
+    # have other markers, mistral and kimi_k2 are in CALL_FORMS of `tool_syntaxes.py`, laguna is glm47;
+    # json_tools, gemma4 and qwen3_coder lose text that `_read_hermes`, `_read_gemma` and `_read_coder` keep.
     library_parsers = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
     for name in library_parsers:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX

@@ -25,7 +25,7 @@ from ..requests.request import OutputFormat, Tool, ToolUse
 from .models import CompileGrammar
 from .tool_formats import ToolFormat, resolve, schema_types, type_of
 from .tool_syntaxes import (
-    FORMS,
+    CALL_FORMS,
     FREE_TEXT,
     Rules,
     either,
@@ -243,7 +243,7 @@ CALLS: Mapping[str, Callable[[Tool, Rules], str]] = {
     "gemma4": _gemma_call,
     "hermes": _hermes_call,
     "qwen3-coder": _coder_call,
-    **{name: form_call(form) for name, form in FORMS.items()},
+    **{name: form_call(form) for name, form in CALL_FORMS.items()},
 }
 
 

@@ -133,7 +133,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 # --- arguments as JSON
 
-FORMS = {
+CALL_FORMS = {
     "harmony": CallForm(  # gpt-oss: the call is a message
         Markers("<|start|>", "<|call|>"),
         (
@@ -238,5 +238,5 @@ JSON_SYNTAXES = (
     Syntax("nemotron", Markers("<TOOLCALL>", "</TOOLCALL>"), _read_list),
     Syntax("cohere", Markers("<|START_ACTION|>", "<|END_ACTION|>"), _read_list),
     Syntax("apertus", Markers("<|tools_prefix|>", "<|tools_suffix|>"), _read_list),
-    *(_form_syntax(name, form) for name, form in FORMS.items()),
+    *(_form_syntax(name, form) for name, form in CALL_FORMS.items()),
 )

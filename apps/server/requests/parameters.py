@@ -27,17 +27,17 @@ Verbosity = Literal["low", "medium", "high"]
 NO_VERBOSITY = "verbosity has no effect: the chat template has no place for it"
 
 # How a client can say what form an answer must have -> the words for it in errors.
-FORMS = {
+OUTPUT_FORMATS = {
     "json": "a JSON schema",
     "regex": "a regular expression",
     "choice": "a list of texts",
     "grammar": "a Lark grammar",
 }
 GROUP = "structured_outputs"
-# Names of vLLM, SGLang, llama.cpp and Ollama for the form of an answer -> a key of FORMS.
+# Names of vLLM, SGLang, llama.cpp and Ollama for the form of an answer -> a key of OUTPUT_FORMATS.
 CONSTRAINTS: Mapping[str, str] = {
-    **{f"guided_{form}": form for form in FORMS},
-    **{f"{GROUP}.{form}": form for form in FORMS},
+    **{f"guided_{form}": form for form in OUTPUT_FORMATS},
+    **{f"{GROUP}.{form}": form for form in OUTPUT_FORMATS},
     f"{GROUP}.json_object": "json",
     "regex": "regex",
     "ebnf": "grammar",
@@ -313,7 +313,7 @@ def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFor
 
 
 def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> OutputFormat:
-    """Return the form of an answer; `kind`, a key of FORMS, says what `value` is. Raises Failure (400)."""
+    """Return the form of an answer; `kind`, of OUTPUT_FORMATS, says what `value` is. Raises Failure (400)."""
     match kind, value:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)
@@ -330,7 +330,7 @@ def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> Outp
             if "::=" in value:
                 raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
             return OutputFormat("lark", value, field)
-    raise invalid(f"{field}: give {FORMS[kind]}", field)
+    raise invalid(f"{field}: give {OUTPUT_FORMATS[kind]}", field)
 
 
 def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
