@@ -369,12 +369,8 @@ class Job:
 
         Yields True after each chunk.
         """
-        pair, top, prompt, parts = (
-            self.model.pair,
-            self.request.top_logprobs or 0,
-            choice.prompt,
-            sequence.parts,
-        )
+        pair, top = self.model.pair, self.request.top_logprobs or 0
+        prompt, parts = choice.prompt, sequence.parts
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
         self._scores[choice.place[0]] = scores
