@@ -35,7 +35,7 @@ from mlx_spec.types import (
     Sampler,
 )
 
-COUNT = 30  # tokens of an answer; the window of sliding caches is 16
+COUNT = 20  # tokens of an answer; the window of sliding caches is 16
 PROMPTS = [tiny.prompt(length, seed=length) for length in (1, 3, 14, 20, 45, 40, 130, 30)]
 ALIKE = (3, 7, 5, 4)  # prompts whose lengths are so alike that one pass reads them
 SAMPLINGS = [
