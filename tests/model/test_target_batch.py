@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,14 @@ class Sequence:
             target.prefill(tokens)
 
 
-def assert_close(got: mx.array, expected: mx.array) -> None:
-    assert got.shape == expected.shape
-    if expected.size:
-        close = mx.abs(got - expected).max() <= MAX_ERROR * mx.abs(expected).max()
-        assert close.item()
+Both = tuple[mx.array, mx.array]  # what is got and what is expected
+
+
+def assert_close(*pairs: Both) -> None:
+    """Compare all pairs, and wait for the device once."""
+    assert [got.shape for got, _ in pairs] == [expected.shape for _, expected in pairs]
+    close = [mx.abs(a - b).max() <= MAX_ERROR * mx.abs(b).max() for a, b in pairs if b.size]
+    assert not close or mx.stack(close).all().item()
 
 
 def verified(target: TargetBatch, blocks: list[mx.array]) -> list[mx.array]:
@@ -52,15 +55,14 @@ def verified(target: TargetBatch, blocks: list[mx.array]) -> list[mx.array]:
     return list(mx.split(target.verify(mx.concatenate(blocks), sizes), ends))
 
 
-def assert_same_features(got: Features, expected: Features) -> None:
-    for a, b in zip((*got.hidden, got.final_hidden), (*expected.hidden, expected.final_hidden), strict=True):
-        assert_close(a, b)
+def features_of(got: Features, expected: Features) -> Iterator[Both]:
+    yield from zip((*got.hidden, got.final_hidden), (*expected.hidden, expected.final_hidden), strict=True)
     if expected.shared_kv is not None:
         ours, theirs = got.shared_kv(), expected.shared_kv()
         assert ours.keys() == theirs.keys()
         for kind in theirs:
-            assert_close(ours[kind].keys, theirs[kind].keys)
-            assert_close(ours[kind].values, theirs[kind].values)
+            yield ours[kind].keys, theirs[kind].keys
+            yield ours[kind].values, theirs[kind].values
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,21 +100,20 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
         for each in (*inside, *outside) if kind == "shared" else ():  # drafters keep features over a move
             ours = each.got.shared_kv() if each.got.shared_kv else each.shared.shared_kv()
             theirs = each.alone.shared_kv()
-            for name in theirs if each.alone.size else ():
-                assert_close(ours[name].keys, theirs[name].keys)
+            assert_close(*((ours[name].keys, theirs[name].keys) for name in theirs if each.alone.size))
         if not inside:
             continue
         sizes = [draw.choice([1, 1, 2, 5, 8]) for _ in inside]
         blocks = [mx.array([draw.randrange(256) for _ in range(size)]) for size in sizes]
         cuts = [draw.randint(0, s) for s in sizes]
         expected = [each.alone.verify(block) for each, block in zip(inside, blocks, strict=True)]
-        for got, want in zip(verified(target, blocks), expected, strict=True):
-            assert_close(got, want)
-        found = target.commit(cuts)
+        assert_close(*zip(verified(target, blocks), expected, strict=True))
+        found, pairs = target.commit(cuts), list[Both]()
         for each, got, cut in zip(inside, found, cuts, strict=True):
             each.got = got
-            assert_same_features(got, each.alone.commit(cut))
+            pairs += features_of(got, each.alone.commit(cut))
             assert each.shared.size == each.alone.size
+        assert_close(*pairs)
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "shared", "quantized"])
@@ -133,10 +134,10 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
         for index in (2, 1, 0):
             target.leave(index, keep=True)
         for each, tokens, features in zip(both, unread, found, strict=True):
-            assert_same_features(features, each.alone.prefill(tokens))
+            assert_close(*features_of(features, each.alone.prefill(tokens)))
             assert each.shared.size == each.alone.size
             block = mx.array([1, 2, 3])
-            assert_close(each.shared.verify(block), each.alone.verify(block))
+            assert_close((each.shared.verify(block), each.alone.verify(block)))
 
 
 @pytest.mark.parametrize("remember", [False, True])
@@ -164,7 +165,7 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
     if not kept:
         homes[0].prefill(text[:1])
     block = mx.array([1, 2, 3])
-    assert_close(homes[0].verify(block), fresh.verify(block))
+    assert_close((homes[0].verify(block), fresh.verify(block)))
 
 
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +185,9 @@ def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
         expected = [each.alone.verify(block) for each in pairs]
         mx.eval(found, expected)
         target.commit([1, 1])
-        for each, got, want in zip(pairs, found, expected, strict=True):
+        for each in pairs:
             each.alone.commit(1)
-            assert_close(got, want)
+        assert_close(*zip(found, expected, strict=True))
 
 
 def test_an_uncommitted_pass_survives_a_leave() -> None:
@@ -207,13 +208,13 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
                 target.leave(0, keep=True)
                 left = pairs.pop(0)
                 pairs.reverse()
-                assert_close(left.shared.verify(block), left.alone.verify(block))
+                assert_close((left.shared.verify(block), left.alone.verify(block)))
             counts = [1] * (len(pairs) - 1) + [0]
             for each, got, count in zip(pairs, target.commit(counts), counts, strict=True):
-                assert_same_features(got, each.alone.commit(count))
+                assert_close(*features_of(got, each.alone.commit(count)))
         again = mx.array([7])
         for got, each in zip(verified(target, [again] * 2), pairs, strict=True):
-            assert_close(got, each.alone.verify(again))
+            assert_close((got, each.alone.verify(again)))
 
 
 def test_buffers_follow_the_lengths() -> None:
