@@ -57,6 +57,12 @@ def texts_alone(pair: Pair, prompts: list[list[int]], count: int) -> list[list[i
     return [emitted(list(pair.generate(prompt, max_tokens=count))) for prompt in prompts]
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> list[list[int]]:
+    """The first 20 tokens of each answer alone."""
+    return texts_alone(pair, prompts_of(pair), 20)
+
+
 def requests_of(pair: Pair) -> list[dict[str, Any]]:
     grammar = compile_grammar("regex", "[a-z ]{20}", pair.tokenizer, pair.info.vocab_size, seconds=5.0)
     return [
@@ -81,9 +87,12 @@ def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Excep
 
 
 def test_every_request_is_as_alone(pair: Pair) -> None:
-    together, accepted = by_id(pair, requests_of(pair)), 0
-    for prompt, request, rounds in zip(prompts_of(pair) * 2, requests_of(pair) * 2, together, strict=True):
-        alone = list(decode(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request)))
+    requests, accepted = requests_of(pair), 0
+    separate = [
+        list(decode(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request)))
+        for prompt, request in zip(prompts_of(pair), requests, strict=True)
+    ]
+    for request, rounds, alone in zip(requests * 2, by_id(pair, requests), separate * 2, strict=True):
         assert all(isinstance(round, Round) for round in rounds)
         assert emitted(rounds) == emitted(alone)
         assert rounds[-1].finish_reason == alone[-1].finish_reason
@@ -119,9 +128,10 @@ class Failing:
 
 
 @pytest.mark.parametrize(("method", "num_draft_tokens"), [("draw", 0), ("verify", 3)])
-def test_a_failing_request_fails_alone(pair: Pair, method: str, num_draft_tokens: int) -> None:
+def test_a_failing_request_fails_alone(
+    pair: Pair, alone: list[list[int]], method: str, num_draft_tokens: int
+) -> None:
     batch, prompts = pair.batch(), prompts_of(pair)
-    expected = texts_alone(pair, prompts, 20)
     pair.policies = FixedPolicy(num_draft_tokens)
     for index, prompt in enumerate(prompts):
         sequence = pair.prepare(pair.open(), prompt, max_tokens=20)
@@ -132,14 +142,14 @@ def test_a_failing_request_fails_alone(pair: Pair, method: str, num_draft_tokens
     found = texts_of((id, round) for id, round in results if isinstance(round, Round))
     pair.policies = FixedPolicy(3)
     assert [(id, str(e)) for id, e in results if isinstance(e, Exception)] == [(1, "this sampler fails")]
-    assert found[1] == expected[1][: len(found[1])]
-    assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+    assert found[1] == alone[1][: len(found[1])]
+    assert [found[i] for i in (0, 2, 3)] == [alone[i] for i in (0, 2, 3)]
 
 
-def test_generate_batch(pair: Pair) -> None:
+def test_generate_batch(pair: Pair, alone: list[list[int]]) -> None:
     prompts = prompts_of(pair)
     found = texts_of(pair.generate_batch(prompts, max_tokens=15, max_running=2))
-    assert found == texts_alone(pair, prompts, 15)
+    assert found == [text[:15] for text in alone]
     with pytest.raises(InvalidValue, match="prompt is empty"):
         pair.generate_batch([[2], []], max_tokens=4)
     with pytest.raises(PromptTooLong):
@@ -179,14 +189,14 @@ def test_a_recurrent_target_that_takes_no_padding_is_plain_in_a_batch(
     assert not any(round.drafted for round in rounds)
 
 
-def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair) -> None:
+def test_sequences_of_a_target_that_cannot_share_take_turns(pair: Pair, alone: list[list[int]]) -> None:
     batch = Batch(None, 4)
     prompts = prompts_of(pair)[:2]
     for prompt in prompts:
         batch.add(pair.prepare(pair.open(), prompt, max_tokens=10))
     results = [result for _ in range(4) for result in batch.step()]
     assert batch.group_sizes == [1, 1]
-    assert texts_of([*results, *batch.run()], 2) == texts_alone(pair, prompts, 10)
+    assert texts_of([*results, *batch.run()], 2) == [text[:10] for text in alone[:2]]
 
 
 def test_the_adaptive_policy_decides_for_the_batch() -> None:
