@@ -202,6 +202,10 @@ def outcome(name: str, lengths: Sequence[int] = LENGTHS, *, long: bool = False) 
     texts, model, most = dict[int, list[int]](), nn.Module(), 0
     for signs, scale in product((False, True), SCALES):
         made = tiny_model(name, scale, signs=signs)
+        try:
+            check_rows(made, lambda made=made: LMTarget(made))
+        except SpecError as error:
+            return "refused", str(error)
         found = {length: mlx_lm_text(made, prompt_of(length)) for length in lengths}
         varied = min(len(set(truth)) for truth in found.values())
         if varied > most:
@@ -210,10 +214,6 @@ def outcome(name: str, lengths: Sequence[int] = LENGTHS, *, long: bool = False) 
             break
     if long and has_windows(name):
         texts[LONG] = mlx_lm_text(model, prompt_of(LONG))
-    try:
-        check_rows(model, lambda: LMTarget(model))
-    except SpecError as error:
-        return "refused", str(error)
     wrong = [failure for check in CHECKS for failure in check(model, texts)]
     if wrong:
         return "DIFFERENT", ", ".join(wrong)
