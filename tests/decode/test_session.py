@@ -124,7 +124,7 @@ def test_thoughts_stay_out_of_later_prompts(kind: str) -> None:
     for question in QUESTIONS:
         prompt = prompt_of(session, pair, question, thinking=True)
         assert pair.tokenizer.decode(prompt).count("thought\n") == 1
-        pieces = turn(session, pair, kind, question, 24, MIXED, thinking=True)
+        pieces = turn(session, pair, kind, question, 16, MIXED, thinking=True)
         assert session.messages[-1].get("reasoning_content", "") == text_of(pieces, "thinking").strip()
     assert any("reasoning_content" in message for message in session.messages)
 
