@@ -80,12 +80,10 @@ def test_greedy_text_is_that_of_transformers(variant: str) -> None:
     for step, wanted in zip(cycle((5, 16, 64, 100, 65, 41, 20, 1024)), map(partial(golden, variant), cases)):
         said = wanted.greedy[:COUNT]
         wrong = [token if i % 7 else 300 for i, token in enumerate(said)]
-        for pair in pairs:
-            parts, expected = pair.open(), wrong if pair is pairs[1] else ()
-            if pair is pairs[1]:  # goes on with what plain decoding read
-                parts = replace(parts, target=plain)
-                plain.rewind(len(wanted.prompt) - 1)
-            plain = parts.target
+        plain, own = pairs[0].open(), pairs[2].open()
+        again = replace(pairs[1].open(), target=plain.target)  # goes on with what plain decoding read
+        for pair, parts, expected in zip(pairs, (plain, again, own), ((), wrong, ()), strict=True):
+            parts.target.rewind(min(parts.target.size, len(wanted.prompt) - 1))
             sequence = pair.prepare(parts, wanted.prompt, max_tokens=COUNT, prediction=expected)
             list(sequence.prefill(lambda step=step: step))
             assert error_of_last(parts.target, wanted) < TOLERANCE
