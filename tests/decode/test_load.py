@@ -352,11 +352,12 @@ def test_configs_as_transformers_saves_them(golden: Path, name: str, tmp_path: P
     assert pair.info.drafter_bytes == sum(array.nbytes for array in tensors.values())
 
 
-def test_costs_saved_by_a_busy_machine_are_measured_again():
+def test_costs_saved_by_a_busy_machine_are_measured_again(saved: Path) -> None:
     """They used to be kept: drafts looked too dear, so none was made that could have shown the opposite."""
-    policies = load("demo").policies
+    pair = saved / "target", saved / "drafter"
+    policies = load(*pair).policies
     busy = dataclasses.replace(
         policies.costs.table(), draft=[{k: 20 * policies.costs.at(1).plain for k in (1, 4)}, {}]
     )
     policies.use(busy)
-    assert load("demo").policies.costs.table().draft != busy.draft
+    assert load(*pair).policies.costs.table().draft != busy.draft
