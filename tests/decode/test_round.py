@@ -30,7 +30,7 @@ from mlx_spec.types import Decision, Draft, DraftChoice, FeatureSpec, Reason, Sa
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 ROLLBACKS = ["full", "shared", "recurrent"]  # kinds whose caches are rolled back by different rules
 MODELS = {kind: getattr(tiny, kind)() for kind in KINDS}
-COUNT = 28  # tokens of an answer
+COUNT = 20  # tokens of an answer
 BITS, SPOILED, LENGTHS = [None, 8, 4], [(1, 2), (4, 3), (16, 2)], [1, 16, 40]
 
 
@@ -141,7 +141,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
 
     class Late(Scripted):
         def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-            return super().draft(history, limit if len(history) > 30 else 0, sampler)
+            return super().draft(history, limit if len(history) > 24 else 0, sampler)
 
     policy = Listed(Decision((DraftChoice(0, 4, "drafter"),), Reason.PAYS))
     sampler, target = GREEDY.sampler(17, 256), LMTarget(MODELS[kind])
@@ -151,7 +151,7 @@ def test_plain_decoding_queues_ahead_while_there_is_nothing_to_draft(kind: str) 
         queued.append(bool(target.uncommitted))
     assert emitted(done) == truth
     assert [r.kind == "plain" for r in done] == queued
-    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 13]
+    early = [i for i, r in enumerate(done) if sum(len(d.tokens) for d in done[: i + 1]) < 7]
     assert [queued[i] for i in early] == [False, *[True] * (len(early) - 1)]
     first = next(i for i, r in enumerate(done) if r.kind == "draft")
     assert [r.kind for r in done[first - 2 : first]] == ["plain", "drained"]  # the queued token comes first
