@@ -61,7 +61,7 @@ def test_argmax_posing_as_drawn_is_caught() -> None:
 
 
 def test_missing_filters_are_caught() -> None:
-    assert excess(Scripted([]), FILTERED, unseeded(PLAIN), FEW) > 1
+    assert excess(Scripted([]), FILTERED, unseeded(PLAIN), 60) > 1  # one impossible token is enough
 
 
 def text(drafter: Drafter, K: int, sampling: Sampling, count: int) -> list[int]:
