@@ -68,10 +68,17 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
+@pytest.fixture(scope="module")
+def opened(browser: Browser) -> Iterator[Tab]:
     with browser.tab() as opened:
         yield opened
+
+
+@pytest.fixture
+def tab(opened: Tab) -> Iterator[Tab]:
+    """A tab that has seen no page. A process of its own would take more than all that a test does in it."""
+    yield opened
+    opened.leave()
 
 
 def visit(tab: Tab, url: object, *size: int) -> None:

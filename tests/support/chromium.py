@@ -28,6 +28,9 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--disable-site-isolation-trials",  # every process of pages takes half a second to start
+    "--renderer-process-limit=1",
+    "--disable-features=SpareRendererForSitePerProcess,BackForwardCache,ProactivelySwapBrowsingInstance",
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
@@ -100,18 +103,28 @@ class Tab:
 
     def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
         """Load a page in a window of that many CSS pixels."""
-        self.context = self.call("Target.createBrowserContext")["browserContextId"]
-        blank = self.call("Target.createTarget", url="about:blank", browserContextId=self.context)
-        self.target = blank["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+        if self.session is None:
+            self.context = self.call("Target.createBrowserContext")["browserContextId"]
+            blank = self.call("Target.createTarget", url="about:blank", browserContextId=self.context)
+            self.target = blank["targetId"]
+            self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.call(f"{domain}.enable")
         self.resize(width, height, scale)
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def leave(self) -> None:
+        """Leave the page and remove all that it stored; the next one is loaded in the same process."""
+        if self.session is not None:
+            origin = self.value("sessionStorage.clear(), location.origin")  # the command below leaves that
+            self.call("Page.navigate", url="about:blank")
+            self.until("location.href === 'about:blank'")
+            self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+            self.events.clear()
+
     def close(self) -> None:
-        """Leave the page."""
+        """Close the page."""
         target, self.session = self.target, None
         if target is not None:
             self.call("Target.closeTarget", targetId=target)
