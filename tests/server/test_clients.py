@@ -153,7 +153,7 @@ def test_litellm(server: httpx2.Client) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     whole, *others = found["texts"]  # OpenAI's dialect and Ollama's, whole and streamed
-    assert "iterable" in whole and others == [whole] * 3
+    assert "tuples" in whole and others == [whole] * 3
     assert found["refused"] == 404
 
 

@@ -13,16 +13,17 @@ from typing import Any
 import httpx2
 import pytest
 from support.checkpoints import to_float32
+from support.drafting import GOLDEN
 from support.endpoint import serving
 from support.random_requests import CHAT, RandomRequests, Reply, comparable, questions, without_cache
 from support.waiting import wait_until
 
-from mlx_spec import demo
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 
 CLIENTS = 8
 PARALLEL = 6  # fewer than clients: some wait
+PAIR = GOLDEN / "e2b-trained"  # the width of a model does not matter here
 
 
 def in_float32(folder: Path, copy: Path) -> str:
@@ -33,8 +34,8 @@ def in_float32(folder: Path, copy: Path) -> str:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     folder = tmp_path_factory.mktemp("float32")
-    target = in_float32(demo.TARGET, folder / "target")
-    drafter = in_float32(demo.DRAFTER, folder / "drafter")
+    target = in_float32(PAIR / "target", folder / "target")
+    drafter = in_float32(PAIR / "assistant", folder / "drafter")
     model = ServedModel("demo", PairSpec(target, drafter, num_draft_tokens=3))
     with serving(Settings((model,), limits=Limits(waiting=99, running=PARALLEL))) as client:
         yield client
@@ -104,7 +105,7 @@ def test_every_answer_is_that_alone(client: httpx2.Client, caplog: pytest.LogCap
 
 
 def test_figures_of_a_batch(client: httpx2.Client) -> None:
-    ask = {"messages": [{"role": "user", "content": questions()[0]}], "ignore_eos": True, "max_tokens": 40}
+    ask = {"messages": [{"role": "user", "content": questions()[0]}], "ignore_eos": True, "max_tokens": 24}
     ask |= {"temperature": 0}
 
     def batches() -> list[Any]:
