@@ -38,7 +38,7 @@ from mlx_spec.model.caches import Caches
 from mlx_spec.pair import Pair
 
 # A slow machine is not a reason to leave something out.
-PATIENT = replace(QUICK, seconds=600.0, questions=1, tokens=16)
+PATIENT = replace(QUICK, seconds=600.0, questions=1, tokens=9)
 EQUAL = Comparison("Why?", OWN, False, 24, 20, 18)
 
 

@@ -19,7 +19,7 @@ from mlx_spec.apps.report import hiding, main
 def test_the_block_names_machine_versions_text_and_speeds(tiny, monkeypatch, capsys):
     monkeypatch.setattr(report, "load", lambda **_: tiny)
     monkeypatch.setattr(selftest, "QUICK", replace(selftest.QUICK, questions=1, tokens=9, seconds=10.0))
-    monkeypatch.setattr(report, "measured", lambda pair, tokens, repeats: measured(pair, 16, repeats))
+    monkeypatch.setattr(report, "measured", lambda pair, tokens, repeats: measured(pair, 8, repeats))
     questions = bench.QUESTIONS
     monkeypatch.setattr(bench, "QUESTIONS", questions[:1])
     assert main([]) == 0

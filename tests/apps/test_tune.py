@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from support.drafting import GOLDEN
 
 import mlx_spec
 from mlx_spec.apps.tune import main
 from mlx_spec.policy.costs import Table
+
+PARTS = GOLDEN / "e2b-trained" / "target", GOLDEN / "e2b-trained" / "assistant"
+TINY = [f"--target={PARTS[0]}", f"--drafter={PARTS[1]}"]  # a pass takes less than one of the demo
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Table, "dearer", lambda *_: False)  # a busy machine gives dear ones
     exported = tmp_path / "mine.json"
-    assert main(["--context", "64", "--export", str(exported)]) == 0
+    assert main([*TINY, "--context", "64", "--export", str(exported)]) == 0
     (file,) = cache.iterdir()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("measured on ") and lines[-2:] == ["", f"saved in {file}"]
@@ -33,9 +37,9 @@ def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, ca
     heads = ["rows of a p", "verify, ms ", "in plain to", *["draft with "] * 4]  # three of lookup
     assert [line[:11] for line in lines[4:-2]] == heads
     measured = json.loads(file.read_text())
-    assert mlx_spec.load("demo").policies.costs.table().context == measured["table"]["context"] == context
+    assert mlx_spec.load(*PARTS).policies.costs.table().context == measured["table"]["context"] == context
     file.unlink()
-    assert main(["--json", "--import", str(exported)]) == 0
+    assert main([*TINY, "--json", "--import", str(exported)]) == 0
     again = json.loads(capsys.readouterr().out)["seconds"]
     assert again["verify"] == pytest.approx(measured["table"]["verify"])
     assert {**again, "verify": None} == {**measured["table"], "verify": None}
@@ -44,7 +48,7 @@ def test_costs_are_shown_and_saved_and_go_to_a_file_and_back(cache, tmp_path, ca
 
 def test_costs_that_cannot_be_saved_are_shown_and_the_status_says_so(cache, capsys):
     cache.touch()  # a file stands where the folder is to be
-    assert main(["--context", "64"]) == 1
+    assert main([*TINY, "--context", "64"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("measured on ") and "saved in" not in out
     assert re.search(r"mlx-spec: .+ cannot be written \(.+\): check its folder\n$", err)

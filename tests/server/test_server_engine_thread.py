@@ -90,7 +90,7 @@ def plain() -> Iterator[EngineThread]:
 LOOK_UP = {"type": "object", "properties": {"name": {"enum": ["os", "re"]}}}
 TOOLS = ToolUse((Tool("look_up", "Look a name up.", LOOK_UP),), "required")
 REQUESTS = {
-    "a call": chat(QUESTION, tools=TOOLS, max_tokens=60),
+    "a call": chat(QUESTION, tools=TOOLS, max_tokens=30),
     "chat": chat(QUESTION),
     "to the end": chat(QUESTION, max_tokens=None),
     "thinking": chat(QUESTION, thinking=True),
@@ -167,7 +167,8 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
 
     monkeypatch.setattr(RequestChoice, "read", write)
     use = ToolUse(TOOLS.tools, parallel=parallel)
-    events = answer(engine, chat(QUESTION, tools=use, sampling=ENDLESS, max_tokens=90))
+    most = len(written) + 1
+    events = answer(engine, chat(QUESTION, tools=use, sampling=ENDLESS, max_tokens=most))
     ends = [event for event in events if isinstance(event, ChoiceEnded)]
     assert [event.call for event in events if isinstance(event, ToolCall)] == [*range(calls)]
     assert ends == [ChoiceEnded(0, "length" if parallel else "tool_calls")]
@@ -255,7 +256,7 @@ def test_short_prompts_are_read_in_one_pass(
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
-        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16), held=True)
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=8), held=True)
         many.until(RoundDone)
         other = begin(engine, chat(QUESTION, max_tokens=5))
         many.go_on()
@@ -540,7 +541,7 @@ def test_an_error_fails_one_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=40))
+    other = begin(engine, chat("Explain len()", sampling=ENDLESS, max_tokens=20))
     other.until(RoundDone)
     request = chat(QUESTION, sampling=Sampling(logit_bias={7: 1.0}))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
@@ -588,7 +589,7 @@ def test_costs_that_keep_drafts_off_are_measured_again_while_nobody_waits() -> N
         return closed(answer(engine, chat(QUESTION, max_tokens=4))).timings.queued_seconds
 
     with working(Settings((ServedModel("demo", PairSpec("demo")),)), of_a_busy_machine) as engine:
-        assert statistics.median(queued() for _ in range(12)) < 0.3
+        assert statistics.median(queued() for _ in range(7)) < 0.3
         wait_until(lambda: engine.status().measuring is not None)
         waited, began = queued(), time.monotonic()
         wait_until(lambda: costs(pairs[0]).drafting(0, 1) <= 0.4)

@@ -144,12 +144,12 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
 def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 3600)  # nobody is found by chance
     with working(settings(ONE, TWO, room=1.2)) as engine:
-        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=40), held=True)
+        long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=12), held=True)
         long.until(RoundDone)
         other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
         behind = begin(engine, chat(QUESTION, model="one", max_tokens=3))
         long.go_on()
-        assert closed(long.all()).usage.completion_tokens == 40
+        assert closed(long.all()).usage.completion_tokens == 12
         closed(other.all())
         closed(behind.all())  # before the other one, whose model had to be loaded
         assert loaded(engine) == ["two"]
