@@ -14,12 +14,12 @@ from mlx_spec.types import Round
 ONCE = ["--tokens", "16", "--repeats", "1"]
 
 
-def test_arms_in_turns_give_the_tokens_of_plain_decoding(tiny):
-    prompt = chat_questions(tiny.tokenizer)[0].tokens
-    expected = [t for round in tiny.generate(prompt, max_tokens=20) for t in round.tokens]
-    arms = [arm(tiny, 0), arm(tiny, 4), arm(tiny, None)]
+def test_arms_in_turns_give_the_tokens_of_plain_decoding(pair):
+    prompt = chat_questions(pair.tokenizer)[0].tokens
+    expected = [t for round in pair.generate(prompt, max_tokens=20) for t in round.tokens]
+    arms = [arm(pair, 0), arm(pair, 4), arm(pair, None)]
     for start in range(2):
-        runs = in_turns(tiny, arms, prompt, 20, start)
+        runs = in_turns(pair, arms, prompt, 20, start)
         assert [run.tokens for run in runs] == [expected] * 3
         assert not any(round.drafted for round in runs[0].done)
         assert 0 < sum(r.accepted for r in runs[1].done) <= sum(r.drafted for r in runs[1].done)
