@@ -44,7 +44,7 @@ COSTS = (0.05, 0.1, 0.2, 0.3, 0.4)  # of a draft token, in passes
 PLACES = {"own machine, 0.1 ms": 0.1e-3, "own machine, 2 ms": 2e-3, "CPU": None}  # seconds of a link
 CPU_SPEED = 1 / 3  # of a CPU core complex over the GPU, in bytes per second
 HIT = 0.8  # share of outcomes guessed: `hits` with three guesses, where 77 % of the tokens are accepted
-TEXT, CURVE, TOKENS, NOISE = "ind80", "M3 Max", 400, 0.03
+TEXT, CURVE, NOISE = "ind80", "M3 Max", 0.03
 K = 4
 PROMPTS = Path(__file__).parent / "prompts" / "chat.txt"
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # of SmolLM2
@@ -119,7 +119,9 @@ def decode(
     return answer
 
 
-def seconds(cost: float, link: float | None, fixed: bool, ahead: bool, answers: int, seed: int) -> float:
+def seconds(
+    cost: float, link: float | None, fixed: bool, ahead: bool, answers: int, tokens: int, seed: int
+) -> float:
     """Return the seconds of a session after a first answer that warms up."""
     curve: Curve = replace(CURVES[CURVE], drafted=cost)
     device = Device(curve, NOISE, [seed, 99])
@@ -129,14 +131,14 @@ def seconds(cost: float, link: float | None, fixed: bool, ahead: bool, answers: 
     beside = Beside(cost, link, np.random.default_rng([seed, 5]))
     total = 0.0
     for index in range(answers + 1):
-        (drafter,) = make_text(TEXT, TOKENS, [seed, index])
+        (drafter,) = make_text(TEXT, tokens, [seed, index])
         assert isinstance(drafter, ModelDrafter)
-        took = decode(policy, device, drafter, beside, TOKENS).seconds
+        took = decode(policy, device, drafter, beside, tokens).seconds
         total += took if index else 0.0
     return total
 
 
-def simulate(answers: int, seeds: range) -> dict[str, dict[str, float]]:
+def simulate(answers: int, tokens: int, seeds: range) -> dict[str, dict[str, float]]:
     """Print and return the gains over the same drafter without drafting ahead."""
     gains: dict[str, dict[str, float]] = {}
     for kind in ("K = 4", "with the gate"):
@@ -144,7 +146,10 @@ def simulate(answers: int, seeds: range) -> dict[str, dict[str, float]]:
             row = gains[f"{place}, {kind}"] = {}
             for cost in COSTS:
                 pairs = [
-                    [seconds(cost, link, kind == "K = 4", ahead, answers, seed) for ahead in (False, True)]
+                    [
+                        seconds(cost, link, kind == "K = 4", ahead, answers, tokens, seed)
+                        for ahead in (False, True)
+                    ]
                     for seed in seeds
                 ]
                 row[str(cost)] = math.exp(np.mean([math.log(without / with_) for without, with_ in pairs]))
@@ -254,7 +259,7 @@ def main() -> None:
     started = time.time()
     quick = settings.quick
     seeds = range(settings.seed, settings.seed + (1 if quick else settings.seeds))
-    gains = simulate(1 if quick else settings.answers, seeds)
+    gains = simulate(*((1, 100) if quick else (settings.answers, 400)), seeds)
     gated = [x for name, row in gains.items() if name.endswith("gate") for x in row.values()]
     found = {
         "own machine, cost 0.2, K = 4": gains["own machine, 2 ms, K = 4"]["0.2"],

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from arms import Decoder, Prompt
 
 from mlx_spec.device.blas import use_blas
@@ -53,16 +54,16 @@ def interval(ratios: list[list[float]], seed: int, draws: int = 2000) -> list[fl
     A median over prompts would hide a kind of prompt on which an arm loses.
     """
 
-    def middle(sample: list[list[float]]) -> float:
-        return statistics.geometric_mean(statistics.median(values) for values in sample)
-
-    chance = random.Random(seed)
-    drawn = []
-    for _ in range(draws):
-        sample = chance.choices(ratios, k=len(ratios))
-        drawn.append(middle([chance.choices(values, k=len(values)) for values in sample]))
-    drawn.sort()
-    return [round(x, 4) for x in (middle(ratios), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1])]
+    chance = np.random.default_rng(seed)
+    chosen = chance.integers(len(ratios), size=(draws, len(ratios)))
+    logs = np.empty(chosen.shape)
+    for prompt, values in enumerate(ratios):
+        places = chosen == prompt
+        drawn = chance.choice(values, size=(np.count_nonzero(places), len(values)))
+        logs[places] = np.log(np.median(drawn, axis=1))
+    means = np.sort(np.exp(logs.mean(axis=1)))
+    middle = statistics.geometric_mean(statistics.median(values) for values in ratios)
+    return [round(float(x), 4) for x in (middle, means[int(0.025 * draws)], means[int(0.975 * draws) - 1])]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
