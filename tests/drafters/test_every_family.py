@@ -10,8 +10,16 @@ import mlx.core as mx
 import pytest
 from support import drafting, fitted, lossless, random_sources, synthetic, tiny
 from support.checkpoints import edit_tensors
-from support.drafting import emitted
-from support.exact_distribution import FILTERED, PLAIN, control_excess, drafted_excess, law_target, seeded
+from support.drafting import GOLDEN, emitted
+from support.exact_distribution import (
+    FILTERED,
+    LAW,
+    PLAIN,
+    control_excess,
+    drafted_excess,
+    law_target,
+    seeded,
+)
 from support.fitted import MADE, largest, logits_of, opened, random_rows, replay
 from support.grammars import byte_text, compiled
 from support.pairs import TEMPLATE, TOKENIZER
@@ -29,7 +37,7 @@ from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
-from mlx_spec.types import Features
+from mlx_spec.types import Features, Round
 
 CHAINS = ("eagle3", "mtp")
 BLOCKS = ("dflash", "dflash2", "dspark", "gemma4_dspark")
@@ -100,6 +108,7 @@ def test_reduced_vocabulary(family, tmp_path):
 def law_source(family: str, folder: Path) -> Any:
     if family in CHAINS:
         known = (1, 2, 4, 7)  # half of the eight tokens
+        mx.random.seed(1)
         source = (
             random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
         )
@@ -127,9 +136,13 @@ def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
     assert drafted_excess(law_source("eagle3", tmp_path), FILTERED, seeded(FILTERED)) < 1
 
 
-@pytest.mark.parametrize("family", ["pard", "dflash", "dspark", "peagle", *CHAINS])  # Medusa draws nothing
+# A lie that fewer generations show is shown by all of them. Medusa draws nothing.
+SHOWN = {"pard": 40, "dspark": 60, "mtp": 80, "eagle3": LAW, "peagle": LAW, "dflash": LAW}
+
+
+@pytest.mark.parametrize("family", SHOWN)
 def test_argmax_drafts_that_pose_as_sampled_are_caught(family, tmp_path):
-    assert control_excess(law_source(family, tmp_path)) > 1
+    assert control_excess(law_source(family, tmp_path), SHOWN[family]) > 1
 
 
 SAMPLINGS = (
@@ -147,11 +160,15 @@ def tiny_pair(family: str, sources: list[Any], length: int) -> Pair:
     return Pair(info, byte_text(), tiny.model_of("full"), sources, FixedPolicy(length), kv_bits=8)
 
 
+TOKENS = 14
+
+
 @cache
-def plain_texts(index: int) -> list[list[int]]:
-    """Return the answers of plain decoding with a sampling, once for all drafters."""
-    pair, sampling = tiny_pair("none", [], 0), SAMPLINGS[index]
-    return [emitted(list(pair.generate(prompt, sampling=sampling, max_tokens=10))) for prompt in PROMPTS]
+def plain_texts() -> list[list[int]]:
+    """Return the answers of plain decoding, once for all drafters."""
+    pair = tiny_pair("none", [], 0)
+    asked = zip(PROMPTS, SAMPLINGS, strict=True)
+    return [emitted(list(pair.generate(p, sampling=each, max_tokens=TOKENS))) for p, each in asked]
 
 
 @pytest.mark.parametrize("family", CONDITIONAL)
@@ -160,34 +177,50 @@ def test_seeds_grammars_batches_and_quantized_kv_change_no_text(family, tmp_path
     pair = tiny_pair(family, [opened(MADE[family](), tmp_path)], 3)
     read, copies = one_round._read, list[int]()
     monkeypatch.setattr(one_round, "_read", lambda array: copies.append(array.size) or read(array))
-    for index, sampling in enumerate(SAMPLINGS):
-        asked: dict[str, Any] = {"sampling": sampling, "max_tokens": 10}
-        expected = plain_texts(index)
-        copies.clear()
-        rounds = [list(pair.generate(prompt, **asked)) for prompt in PROMPTS]
-        assert [emitted(done) for done in rounds] == expected
-        assert len(copies) == sum(map(len, rounds))
-        assert sum(round.drafted for done in rounds for round in done) > 20
-        together: list[list[int]] = [[] for _ in PROMPTS]
-        for i, round in pair.generate_batch(PROMPTS, **asked):
-            together[i] += round.tokens
-        assert together == expected
+    asked = list(zip(PROMPTS, SAMPLINGS, strict=True))
+    plain_texts()
+    copies.clear()
+    rounds = [list(pair.generate(p, sampling=each, max_tokens=TOKENS)) for p, each in asked]
+    assert [emitted(done) for done in rounds] == plain_texts()
+    assert len(copies) == sum(map(len, rounds))
+    assert all(sum(round.drafted for round in done) > 10 for done in rounds)
+    batch, together = pair.batch(), dict[int, list[int]]()
+    for prompt, sampling in asked:
+        added = pair.prepare(pair.open(), prompt, sampling=sampling, max_tokens=TOKENS)
+        together[batch.add(added)] = []
+    for id, round in batch.run():
+        assert isinstance(round, Round)
+        together[id] += round.tokens
+    assert list(together.values()) == plain_texts()
 
 
 # --- from published checkpoints to text
 
 
+EIGHT = {"quantization": "8", "group_size": 32, "drafter_bits": "8", "dtype": None}
+
+
+@pytest.fixture(scope="module")
+def eight_bit_text(tmp_path_factory):
+    """What the target of most trained pairs says with 8 bits, plainly."""
+    folder = tmp_path_factory.mktemp("eight")
+    drafting.converted(GOLDEN / "12b-trained" / "target", "none", folder / "out", **EIGHT)
+    pair = mlx_spec.load(folder / "out", "none")
+    prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
+    return emitted(list(pair.generate(prompt, max_tokens=24)))
+
+
 @pytest.mark.parametrize("family", [family for family in MADE if family in drafting.TRAINED])
-def test_quantized_pairs_generate_the_target_s_text(family, tmp_path):
-    eight, out = {"quantization": "8", "group_size": 32, "drafter_bits": "8", "dtype": None}, tmp_path / "out"
-    part = drafting.converted(*drafting.TRAINED[family], out, **eight)["parts"]["drafter"]
+def test_quantized_pairs_generate_the_target_s_text(family, tmp_path, eight_bit_text):
+    out = tmp_path / "out"
+    part = drafting.converted(*drafting.TRAINED[family], out, **EIGHT)["parts"]["drafter"]
     assert part["family"] == family and "quantization" in part
-    pair = mlx_spec.load(out, num_draft_tokens=4)
-    plain = pair.with_drafters([], FixedPolicy(0))
+    loaded = mlx_spec.load(out, num_draft_tokens=4)
+    pair = loaded.with_policies(FixedPolicy(4))  # that of a loaded pair times plain tokens, too
     assert pair.drafter_names == (family,)
     prompt = [2, *pair.tokenizer.encode(drafting.QUESTIONS[0])]
-    text, expected = (emitted(list(each.generate(prompt, max_tokens=24))) for each in (pair, plain))
-    assert text == expected and len(text) > 10
+    text = emitted(list(pair.generate(prompt, max_tokens=24)))
+    assert text == eight_bit_text and len(text) > 10
 
 
 @pytest.mark.parametrize("family", drafting.TRAINED)
@@ -200,9 +233,11 @@ def test_trained_pairs_accept_in_full_and_in_part_and_reject(family, tmp_path):
     assert proof["acceptance"]["length"] > 1.5
     loaded = mlx_spec.load(out, num_draft_tokens=3)
     pair = loaded.with_policies(FixedPolicy(3))  # that of a loaded pair times plain tokens, too
-    drafting.check_acceptance(drafting.generate_with(pair, target, (0, 1)))
+    greedy = drafting.generate_with(pair, target, (0,))
     seeded = drafting.generate_with(pair, target, (1,), Sampling(0.8, top_p=0.95, seed=7))
-    assert len({round.accepted for round in seeded if round.drafted == 3}) > 2
+    drafting.check_acceptance([*greedy, *seeded])
+    for done in (greedy, seeded):
+        assert len({round.accepted for round in done if round.drafted == 3}) > 1
 
 
 # --- a target that holds a prefix which its drafter never saw

@@ -186,14 +186,16 @@ def law_drafter(source: DrafterSource) -> Drafter:
     return source.make(LMTarget(law_target(), source.needs).parts)
 
 
-def conditional_excess(drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler]) -> float:
+def conditional_excess(
+    drafter: Drafter, sampling: Sampling, sampler: Callable[[int], Sampler], generations: int = LAW
+) -> float:
     """Return the excess of the tokens at each place, each against its distribution after those before it.
 
     With 21 degrees of freedom at most, 120 generations show the weakest of the lies in the tests, of DFlash,
     at 1.3 times the quantile. The joint distribution, with 40, takes 300 generations for that.
     """
     p = exact(law_target(), sampling)
-    found = np.array(texts(drafter, sampler, LAW, law_target()))
+    found = np.array(texts(drafter, sampler, generations, law_target()))
     rows = []
     for text in found:
         for place in range(COUNT):
@@ -201,7 +203,7 @@ def conditional_excess(drafter: Drafter, sampling: Sampling, sampler: Callable[[
             if not row.sum():
                 return float("inf")  # an impossible token came before
             rows.append(row / row.sum())
-    places = np.tile(np.arange(COUNT), LAW)
+    places = np.tile(np.arange(COUNT), generations)
     return chi_square.conditional_excess(found.ravel(), np.array(rows), places)
 
 
@@ -212,6 +214,6 @@ def drafted_excess(
     return conditional_excess(law_drafter(source), sampling, sampler or unseeded(sampling))
 
 
-def control_excess(source: DrafterSource) -> float:
+def control_excess(source: DrafterSource, generations: int = LAW) -> float:
     """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
-    return conditional_excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN))
+    return conditional_excess(Lying(law_drafter(source)), PLAIN, unseeded(PLAIN), generations)
