@@ -156,8 +156,9 @@ class DraftModel(SequenceDrafter):
         tokens = self._rows([outcome[-1] for outcome in outcomes])
         for _ in range(request.limit):
             logits = self._write_tree(tokens, parents)
-            tokens = mx.concatenate([b.draw(logits[i : i + 1]) for i, b in enumerate(builders)])
-            mx.eval(tokens)
+            drawn = [b.draw(logits[i : i + 1], begin=False) for i, b in enumerate(builders)]
+            tokens = mx.concatenate(drawn)
+            mx.eval(tokens)  # of all branches at once
             if request.is_cancelled:
                 return {}
             parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)

@@ -125,10 +125,11 @@ class DraftBuilder:
         self._tokens = mx.array(list(guess), dtype=mx.int32)
         self._probs: list[mx.array] = []
 
-    def draw(self, logits: mx.array) -> mx.array:
-        """Draw the next token from logits [1, V] and return it, [1] int32."""
+    def draw(self, logits: mx.array, *, begin: bool = True) -> mx.array:
+        """Draw the next token from logits [1, V] and return it, [1] int32. With `begin` the device begins."""
         token, probs = self._sampler.draw(logits, self._history, self._tokens)
-        mx.async_eval(token)
+        if begin:
+            mx.async_eval(token)
         self._tokens = mx.concatenate([self._tokens, token])
         if probs is not None:
             self._probs.append(probs)
