@@ -154,9 +154,9 @@ def test_rounds_are_those_of_an_exact_engine(pair, case):
 
 @pytest.mark.parametrize("pair", VARIANTS)
 def test_same_tokens_when_all_drafts_fail(pair):
-    done = speculate(pair, "long", 4, 32)
-    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1:33]
-    assert sum(round.accepted for round in done) <= 2
+    done = speculate(pair, "long", 4, 16)
+    assert lossless.emitted(done) == golden(pair, "long")[0]["greedy"][1:17]
+    assert sum(round.accepted for round in done) <= 1
 
 
 KEPT = "model.layers.1.mlp.up_proj"
@@ -185,10 +185,10 @@ def test_quantized(pair, bits, tmp_path):
     assert isinstance(layers[KEPT], nn.Linear)
     prompt = golden(pair, "long")[0]["ids"]
     target = LMTarget(model, source.needs)
-    done = lossless.rounds(target, source.make(target.parts), 3, prompt, 32, VOCAB)
-    plain = lossless.rounds(LMTarget(model), lossless.Scripted([]), 0, prompt, 32, VOCAB)
+    done = lossless.rounds(target, source.make(target.parts), 3, prompt, 20, VOCAB)
+    plain = lossless.rounds(LMTarget(model), lossless.Scripted([]), 0, prompt, 20, VOCAB)
     assert lossless.emitted(done) == lossless.emitted(plain)
-    assert sum(round.accepted for round in done) >= 10
+    assert sum(round.accepted for round in done) >= 6
 
 
 # --- its state
