@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 
 import mlx.core as mx
 import pytest
@@ -75,9 +74,9 @@ def error_of_last(target: LMTarget, wanted: Golden) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_text_is_that_of_transformers(variant: str) -> None:
     pairs = [pair_of(variant, drafter) for drafter in ("none", "lookup", OWN.get(variant, "assistant"))]
-    cases = ("one.0", "two.0", "later.1", "again.1")
+    cases = ("one.0", "two.0", "later.1")
     accepted = 0
-    for step, wanted in zip(cycle((5, 16, 64, 100, 65, 41, 20, 1024)), map(partial(golden, variant), cases)):
+    for step, wanted in zip((5, 16, 64), map(partial(golden, variant), cases), strict=True):
         said = wanted.greedy[:COUNT]
         wrong = [token if i % 7 else 300 for i, token in enumerate(said)]
         plain, own = pairs[0].open(), pairs[2].open()
