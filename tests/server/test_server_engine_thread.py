@@ -256,7 +256,7 @@ def test_short_prompts_are_read_in_one_pass(
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
     with working(replace(DEMO, limits=Limits(running=2))) as engine:
-        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=8), held=True)
+        many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16), held=True)
         many.until(RoundDone)
         other = begin(engine, chat(QUESTION, max_tokens=5))
         many.go_on()
