@@ -35,7 +35,7 @@ def test_the_key_of_a_request(headers: dict[str, str], key: str) -> None:
 
 
 def ask(client: httpx2.Client, key: str) -> dict[str, Any]:
-    body = {"messages": HELLO, "max_tokens": 30, "temperature": 0}
+    body = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
     found = client.post(CHAT, json=body, headers={"x-api-key": key}).json()
     drafts: dict[str, Any] = found["timings"]["by_drafter"]
     return {"text": found["choices"][0]["message"]["content"], **drafts}
