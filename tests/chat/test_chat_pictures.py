@@ -18,7 +18,7 @@ from mlx_spec.apps.chat.pictures import dropped
 from mlx_spec.pair import Pair
 
 EYES = [f"--target={ROOT / 'e2b'}", "--drafter=none", "--max-tokens=12"]
-QUESTION = "What is it?"
+QUESTION = "What is this?"
 
 
 @cache
@@ -33,6 +33,7 @@ def expected(*turns: list[str]) -> list[str]:
         parts = [{"type": "image", "image": file(name)} for name in names]
         pieces = session.stream([*parts, {"type": "text", "text": text}], max_tokens=12)
         answers.append("".join(piece.text for piece in pieces).strip())
+    assert all(answers), "an empty answer is part of any"
     return answers
 
 
@@ -98,8 +99,8 @@ def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
 def test_other_answers_keep_a_picture_that_waits(converse, monkeypatch) -> None:
     """/retry and /edit answer the last message again, with its own pictures."""
     first, _ = expected(["a", QUESTION], ["b", "And it?"])
-    (edited,) = expected(["a", "Where is it?"])
-    (second,) = expected(["a", "Where is it?"], ["b", "And it?"])[1:]
+    (edited,) = expected(["a", "Where is this?"])
+    (second,) = expected(["a", "Where is this?"], ["b", "And it?"])[1:]
     monkeypatch.setenv("EDITOR", "sed -i.old s/What/Where/")
     lines = [f"/image {ROOT / 'b.png'}", "/retry", "/edit", "/image", "And it?", "/image"]
     _, asked, _, again, other, waiting, then, none = converse(EYES, f"{ROOT / 'a.png'} {QUESTION}", *lines)
