@@ -356,8 +356,8 @@ def test_costs_saved_by_a_busy_machine_are_measured_again(saved: Path) -> None:
     """They used to be kept: drafts looked too dear, so none was made that could have shown the opposite."""
     pair = saved / "target", saved / "drafter"
     policies = load(*pair).policies
-    busy = dataclasses.replace(
-        policies.costs.table(), draft=[{k: 20 * policies.costs.at(1).plain for k in (1, 4)}, {}]
-    )
-    policies.use(busy)
-    assert load(*pair).policies.costs.table().draft != busy.draft
+    table = policies.costs.table()
+    dear = {length: 200 * table.plain for length in (1, 4)}
+    policies.use(dataclasses.replace(table, draft=[dear, *table.draft[1:]]))
+    table = load(*pair).policies.costs.table()
+    assert max(table.draft[0].values()) < 100 * table.plain
