@@ -20,12 +20,12 @@ from support.waiting import wait_until
 
 from mlx_spec import demo
 from mlx_spec.apps.server.engine import engine_thread
-from mlx_spec.apps.server.engine.answers import RoundDone
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, RoundDone
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import Models, load_served, need_of, next_in_queue
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import OutputFormat
-from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.device import memory_for_models
 from mlx_spec.hub.catalog import PairSpec
 
@@ -153,6 +153,19 @@ def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None
         closed(other.all())
         closed(behind.all())  # before the other one, whose model had to be loaded
         assert loaded(engine) == ["two"]
+
+
+def test_models_share_the_limit_of_running_choices() -> None:
+    with working(settings(ONE, TWO, limits=Limits(running=2))) as engine:
+        closed(answer(engine, chat(QUESTION, model="two", max_tokens=1)))  # now both are loaded
+        both = begin(engine, chat("Go on", model="one", n=2, sampling=ENDLESS, max_tokens=12), held=True)
+        while both.until(RoundDone).index == 0:  # until both choices run
+            both.go_on(1)
+        other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
+        both.go_on()
+        closed(other.all())
+        closed(both.all())
+        assert other.number(RoundDone) > both.number(ChoiceEnded)
 
 
 # --- turns of several models
