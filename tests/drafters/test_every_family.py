@@ -108,10 +108,9 @@ def test_reduced_vocabulary(family, tmp_path):
 def law_source(family: str, folder: Path) -> Any:
     if family in CHAINS:
         known = (1, 2, 4, 7)  # half of the eight tokens
-        mx.random.seed(1)
-        source = (
-            random_sources.eagle3(16, 8, known, (0,)) if family == "eagle3" else random_sources.mtp(16, 8)
-        )
+        source = random_sources.mtp(16, 8)
+        if family == "eagle3":
+            source = random_sources.eagle3(16, 8, known, (0,), seed=7)  # whose lies 120 generations show
         source.network.norm.weight *= 0.15  # its distribution is far from its likeliest token
         return source
     if family == "medusa":

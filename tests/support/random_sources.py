@@ -28,8 +28,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _spread(network: nn.Module, seed: int) -> None:
-    mx.random.seed(seed)
+def _spread(network: nn.Module) -> None:
     network.update(tree_map(lambda x: x + 0.3 * mx.random.normal(x.shape), network.trainable_parameters()))
 
 
@@ -42,8 +41,9 @@ def eagle3(D: int, vocab: int, ids: Sequence[int], capture: tuple[int, ...], see
         "target_hidden_size": D,
         **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), False),
     }
+    mx.random.seed(seed)
     network = Eagle3Network(LayerConfig.from_dict(config, {"draft_ids", "lm_head.weight"}, {}))
-    _spread(network, seed)
+    _spread(network)
     network.draft_ids = mx.array(list(ids), dtype=mx.int32)
     return network_source("eagle3", network, FeatureSpec(capture), vocab)
 
@@ -53,8 +53,9 @@ def mtp(D: int, vocab: int, seed: int = 4) -> DrafterSource:
     text = SIZES | {"hidden_size": D, "vocab_size": vocab, "intermediate_size": D, "num_hidden_layers": 2}
     text |= {"model_type": "qwen3_5_text", "full_attention_interval": 2}
     conventions = Conventions(hidden="post_norm", chain="post_norm")
+    mx.random.seed(seed)
     network = MTPNetwork({"text_config": text, "layer_type": "qwen3_5_text"}, conventions)
-    _spread(network, seed)
+    _spread(network)
     return network_source("qwen_mtp", network, FeatureSpec(final_hidden=True), vocab)
 
 
