@@ -351,10 +351,10 @@ class AnswerStream:
                 return
 
     def _drop(self, count: int) -> None:
-        """Drop the first `count` undecided characters. Their logprobs move to the rest of their token."""
-        for part in _take(self._undecided, count):
-            if self._undecided and part.logprobs and not self._undecided[0].logprobs:
-                self._undecided[0] = replace(self._undecided[0], logprobs=part.logprobs)
+        """Drop the first `count` undecided characters. The rest of a token gets its logprobs."""
+        taken = _take(self._undecided, count)
+        if taken and self._undecided and not self._undecided[0].logprobs:
+            self._undecided[0] = replace(self._undecided[0], logprobs=taken[-1].logprobs)
 
     # --- stop strings
 

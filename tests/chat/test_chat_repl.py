@@ -129,9 +129,10 @@ def test_saved_conversation_goes_on_the_same(converse, tmp_path):
     _, first, _, expected = converse(options, JOIN, f"/save {tmp_path / 'talk'}", SPLIT)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.glob(".*.tmp")] == []
-    other = [*options, "--num-draft-tokens=2"]
+    other, text = [*options, "--num-draft-tokens=2"], file.read_text()
     _, _, again, _, _, anew = converse(other, f"/load {file}", SPLIT, "/undo", "/undo", JOIN)
     assert answer_in(again) == answer_in(expected) and answer_in(anew) == answer_in(first)
+    assert file.read_text() == text, "only /save writes it"
 
 
 def test_what_a_file_says_cannot_steer_the_terminal(converse, tmp_path):

@@ -41,7 +41,9 @@ def test_a_conversation_is_kept_and_continued(converse, tmp_path):
     assert kept(tmp_path) == [file], "the same file goes on"
     assert re.search(rf"1 .* 3 turns .*What does zip do\? .*{file.stem}\n", listed)
     assert "3 turns loaded" in loaded and "3 turns loaded" in named
-    _, _, other, cleared, again = converse(["-c", *options], "/clear", "Other", "/load", "/load 2")
+    lines = ("/clear", "Other", "/load", "/load 2", "/load 0")
+    _, _, other, cleared, again, zero = converse(["-c", *options], *lines)
+    assert "there is no file 0.json" in zero
     assert len(kept(tmp_path)) == 2 and "Other" not in other
     assert cleared.index("Other") < cleared.index("What does zip do?") and "3 turns loaded" in again
 

@@ -188,6 +188,7 @@ def test_the_template_decides_about_reasoning(name: str, keep: bool) -> None:
         ),
         (template(content="{{ m.content[:9] }}"), [Q, user("much too long\nfor it")], [], 1),
         (template("{% if loop.first %}{% continue %}{% endif %}"), [Q, A, Q], [], 0),
+        (template("{% if loop.first %}{% continue %}{% endif %}"), [Q, A, user("\U00020000")], [], 0),
         (template(tools=""), [Q], [call("f")], None),
         (template(tools=""), [user("call f")], [call("f")], None),
     ],

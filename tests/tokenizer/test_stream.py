@@ -260,6 +260,9 @@ def test_stop_strings_count_in_the_answer_only() -> None:
     ]
     assert answer.finished is None
     assert said(text, source, None, stop=["the end"]) == [("answer", "<think>\n")]
+    answer = AnswerStream(text, [], stop=["\n\n"])
+    answer.read(round_of(text.encode("\n\n")))
+    assert answer.finished == "\n\n", "space that may come before thinking ends an answer at once"
 
 
 # --- counts

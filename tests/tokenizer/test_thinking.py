@@ -10,7 +10,7 @@ from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks, TagMarks, TextTagMarks
-from mlx_spec.types import Round
+from mlx_spec.types import Round, TokenLogprob
 
 START = "<|start|>assistant"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
@@ -232,6 +232,26 @@ def test_tokens_of_marks_count_as_thinking() -> None:
     text = MARKED["text"]
     assert split(text, "q", "<think>hm</think>Yes")[1] == len(text.encode("<think>hm</think>"))
     assert split(text, "q", "<thin ice")[1] == 0
+
+
+def test_a_token_may_end_a_tag_of_text_with_space_but_not_with_text() -> None:
+    text = marked(template="<think></think>", merges=[(">", "a"), (">", "Ċ")])
+    assert text.marks is not None
+    place = text.marks.begin(text.encode("<think>"))
+    for token in text.encode("hm</think"):
+        place = text.marks.after(place, token)
+    assert text.marks.forbidden(place) == {text.token_id(">a")}
+
+
+def test_a_token_that_ends_a_tag_keeps_its_log_probability() -> None:
+    text = marked(template="<think></think>", merges=[(">", "a")])
+    tokens = text.encode("<think>hm</think>ab")
+    assert text.token_bytes(tokens[-2]) == b">a"
+    answer = AnswerStream(text, text.encode("q"))
+    logprobs = [TokenLogprob(token, text.token_bytes(token), 0.0) for token in tokens]
+    parts = [*answer.read(Round(tokens, 0, 0, "plain"), logprobs), *answer.end()]
+    found = [each.token for part in parts if part.kind == "answer" for each in part.logprobs]
+    assert found == tokens[-2:]
 
 
 def test_the_template_decides_which_marks_count() -> None:
