@@ -81,8 +81,7 @@ class Conversation:
         self.session, self.system = session, system
 
     def require_schema(self, name: str, source: str) -> None:
-        """Let answers match a JSON schema from now on. Raises SpecError."""
-        self.schema = None
+        """Let answers match a JSON schema from now on. Raises SpecError; then nothing changes."""
         size = self.pair.info.vocab_size
         compiled = compile_grammar("json_schema", source, self.pair.tokenizer, size, seconds=10.0)
         self.schema = AnswerSchema(name, source, compiled)
@@ -96,6 +95,7 @@ class Conversation:
         if not self._redraft(choice):
             self._exchange(choice, self.turns)
         if (schema := self.schema) is not None:
+            self.schema = None  # it was compiled for the vocabulary of the former model
             self.require_schema(schema.name, schema.source)
 
     def load(self, saved: Mapping[str, Any]) -> None:

@@ -192,6 +192,21 @@ def test_loading_is_all_or_nothing(model):
     assert (talk.turns, talk.system, talk.settings) == ([], None, AnswerSettings())
 
 
+def test_a_schema_that_is_refused_leaves_the_former_one(model):
+    talk = Conversation(model, CHOICE, AnswerSettings(), None)
+    talk.require_schema("good", '{"type": "integer"}')
+    with pytest.raises(InvalidValue):
+        talk.require_schema("bad", "{")
+    assert talk.schema is not None and talk.schema.name == "good"
+
+
+def test_answers_of_another_model_match_the_schema(model):
+    talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=20), None)
+    talk.require_schema("abc", '{"enum": ["abc"]}')
+    talk.switch(PairSpec(str(GOLDEN.parent / "trained" / "qwen"), "none"))
+    assert "".join(piece.text for piece in talk.stream("hello")) == '"abc"'
+
+
 # --- drafts
 
 

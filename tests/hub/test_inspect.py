@@ -228,6 +228,7 @@ def test_pictures(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     ("damage", "message"),
     [
         (lambda whole: whole[:-1], "bytes, its header promises"),
+        (lambda whole: whole + b"x", "bytes, its header promises"),
         (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         (lambda whole: b"\xff" * 50, "is not a safetensors file"),
         (lambda whole: b"\x10" + bytes(7) + b"no json at all..", "damaged header"),

@@ -162,6 +162,23 @@ def test_remove_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "there is no folder mine" in capsys.readouterr().err
 
 
+def test_a_removal_that_fails_can_be_repeated(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pair is still one. Part of the cache may be a link to a folder, which stays."""
+    mine, outside = pair(tmp_path / "mine"), tmp_path / "outside"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock(side_effect=PermissionError(13, "Permission denied")))
+        assert run("rm", str(mine), "--yes") == 1
+    assert "cannot be removed (Permission denied)" in capsys.readouterr().err
+    assert run("rm", str(mine), "--yes") == 0 and not mine.exists()
+    hub.find(E2B)
+    (repository(cache, E2B) / "blobs").rename(outside)
+    (repository(cache, E2B) / "blobs").symlink_to(outside)
+    assert run("rm", E2B, "--yes") == 0
+    assert not repository(cache, E2B).exists() and list(outside.iterdir())
+
+
 def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(name: object) -> str:
         before = sorted(tmp_path.rglob("*"))
@@ -185,6 +202,10 @@ def test_remove_refuses(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixtu
     for target in (".", "..", "../real", str(tmp_path / "real"), "target/../../real", ""):
         (mine / "pair.json").write_text(json.dumps({"target": target}))
         assert "beside a converted pair" in refused(mine)
+    (mine / "drafter").unlink()
+    (tmp_path / "target").mkdir()
+    (mine / "pair.json").write_text('{"target": "../target"}')  # a name that the pair has, too
+    assert "beside a converted pair" in refused(mine)
     (mine / "pair.json").write_text("{}")
     assert "beside a converted pair" in refused(mine)
     repository(cache, "owner/linked").parent.mkdir(parents=True)
