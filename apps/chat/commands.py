@@ -250,14 +250,14 @@ class Commands:
 
     def _answer_again(self, message: pictures.Content) -> None:
         """Replace the last turn by a new answer to `message`; restore the turn if no answer comes."""
-        session = self._conversation.session
-        turn = session.undo()
+        session, turns = self._conversation.session, self._conversation.turns
+        session.undo()
         outcome: Outcome | None = None
         try:
             outcome = self._chat.answer_and_report(message)
         finally:
             if outcome is None or not outcome.statistics.rounds:
-                session.resume([*self._conversation.turns, *turn])
+                session.resume(turns)
 
     def _undo(self, _: str) -> None:
         if not self._conversation.session.undo():

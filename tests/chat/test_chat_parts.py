@@ -13,6 +13,7 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,16 +28,17 @@ from support.screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation
 from mlx_spec.apps.chat import saved as files
-from mlx_spec.apps.chat.answer import details, status_line, wants_race
+from mlx_spec.apps.chat.answer import ChatState, Trace, details, status_line, wants_race
 from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
 from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import open_pair, with_drafts
+from mlx_spec.apps.chat.saved import Journal
 from mlx_spec.apps.chat.settings import AnswerSettings, from_values
 from mlx_spec.apps.chat.terminal import DIM, GAINED, Terminal, Wrapping
-from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound
+from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.session import Positions, Statistics
@@ -205,6 +207,23 @@ def test_answers_of_another_model_match_the_schema(model):
     talk.require_schema("abc", '{"enum": ["abc"]}')
     talk.switch(PairSpec(str(GOLDEN.parent / "trained" / "qwen"), "none"))
     assert "".join(piece.text for piece in talk.stream("hello")) == '"abc"'
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "too long", "failed"])
+def test_a_turn_stays_if_no_other_answer_comes(model, reason):
+    talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=5), None)
+    turns = [{"role": "user", "content": "word " * 3000}, TURNS[1]] if reason == "too long" else TURNS
+    talk.session.resume(turns)
+    reads, writes = os.pipe()
+    trace = Trace(Path(f"/dev/fd/{writes}")) if reason == "failed" else None
+    os.close(reads)  # a trace cannot be written any more
+    os.close(writes)
+    with nullcontext() if trace is None else trace, Interrupts() as interrupts:
+        chat = ChatState(talk, Terminal(), interrupts, Journal(None, print), trace)
+        interrupts.pressed = reason == "interrupted"
+        with nullcontext() if interrupts.pressed else pytest.raises(SpecError):
+            Commands(chat).run("retry", "")
+    assert talk.turns == turns
 
 
 # --- drafts
