@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.lossless import GREEDY, emitted, first_difference
 from support.pairs import alone, make_pair
 from support.waiting import wait_until
 
-from mlx_spec.drafters.earlier import LENGTHS, MAX_RINGS, EarlierAnswers, TextRing, ring_tokens
+from mlx_spec.drafters.earlier import LENGTHS, MAX_RINGS, TAIL, EarlierAnswers, TextRing, ring_tokens
 from mlx_spec.drafters.lookup import RANGES, Lookup
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.pair import Pair
@@ -57,9 +58,12 @@ def test_a_context_is_found_where_it_stood_last() -> None:
 
 
 def test_memory_is_fixed_and_the_newest_texts_stay() -> None:
-    ring, before = TextRing(SIZE), TextRing(SIZE).nbytes
+    ring, before, added = TextRing(SIZE), TextRing(SIZE).nbytes, list[int]()
     for seed in range(200):
         ring.add(text := drawn(seed, 1 + 3 * seed, 5000))
+        added += text
+        held = [token for token in ring.tokens().tolist() if token >= 0]
+        assert held == added[-len(held) :] and len(held) > min(len(added), SIZE // 2) - 1
     assert ring.nbytes == before == 4 * (1 + len(LENGTHS)) * SIZE
     assert all(ring.copy(ring.find(text[i - 8 : i])[0], 1) == [text[i]] for i in range(8, len(text)))
     ring.add(drawn(7, 50_000))  # longer than the ring
@@ -188,19 +192,29 @@ def test_the_key_used_longest_ago_gives_way() -> None:
     assert earlier.ring("0").find([1, 2, 3])[1] == 3 and earlier.ring("1").find([1, 2, 3]) == (0, 0)
 
 
-def test_no_row_of_a_picture_is_kept() -> None:
-    earlier, rows = EarlierAnswers(SIZE), LazyRows(lambda: (yield))
-    prompt = Prompt((1, 2, 9, 9, 3, 4), (Span(2, 2, b"", rows),))
+PICTURE = Span(2, 2, b"", LazyRows(lambda: (yield)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        (Prompt((1, 2, 9, 9, 3, 4), (PICTURE,)), [3, 4]),  # no row of a picture
+        (text_prompt(range(20)), range(20)),
+        (text_prompt(range(50)), range(50 - TAIL, 50)),
+    ],
+)
+def test_an_answer_follows_the_last_text_of_its_prompt(prompt: Prompt, kept: Sequence[int]) -> None:
+    earlier = EarlierAnswers(SIZE)
     earlier.add("", prompt, [5, 6])
-    assert [t for t in earlier.ring("").tokens().tolist() if t >= 0] == [3, 4, 5, 6]
+    assert [t for t in earlier.ring("").tokens().tolist() if t >= 0] == [*kept, 5, 6]
 
 
 # --- files
 
 
-def kept(folder: Path, vocab_size: int = 5000) -> EarlierAnswers:
+def kept(folder: Path, vocab_size: int = 5000, target: str = "target") -> EarlierAnswers:
     earlier = EarlierAnswers(SIZE)
-    earlier.keep_in(folder, "target", vocab_size, 3600)
+    earlier.keep_in(folder, target, vocab_size, 3600)
     return earlier
 
 
@@ -209,22 +223,56 @@ def test_answers_outlive_the_process(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not list(tmp_path.iterdir())
     for seed in range(40):  # more than twice the ring
         kept(tmp_path).add("key", text_prompt([seed]), drawn(seed, 500, 5000))
+        if not seed:  # a kill may leave it
+            (file,) = tmp_path.iterdir()
+            file.with_suffix(f".{os.getpid()}.tmp").write_bytes(b"\x01\x02\x03")
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and file.stat().st_size < 10 * SIZE and "key" not in file.name
+    assert not caplog.text
     last = drawn(39, 500, 5000)
     assert kept(tmp_path).ring("key").find(last[90:120])[1] == 30
     assert kept(tmp_path).ring("other").find(last[90:120]) == (0, 0)
     os.utime(file, (0, 0))
     kept(tmp_path)
     assert not file.exists()
-    kept(tmp_path).add("key", text_prompt([1]), [6000])
-    assert kept(tmp_path).ring("key").find([1, 6000]) == (0, 0) and "is not used" in caplog.text
-    assert not file.exists()
+    for token in (6000, -2):  # not in the vocabulary
+        caplog.clear()
+        kept(tmp_path).add("key", text_prompt([1]), [token])
+        assert kept(tmp_path).ring("key").find([1, token]) == (0, 0) and "is not used" in caplog.text
+        assert not file.exists()
+
+
+def test_the_newest_files_of_the_target_are_read_at_once(tmp_path: Path) -> None:
+    """A newer file of another target takes the place of none, and its answers are not mixed in."""
+    newest_first = [("other", 0, 99), *(("target", key, key) for key in reversed(range(MAX_RINGS + 2)))]
+    for minutes, (target, key, token) in enumerate(newest_first):
+        before = set(tmp_path.iterdir())
+        kept(tmp_path, target=target).add(str(key), text_prompt([1]), [2, token])
+        (file,) = set(tmp_path.iterdir()) - before
+        os.utime(file, (time.time() - 60 * minutes,) * 2)
+    earlier = kept(tmp_path)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    rings = [earlier.ring(str(key)) for _, key, _ in newest_first[1:]]
+    assert [ring.copy(ring.find([1, 2])[0], 1) for ring in rings] == [[5], [4], [3], [2], [], []]
+
+
+def test_a_folder_that_cannot_be_written_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier = kept(tmp_path / "folder")
+    for count in range(2):
+        earlier.add("key", text_prompt([1]), [2, 3 + count])
+        assert caplog.text.count("no more answers are kept") == 1
+        ring = earlier.ring("key")
+        assert ring.copy(ring.find([1, 2])[0], 1) == [3 + count]
+        (tmp_path / "folder").mkdir(exist_ok=True)
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_many_short_answers_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone takes a start of the server some microseconds: a whole ring of them took 20 seconds."""
-    texts = [[8, *drawn(seed, 1 + seed % 5, 9), 9] for seed in range(500)]
+    texts = [[8, *drawn(seed, 1 + seed % 5, 10), 9] for seed in range(500)]
     earlier, add, sizes = kept(tmp_path), TextRing.add, list[int]()
     for text in texts:
         earlier.add("key", text_prompt(text[:1]), text[1:])
@@ -232,8 +280,8 @@ def test_many_short_answers_are_read_together(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(TextRing, "add", lambda ring, given: sizes.append(len(given)) or add(ring, given))
     again = kept(tmp_path)
     assert len(sizes) < 8
-    for text in texts[-100:]:
-        found = [each.ring("key").find(text[:-1]) for each in (earlier, again)]
+    for last in [text[:end] for text in texts[-100:] for end in (-1, None)]:
+        found = [each.ring("key").find(last) for each in (earlier, again)]
         assert found[0][1] == found[1][1] >= 2
         copies = [
             each.ring("key").copy(place, 9) for each, (place, _) in zip((earlier, again), found, strict=True)
