@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,7 +12,7 @@ from support import lossless
 
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction, prediction_counts
-from mlx_spec.types import Features
+from mlx_spec.types import Draft, Features, Sampler
 
 SAMPLER = lossless.GREEDY.sampler(1, 1000)
 PROMPT = [1, 2, 3, 4, 5]
@@ -177,3 +178,15 @@ def test_a_draft_is_cut_after_the_first_forbidden_token():
     drafter = GrammarFilter(lossless.Scripted(truth), Letters(), len(PROMPT))
     assert drafter.draft(PROMPT, 4, SAMPLER).tokens.tolist() == [7, 8, 3]
     assert drafter.draft(PROMPT, 2, SAMPLER).tokens.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("drawn", [{"probs": mx.full((3, 10), 0.1)}, {"parents": (0, 0, 1)}])
+def test_what_was_drawn_and_trees_are_not_cut(drawn: dict[str, Any]) -> None:
+    """A cut would change the distribution of the drafts, or part a tree from its parents."""
+    given = Draft(mx.array([7, 3, 8], dtype=mx.int32), **drawn)
+
+    class Given(lossless.Scripted):
+        def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+            return given
+
+    assert GrammarFilter(Given([]), Letters(), len(PROMPT)).draft(PROMPT, 4, SAMPLER) is given

@@ -329,3 +329,9 @@ def test_a_ban_of_all_tokens_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=f"ban all {V} tokens"):
         sampling.sampler(1, V)
     assert dataclasses.replace(sampling, grammar=compiled("regex", "a")).sampler(1, V)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3}])
+def test_a_grammar_wins_over_a_ban(fields: dict[str, Any]) -> None:
+    sampling = Sampling(logit_bias={ord("a"): -math.inf}, grammar=compiled("regex", "a"), **fields)
+    assert sampling.sampler(1, 256).draw(mx.zeros((1, 256)), [1], NONE)[0].tolist() == [ord("a")]
