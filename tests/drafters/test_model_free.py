@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 from support import lossless
 
-from mlx_spec.drafters.lookup import Lookup
+from mlx_spec.drafters.earlier import TextRing
+from mlx_spec.drafters.lookup import MAX_TAIL, Lookup
 from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction, prediction_counts
 from mlx_spec.types import Draft, Features, Sampler
 
@@ -65,6 +66,9 @@ def test_history_may_be_replaced():
             assert drafts(drafter, text, 4) == reference(text, 4)
             keep = rng.randrange(len(text) + 1)
             text = text[:keep] + texts(rng.randrange(1000))
+    drafter = Lookup()  # two of one length
+    assert drafts(drafter, [1, 2, 3, 4, 1, 2], 1) == [3]
+    assert drafts(drafter, [1, 2, 3, 4, 2, 3], 1) == [4]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -190,3 +194,14 @@ def test_what_was_drawn_and_trees_are_not_cut(drawn: dict[str, Any]) -> None:
             return given
 
     assert GrammarFilter(Given([]), Letters(), len(PROMPT)).draft(PROMPT, 4, SAMPLER) is given
+
+
+def test_the_conversation_of_another_key_is_forgotten() -> None:
+    """Else the drafts would show that it ended like this one."""
+    tail = range(100, 100 + MAX_TAIL)
+    lookup = Lookup()
+    for middle, drafted in ((9, []), (2, [3])):
+        lookup.copy_from(TextRing(1 << 10))
+        history = [1, middle, 3, *tail]
+        lookup.observe(history, Features())
+        assert drafts(lookup, [*history, 1, 2], 1) == drafted
