@@ -202,11 +202,16 @@ def test_a_schema_that_is_refused_leaves_the_former_one(model):
     assert talk.schema is not None and talk.schema.name == "good"
 
 
-def test_answers_of_another_model_match_the_schema(model):
+def test_another_model_goes_on(model):
+    """Its answers match the schema. A conversation that asked to think goes on if the model cannot."""
     talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=20), None)
     talk.require_schema("abc", '{"enum": ["abc"]}')
     talk.switch(PairSpec(str(GOLDEN.parent / "trained" / "qwen"), "none"))
     assert "".join(piece.text for piece in talk.stream("hello")) == '"abc"'
+    talk.switch(PairSpec(str(GOLDEN.parent / "vision" / "qwen"), "none"))
+    assert model.tokenizer.may_think and not talk.pair.tokenizer.may_think
+    talk.load({"system": None, "messages": TURNS, "settings": {"think": True}})
+    assert talk.turns == TURNS and not talk.settings.think
 
 
 @pytest.mark.parametrize("reason", ["interrupted", "too long", "failed"])
@@ -456,6 +461,7 @@ def test_interrupts_of_an_answer(capfd):
     with Interrupts() as interrupts:
         with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # while the prompt is read
             signal.raise_signal(signal.SIGINT)
+        assert interrupts.action is CtrlC.EXIT
         with pytest.raises(KeyboardInterrupt), interrupts.acting(CtrlC.RAISE):  # it was pressed before
             pass
         interrupts.clear()

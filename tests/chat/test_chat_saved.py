@@ -29,7 +29,7 @@ def test_a_conversation_is_kept_and_continued(converse, tmp_path):
     options = [*PAIR, FEW]
     converse(options, "/show", "/clear")
     assert kept(tmp_path) == [], "nothing was asked"
-    converse(options, "What does zip do?", "/set temperature 0.5", "And map?", "/undo", "And set?")
+    converse(options, "What does zip do?", "And map?", "/undo", "And set?", "/set temperature 0.5")
     (file,) = kept(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     converse([*options, "--no-history"], "Not this")
