@@ -258,7 +258,9 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     stamp = (before / "config.json").stat().st_mtime_ns
     assert find(str(file)) == before and (before / "config.json").stat().st_mtime_ns == stamp
     assert capfd.readouterr().err.count("Reading model.gguf") == 1
-    write(file, even(tiny.full(1)), "llama", {"": Quantization.Q4_0})
+    size = file.stat().st_size
+    write(file, even(tiny.full(1)), "llama", {"": Quantization.Q8_0})
+    assert file.stat().st_size == size
     after = find(str(file))
     assert after != before and not before.exists()
     (listed,) = [model for model in local_models() if model.origin == "converted"]

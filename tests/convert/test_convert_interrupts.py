@@ -104,10 +104,11 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_file_and_a_folder_that_appears_meanwhile_are_not_replaced(tmp_path: Path) -> None:
-    out, file = tmp_path / "out", tmp_path / "file"
+    out, file, link = tmp_path / "out", tmp_path / "file", tmp_path / "link"
     file.touch()
-    for place in (file, out):
+    link.symlink_to(tmp_path / "nothing")
+    for place in (file, link, out):
         with pytest.raises(InvalidValue, match="exists already"), new_folder(place):
             out.mkdir()
             (out / "mine").write_text("x")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine", "out"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "link", "mine", "out"]

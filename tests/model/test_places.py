@@ -13,7 +13,9 @@ from support.spans import facts, golden, pair_of
 from mlx_spec.decode.running import prefill
 from mlx_spec.model.places import PlacedRope, placed
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.prompt import LazyRows, Places, Sight, Span
+from mlx_spec.types import FeatureSpec
 
 SPANS = ((3, 2, 5), (14, 4, 4), (30, 1, 1), (33, 6, 1))  # index, rows, columns; two without text between
 END = 50
@@ -70,7 +72,7 @@ def test_a_model_has_its_own_embeddings_outside_of_a_pass() -> None:
     assert [layer.self_attn.rope for layer in model.layers] == own
 
 
-def test_a_tree_after_a_picture_equals_its_chains() -> None:
+def test_a_tree_and_a_batch_after_a_picture_equal_their_chains() -> None:
     """Columns are counted by index, positions are not."""
     model, tree = tiny.full(), (0, 1, 0, 3)
     half = model.layers[0].self_attn.rope.dims // 2
@@ -95,6 +97,18 @@ def test_a_tree_after_a_picture_equals_its_chains() -> None:
         chain = mx.array([tokens[row] for row in path])
         assert mx.abs(found[mx.array(path)] - read(sight).verify(chain)).max() < 1e-4
         assert mx.abs(found[mx.array(path)] - read(Sight(0)).verify(chain)).max() > 0.1
+
+    lone, other, batch = read(sight), LMTarget(model), TargetBatch(model, FeatureSpec())
+    other.prefill(prompt[:9])
+    batch.join(other)
+    batch.join(read(sight))
+    for token, count in zip(tokens, (2, 1), strict=False):  # beside another sequence, then in its lane
+        logits = batch.verify(mx.array([token] * count), [1] * count)[-1]
+        assert mx.abs(logits - lone.verify(mx.array([token]))[0]).max() < 1e-4
+        batch.commit([1] * count)
+        lone.commit(1)
+        if count > 1:
+            batch.leave(0, keep=False)
 
 
 @pytest.mark.parametrize(("case", "step"), [("two.0", 7), ("again.1", 1024)])
