@@ -99,3 +99,11 @@ def test_fingerprints_change_with_the_checkpoint(tmp_path):
     second = fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+def test_each_pair_and_setting_has_its_own_file() -> None:
+    """A newer MLX replaces the file."""
+    other = {"device": "b", "target": "b", "drafters": (), "quantization": "b", "kv_bits": 8}
+    names = [saved_costs.file_name(replace(KEY, **{name: value})) for name, value in other.items()]
+    assert len({saved_costs.file_name(KEY), *names}) == len(other) + 1
+    assert saved_costs.file_name(replace(KEY, mlx="2", format=3)) == saved_costs.file_name(KEY)
