@@ -284,3 +284,19 @@ def test_whether_a_round_is_judged_again_does_not_depend_on_its_draws() -> None:
     sampler = Unseeded(LogitsProcessor(Sampling(1.0, top_p=0.95), 1, 5000), key=4)
     accepted = [judged(sampler, block, [0])[0] for _ in range(200)]
     assert chi_square.excess(np.bincount(accepted, minlength=2), np.array([0.5, 0.5])) < 1
+
+
+def test_a_sequence_leaves_before_its_queued_token_is_drawn_whole() -> None:
+    """The others go on: it stops after its third token, and the nucleus of the fourth is too large."""
+    sampling = Sampling(0.41, top_p=0.95, seed=4)
+    truth = emitted(rounds(LMTarget(WIDE), Scripted([]), 0, PROMPT, 3, 5000, sampling))
+    batch = Batch(lambda: TargetBatch(WIDE, FeatureSpec()), 3)
+    for each in (Sampling(), sampling, Sampling()):
+        sampler, stop = each.sampler(len(PROMPT), 5000), frozenset(truth[2:] if each.seed else ())
+        target = LMTarget(WIDE, FeatureSpec())
+        batch.add(RunningSequence(target, [], FixedPolicy(0), sampler, text_prompt(PROMPT), 6, stop))
+    found: dict[int, list[int]] = {}
+    for index, result in batch.run():
+        assert not isinstance(result, Exception)
+        found.setdefault(index, []).extend(result.tokens)
+    assert found[1] == truth and found[0] == found[2] and len(found[0]) == 6
