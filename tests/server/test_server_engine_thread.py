@@ -429,9 +429,11 @@ def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
         assert caught.value.status == 429 and (caught.value.retry_after or 0) >= 1
         streams[1].job.cancel()
         assert engine.status().waiting == 1
+        streams.append(begin(engine, chat(QUESTION, max_tokens=3)))  # in the place that is free again
         streams[0].job.cancel()
         streams[0].go_on()
-        closed(streams[2].all())
+        for stream in streams[2:]:
+            closed(stream.all())
         assert streams[1].events.empty()
 
 
@@ -558,6 +560,18 @@ def test_an_error_fails_one_request(
     assert "secret" not in found.message and "a secret of the house" in caplog.text
     closed(other.all())
     assert body(answer(engine, request)) == body(answer(plain, request))
+
+
+def test_an_error_of_one_choice_ends_the_others_of_its_request(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their results may come in the same step."""
+    stream = begin(engine, chat(QUESTION, n=3, sampling=ENDLESS, max_tokens=3000))
+    wait_until(lambda: {e.index for _, e in tuple(stream.sent) if isinstance(e, RoundDone)} == {0, 1, 2})
+    with monkeypatch.context() as broken:
+        broken.setattr(RequestChoice, "read", lambda *given: 1 / 0)
+        assert failure(stream.all()).code == "internal_error"
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 
 @pytest.mark.parametrize("place", ["decode.round.Group.step", "decode.scheduler.Batch._regroup"])

@@ -9,6 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 from support.endpoint import CHAT, DEMO, HELLO, Stub, error_of, stubbed
 
+from mlx_spec.apps.server.errors import Failure
+from mlx_spec.apps.server.security import Bodies, Guards
 from mlx_spec.apps.server.settings import Settings, parse
 
 PLAIN, LOCKED = Settings(DEMO), Settings(DEMO, api_key="k")
@@ -188,3 +190,31 @@ def test_only_health_and_the_page_are_open():
     assert client(LOCKED).post("/").status_code == 401
     found = client(LOCKED).post("/v1/messages", json={})
     assert found.status_code == 401 and found.json()["error"]["type"] == "authentication_error"
+
+
+# --- bodies
+
+
+def test_only_incomplete_bodies_end_with_the_server():
+    bodies, gone = Bodies(), {"type": "http.disconnect"}
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")]}
+    found = []
+
+    async def ends_meanwhile(scope, receive, send):
+        found.append(await receive())
+        bodies.end()
+        found.append(await receive())  # the body is whole, so this waits for the client to hang up
+
+    async def ask(body):
+        messages = iter((body, gone))
+
+        async def receive():
+            return next(messages)
+
+        await Guards(ends_meanwhile, PLAIN, bodies)(scope, receive, None)
+
+    whole = {"type": "http.request", "body": b"{}"}
+    asyncio.run(ask(whole))
+    assert found == [whole, gone]
+    with pytest.raises(Failure, match="shutting down"):
+        asyncio.run(ask(whole))  # a request that comes later
