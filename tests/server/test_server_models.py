@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.pairs import make_pair
-from support.served import ENDLESS, QUESTION, TIMEOUT_S, answer, begin, chat, closed, failure, working
+from support.served import ENDLESS, QUESTION, TIMEOUT_S, answer, begin, chat, closed, failure, raw, working
 from support.spans import ROOT, vision_of
 from support.waiting import wait_until
 
@@ -27,6 +27,7 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import OutputFormat
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.device import memory_for_models
+from mlx_spec.errors import NotFound
 from mlx_spec.hub.catalog import PairSpec
 
 ONE, TWO, THREE = (
@@ -155,6 +156,15 @@ def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None
         assert loaded(engine) == ["two"]
 
 
+def test_a_prompt_needs_room_beside_what_running_ones_have_not_read() -> None:
+    found = Models(settings(ONE), lambda one: make_pair("full", "none"))
+    model = found.ready("one", ())
+    assert model is not None and model.token_bytes > 0
+    most = int(model.prefix_cache.max_bytes() / model.token_bytes)
+    assert model.has_room(2 * most, 0)  # alone: what it needs is checked elsewhere
+    assert model.has_room(most - 9, 8) and not model.has_room(most - 9, 11)
+
+
 def test_models_share_the_limit_of_running_choices() -> None:
     with working(settings(ONE, TWO, limits=Limits(running=2))) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=1)))  # now both are loaded
@@ -257,7 +267,38 @@ def test_the_time_of_an_answer_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
         assert bool(found.loaded()) == stays
 
 
+def test_a_model_that_a_request_waits_for_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(ONE, TWO, idle_seconds=60.0, limits=Limits(running=1))
+    with working(given, lambda one: make_pair("full", "none")) as engine:
+        long = begin(engine, replace(raw((5, 6), max_tokens=40), model="two"), held=True)
+        long.until(RoundDone)
+        behind = begin(engine, replace(raw((5, 6)), model="one"))
+        later = time.monotonic() + 1000
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        long.go_on(3)
+        for _ in range(3):
+            long.until(RoundDone)
+        assert loaded(engine) == ["one", "two"]
+        long.go_on()
+        closed(long.all())
+        closed(behind.all())
+
+
 # --- failures
+
+
+def test_a_first_model_that_loads_in_the_end_is_no_problem() -> None:
+    pairs = iter((None, make_pair("full", "none")))
+
+    def loader(one: ServedModel) -> Any:
+        if (pair := next(pairs)) is None:
+            raise NotFound("it is not here yet")
+        return pair
+
+    with working(settings(ONE), loader) as engine:
+        assert (engine.status().state, engine.status().problem) == ("failed", "it is not here yet")
+        closed(answer(engine, replace(raw((5, 6)), model="one")))
+        assert (engine.status().state, engine.status().problem) == ("ready", None)
 
 
 @pytest.mark.parametrize(("target", "crashes"), [("nobody/nothing", False), ("demo", True)])
