@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from support.served import DEMO, answer, body, closed, working
 from support.served import raw as raw_request
 
 from mlx_spec.apps.server.engine import prefix_cache
-from mlx_spec.apps.server.engine.prefix_cache import CacheFolder, PrefixFiles, model_key
+from mlx_spec.apps.server.engine.prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
@@ -237,15 +237,35 @@ def test_small_chats_and_small_growth_are_not_written(plain: Pair, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] != names[4]
 
 
+def test_the_sequence_used_last_is_written_first(
+    plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No write begins once the time is over, so the older one is lost."""
+    cache = PrefixCache(plain.open, 4, lambda: GB)
+    prompts = [tiny.prompt(80, seed=seed) for seed in (5, 6)]
+    for prompt in prompts:
+        sequence = cache.take(text_prompt(prompt))
+        generate(plain, sequence, prompt, most=1)
+        cache.give_back(sequence)
+    cache.files = files(plain, tmp_path)
+    with monkeypatch.context() as slow:
+        slow.setattr(time, "monotonic", count(step=6).__next__)
+        cache.close()
+    restored = [cache.files.restore(text_prompt([*p, 1, 2]), 0, plain.open) for p in prompts]
+    assert restored[0] is None and restored[1] is not None
+
+
 def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
     stored(plain, tmp_path)
     first = next(tmp_path.iterdir())
     found = files(plain, tmp_path, max_bytes=int(2.5 * first.stat().st_size))
     for seed in (5, 6):
-        os.utime(first, (time.time(), time.time() + 10))  # used
+        for age, path in enumerate(sorted(tmp_path.iterdir(), key=lambda path: path != first)):
+            os.utime(path, (time.time(), time.time() - 60 + age))  # the first is the oldest
+        assert found.restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is not None  # but used
         write(found, plain, tiny.prompt(300, seed=seed))
         assert len(list(tmp_path.iterdir())) == 2 and first.exists()
-    CacheFolder(tmp_path, first.stat().st_size - 1)
+    CacheFolder(tmp_path, first.stat().st_size // 2)
     assert not list(tmp_path.iterdir())
     answers = [tmp_path / f"{name}.answers" for name in "ab"]
     for i, file in enumerate(answers):
