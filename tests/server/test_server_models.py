@@ -253,6 +253,7 @@ def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         card = engine.models()[0]
         assert card.context_length == 4096 and card.tools is not None  # known since it was loaded
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
+        wait_until(lambda: loaded(engine) == ["two"])
 
 
 def test_the_time_of_an_answer_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,12 @@ def test_the_oldest_make_room(tmp_path: Path, stub: Stub, monkeypatch: Any, limi
     kept = {id for id in ids if endpoint.client.get(f"{RESPONSES}/{id}").is_success}
     assert len(kept) <= 2
     wait_until(lambda: {file.stem for file in tmp_path.iterdir()} == kept)
+    oldest, *newer = sorted(kept, reverse=True)  # in no order of their names
+    os.utime(tmp_path / f"{oldest}.json", (0, 0))
+    endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
+    ask(endpoint, "x" * 100)
+    assert "made room" in missing(endpoint, oldest)
+    assert all(get(endpoint, id) for id in newer)
 
 
 # --- files
