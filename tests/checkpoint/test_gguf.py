@@ -27,7 +27,7 @@ from support.lossless import emitted
 from support.vocabularies import byte_level
 
 from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor, read_gguf
-from mlx_spec.checkpoint.gguf_model import gguf_folder
+from mlx_spec.checkpoint.gguf_model import gguf_folder, gguf_place
 from mlx_spec.convert.selftest import load_lazily
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub import NoSpace, find
@@ -127,6 +127,7 @@ def test_k_quants_in_a_folder(tmp_path: Path, q6k_bits: int, uneven: bool) -> No
     extra = {"token_embd.weight": (six, "Q6_K"), "blk.0.ffn_gate.weight": (four, "Q4_K")}
     file = write(tmp_path / "model.gguf", even(tiny.full(hidden_size=256)), "llama", extra=extra)
     folder = gguf_folder(file, q6k_bits)
+    assert len({gguf_place(file, bits) for bits in (None, 8, 16)}) == 3
     found, _ = load_model(folder, strict=True, lazy=True)
     weights = dict(tree(dequantize_model(found)))
     for name, (blocks, kind) in zip(("embed_tokens", "layers.0.mlp.gate_proj"), extra.values(), strict=True):
