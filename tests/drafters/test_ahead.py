@@ -359,9 +359,11 @@ def test_stored_drafts_are_those_of_a_new_drafter(name: str) -> None:
 
 def test_a_stored_draft_is_answered_once() -> None:
     drafter, _ = prepared()
-    history = [*PROMPT, *next(iter(outcomes(drafter)))]
+    outcome, stored = next(iter(outcomes(drafter).items()))
+    history = [*PROMPT, *outcome]
     drafter.observe(history, NOTHING)
-    assert drafter.draft(history, 2, GREEDY).ahead is True
+    draft = drafter.draft(history, 2, GREEDY)  # fewer than it stored
+    assert draft.ahead is True and read(draft.tokens) == read(stored.tokens)[:2] != read(stored.tokens)
     assert drafter.draft(history, 2, GREEDY).ahead is None
 
 
