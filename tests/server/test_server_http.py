@@ -372,6 +372,7 @@ def test_connections_without_a_request_are_closed(stub, monkeypatch):
         found = answer(send(body))
         assert found.startswith("HTTP/1.1 408 ") and '"code":"request_timeout"' in found
         monkeypatch.setattr(security, "BODY_TIMEOUT_S", LIMIT)
+        wait_until(lambda: not server.server_state.tasks)  # that request's, after its connection has closed
         half = send(body)
         wait_until(lambda: server.server_state.tasks)
         server.should_exit = True
