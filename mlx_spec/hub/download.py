@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -166,7 +167,7 @@ def plan(name: str, *, revision: str | None = None) -> Download:
 
 
 def fetch(download: Download) -> Path:
-    """Download the files of a plan and return their folder.
+    """Download the files of a plan, all of its commit, and return their folder.
 
     Raises NotFound, BadCheckpoint for damaged files, or NoSpace before anything is written.
     """
@@ -193,16 +194,18 @@ def _fetch(download: Download) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import tqdm
 
-    name, revision = download.name, download.revision
+    name, commit = download.name, download.commit
     new = [file for file in download.sizes if fnmatch(file, WEIGHTS) and not download.has(file)]
     base = tqdm.__mro__[1]  # huggingface_hub switches its own bar on again
     silent = type("SilentBar", (base,), {"__init__": partialmethod(base.__init__, disable=True)})
-    folder = snapshot_download(
-        name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=[WEIGHTS], tqdm_class=silent
+    folder = Path(
+        snapshot_download(
+            name, revision=commit, allow_patterns=PATTERNS, ignore_patterns=[WEIGHTS], tqdm_class=silent
+        )
     )
     for file in new:
         # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
-        blob = Path(hf_hub_download(name, file, revision=download.commit)).resolve()
+        blob = Path(hf_hub_download(name, file, revision=commit)).resolve()
         expected = published_hash(blob)
         if expected is not None and (found := sha256(blob)) != expected:
             blob.unlink()
@@ -212,7 +215,22 @@ def _fetch(download: Download) -> Path:
             )
         for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes
             left.unlink(missing_ok=True)
-    return Path(folder)
+    _record(download, folder)
+    return folder
+
+
+def _record(download: Download, folder: Path) -> None:
+    """Record which commit the revision is, as huggingface_hub does; `cached` finds the snapshot by it."""
+    from huggingface_hub.constants import DEFAULT_REVISION
+
+    revision = download.revision or DEFAULT_REVISION
+    if revision == download.commit:
+        return
+    file = folder.parent.parent / "refs" / revision
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # others read this file meanwhile
+    new.write_text(download.commit, encoding="utf-8")
+    new.replace(file)
 
 
 def published_hash(blob: Path) -> str | None:

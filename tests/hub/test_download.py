@@ -16,8 +16,9 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from support import sparse
 from support.commands import run
-from support.hub_stand_in import ASSISTANT, COMMIT, E2B, ROOT, Hub
+from support.hub_stand_in import ASSISTANT, COMMIT, E2B, PUSHED, ROOT, Hub
 from support.waiting import LIMIT, wait_until
 
 from mlx_spec import hub
@@ -53,10 +54,15 @@ def test_pull_without_a_drafter(cache: Path, capsys: pytest.CaptureFixture[str])
     assert hub.cached(E2B) and not hub.cached(ASSISTANT)
 
 
-def test_pull_a_revision(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("pull", "owner/copy", "--drafter", ASSISTANT, "--revision", COMMIT) == 0
-    out = capsys.readouterr().out
-    assert f"models--owner--copy/snapshots/{COMMIT} --drafter {ASSISTANT}" in out
+@pytest.mark.parametrize("revision", ["main", "v1", COMMIT])
+def test_pull_a_revision(revision: str, served: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked in (True, False):  # then it is all there
+        served.asked.clear()
+        assert run("pull", "owner/copy", "--drafter", ASSISTANT, "--revision", revision) == 0
+        assert f"models--owner--copy/snapshots/{COMMIT} --drafter {ASSISTANT}" in capsys.readouterr().out
+        assert bool(served.asked) == asked
+    refs = [file.name for file in cache.glob("models--owner--copy/refs/*")]
+    assert refs == [name for name in (revision,) if name != COMMIT]
 
 
 def test_pull_a_drafter_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +112,20 @@ def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             NotFound, match=f"there is no folder {name}, and a repository .* is named owner/name"
         ):
             hub.find(name)
+
+
+def test_a_push_between_two_requests(served: Hub, tmp_path: Path, cache: Path) -> None:
+    """Small files came from the newest commit, weights from the one before."""
+    newer = sparse.checkpoint(tmp_path / "newer", sparse.gemma4("E4B"), {"b.weight": ("BF16", (7,))})
+    plan = hub.plan(E2B)
+    served.pushed[E2B] = newer
+    for folder in (hub.fetch(plan), hub.find(E2B)):
+        assert folder.name == COMMIT and partials(cache) == []
+        assert {file.name for file in folder.iterdir()} == set(plan.sizes)
+        for file in folder.iterdir():
+            assert file.read_bytes() == (served.repositories[E2B] / file.name).read_bytes()
+    assert hub.fetch(hub.plan(E2B)).name == PUSHED  # another commit is another snapshot
+    assert (hub.find(E2B) / "config.json").read_bytes() == (newer / "config.json").read_bytes()
 
 
 # --- the disk

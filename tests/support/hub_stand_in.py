@@ -18,7 +18,7 @@ from support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 E2B, ASSISTANT = "mlx-community/gemma-4-e2b-it-4bit", "google/gemma-4-E2B-it-assistant"
-COMMIT = "0" * 39 + "1"
+COMMIT, PUSHED = "0" * 39 + "1", "0" * 39 + "2"
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Hub:
     cuts: int = 0  # how many times it does
     breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
     swapped: bytes | None = None  # content that is sent instead of the weights
+    pushed: dict[str, Path] = field(default_factory=dict)  # what main holds by now; else COMMIT is main
 
     def variables(self, home: Path) -> dict[str, str]:
         """The environment of a process that asks this hub and keeps its cache in `home`."""
@@ -76,12 +77,13 @@ def _describe(file: Path) -> dict[str, Any]:
     if file.suffix == ".safetensors":
         sha = hashlib.sha256(file.read_bytes()).hexdigest()
         entry["lfs"] = {"oid": sha, "sha256": sha, "size": size, "pointerSize": 100}
-    entry["oid"] = entry["blobId"] = hashlib.sha1(file.name.encode()).hexdigest()
+    entry["oid"] = entry["blobId"] = hashlib.sha1(file.read_bytes()).hexdigest()
     return entry
 
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    commit: str  # that the request means
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -90,6 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.removeprefix("/api/models").strip("/").split("/")
         name = "/".join(parts[:2])
         folder = self.hub.repositories.get(name)
+        revision = parts[3] if len(parts) > 3 else "main"
+        self.commit = PUSHED if revision == "main" and name in self.hub.pushed else COMMIT
+        if PUSHED in (revision, self.commit):
+            self.commit, folder = PUSHED, self.hub.pushed.get(name)
         if "gated" in name:
             self._error(403, "GatedRepo")
         elif "torn" in name:
@@ -97,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif folder is None:
             self._error(401, "RepoNotFound")
         elif path.startswith("/api/"):
-            self._answer(name, folder, parts[2:])
+            self._answer(name, folder, revision, "tree" in parts[2:3])
         elif not (file := folder / parts[-1]).is_file():
             self._error(404, "EntryNotFound")
         else:
@@ -105,12 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _answer(self, name: str, folder: Path, rest: list[str]) -> None:
-        if rest and rest[1] not in ("main", COMMIT):
+    def _answer(self, name: str, folder: Path, revision: str, is_tree: bool) -> None:
+        if revision not in ("main", "v1", self.commit):
             return self._error(404, "RevisionNotFound")
         files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
-        whole = {"id": name, "modelId": name, "sha": COMMIT, "siblings": files}
-        return self._send(json.dumps(files if rest and rest[0] == "tree" else whole).encode())
+        whole = {"id": name, "modelId": name, "sha": self.commit, "siblings": files}
+        return self._send(json.dumps(files if is_tree else whole).encode())
 
     def _send_file(self, file: Path) -> None:
         entry = _describe(file)
@@ -128,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(part)))
         self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.commit)
         self.end_headers()
         if self.command != "GET":
             return
