@@ -12,7 +12,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.config import TOKENIZERS, StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import (
+    TOKENIZERS,
+    StoredModel,
+    integer,
+    read_checkpoint,
+    read_config,
+    text_config,
+)
 from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
 from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape, missing_tower, tower_bytes
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
@@ -251,7 +258,7 @@ def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
 
     target = folder / manifest.get("target", ".")
     try:
-        tokenizer = read_tokenizer(target, read_object(target / "config.json"))
+        tokenizer = read_tokenizer(target, read_config(target))
         return differing_token(folder / manifest["drafter"], target, tokenizer) is not None
     except SpecError:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.config import WEIGHTS, other_format
+from mlx_spec.checkpoint.config import WEIGHTS, other_format, read_published
 from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.errors import NotFound, SpecError
@@ -150,7 +150,7 @@ def _repository(folder: Path) -> LocalModel | None:
         place = whole or _snapshot(folder)
         if place is None or not (place / "config.json").is_file():
             return None
-        if "model_type" not in read_object(place / "config.json"):
+        if "model_type" not in read_published(place):
             return None
         found = inspect_folder(place, name)
     except NotFound:  # no repository can have this name

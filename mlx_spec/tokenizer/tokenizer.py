@@ -231,6 +231,7 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
     tokenizer.no_truncation()  # a length from training would silently drop text
     tokenizer.no_padding()
     if config.get("fix_mistral_regex") is True:
+        # As it is in the file, which transformers reads, too; a folder with a tokenizer alone has none.
         fix_mistral_cut(tokenizer, read_optional(folder / "config.json"))
     return tokenizer, eos
 

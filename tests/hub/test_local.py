@@ -338,7 +338,7 @@ def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert file.read_text(encoding="utf-8") == "ä new" and list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000])
 def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
