@@ -288,10 +288,15 @@ async def _disconnected(receive: Receive) -> None:
 # --- failures
 
 
-def error_response(path: str, failure: Failure) -> Response:
-    """Return the response to a request for `path` that failed before its response began."""
-    anthropic_path = "/v1/messages"  # below it, errors are Anthropic's
-    if path.startswith(anthropic_path):
+def error_response(path: str, headers: Headers, failure: Failure) -> Response:
+    """Return the response to a request that failed before its response began.
+
+    Its form follows the path, and on paths that protocols share, such as /v1/models, the client.
+    """
+    openai_paths = ("/v1/chat/", "/v1/completions", "/v1/responses", "/infill", "/race")
+    is_shared = not path.startswith((OLLAMA_PATH, *openai_paths))
+    # All clients of Anthropic's API send this header.
+    if path.startswith("/v1/messages") or (is_shared and "anthropic-version" in headers):
         status = 529 if failure.status == 503 else failure.status  # Anthropic's status for an overload
         response = JSONResponse(anthropic_body(failure), status)
     elif path.startswith(OLLAMA_PATH):
@@ -317,21 +322,21 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
     An unexpected exception becomes a 500 without details.
     """
-    path = request.url.path
+    path, headers = request.url.path, request.headers
     if isinstance(error, Failure):
-        return error_response(path, error)
+        return error_response(path, headers, error)
     if not isinstance(error, HTTPException):
         LOG.error("a request failed", exc_info=error)
-        return error_response(path, internal_error())
+        return error_response(path, headers, internal_error())
     message, code = str(error.detail), None
     shown = path[:128]  # a client may send a path of any length
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
-        if request.method in ("GET", "HEAD") and is_base_in_browser(path, request.headers):
+        if request.method in ("GET", "HEAD") and is_base_in_browser(path, headers):
             return RedirectResponse("../" if request.scope.get("raw_path", b"").endswith(b"/") else "./")
         message, code = f"there is nothing at {shown}{why}", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.method} is not for {shown}{why}", "method_not_allowed"
-    response = error_response(path, Failure(error.status_code, message, code=code))
+    response = error_response(path, headers, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

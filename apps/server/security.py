@@ -133,7 +133,7 @@ class Guards:
             if length.isdecimal():  # a body that is too large is not even read
                 self._check_size(int(length))
         except Failure as failure:
-            await error_response(scope["path"], failure)(scope, receive, send)
+            await error_response(scope["path"], headers, failure)(scope, receive, send)
             return
         read, is_whole = 0, False
 

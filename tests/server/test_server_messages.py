@@ -7,11 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.endpoint import ARGUMENTS, BODIES, CLOSED, CONVERSATION, MESSAGES, TURN, Place, Stub, said
+from support.endpoint import (
+    ARGUMENTS,
+    BODIES,
+    CHAT,
+    CLOSED,
+    CONVERSATION,
+    DEMO,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    TURN,
+    Place,
+    Stub,
+    error_of,
+    said,
+    stubbed,
+)
 
 anthropic = pytest.importorskip("anthropic")
 from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402
 from pydantic import TypeAdapter, ValidationError  # noqa: E402
+
+from mlx_spec.apps.server.settings import Settings  # noqa: E402
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 PATH = MESSAGES
@@ -34,6 +52,37 @@ def test_models_as_anthropic_lists_them(client: Any):
     found = [*client.models.list(), client.models.retrieve("alias:latest")]
     shown = [(model.type, model.id, model.display_name, model.created_at.year) for model in found]
     assert shown == [("model", name, name, 2023) for name in ("demo", "alias", "alias:latest")]
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("gpt")
+    assert caught.value.type == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "expected"),
+    [
+        ("/v1/models/gpt", {}, (404, "not_found_error")),
+        ("/v1/nothing", {}, (404, "not_found_error")),
+        ("/v1/models", {"host": "evil.example"}, (403, "permission_error")),
+        ("/v1/models", {"x-api-key": "wrong"}, (401, "authentication_error")),
+        ("/v1/models", {"content-length": "1" + 9 * "0"}, (413, "request_too_large")),
+    ],
+)
+def test_errors_on_shared_paths_have_the_form_of_the_client(path: str, given: Any, expected: Any):
+    client = stubbed(Stub(), Settings(DEMO, api_key="k")).client
+    headers = {"x-api-key": "k", **given}
+    error_of(client.get(path, headers=headers), expected[0])
+    reply = client.get(path, headers=headers | {"anthropic-version": "2023-06-01"})
+    assert (reply.status_code, reply.json()["error"]["type"]) == expected
+    assert set(reply.json()) == {"type", "error"} and reply.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, "/infill", "/race", f"{RESPONSES}/x", "/api/chat"])
+def test_the_form_of_errors_on_a_protocols_own_path_is_fixed(place: Place, path: str):
+    post = place.endpoint.client.post
+    replies = [
+        post(path, json=[], headers=dict.fromkeys(names, "")) for names in ((), ("anthropic-version",))
+    ]
+    assert replies[0].status_code in (400, 405) and replies[0].json() == replies[1].json()
 
 
 # --- answers
