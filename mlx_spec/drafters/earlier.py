@@ -11,17 +11,19 @@ and a file only if a folder is given.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from operator import mul
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,10 +122,6 @@ class TextRing:
         found = self._view[place : place + count].tolist()
         return found[: found.index(EMPTY)] if EMPTY in found else found
 
-    def tokens(self) -> NDArray[np.int32]:
-        """Return all texts, the oldest first, with EMPTY after each."""
-        return np.concatenate([self._text[self._end :], self._text[1 : self._end]])
-
     def _match(self, place: int, last: Sequence[int]) -> int:
         before = self._view[max(place - len(last), 0) : place].tolist()
         pairs = zip(reversed(before), reversed(last), strict=False)
@@ -134,7 +132,7 @@ class EarlierAnswers:
     """The earlier answers of one target: a ring for each API key, and their files if there is a folder.
 
     A file holds the text alone: tokens as int32, EMPTY after each answer. Answers are only appended, so
-    whenever a process ends, what it wrote can be read.
+    whenever a process ends, what it wrote can be read. Several processes may append to one file.
     """
 
     def __init__(self, ring_tokens: int) -> None:
@@ -159,7 +157,7 @@ class EarlierAnswers:
         ring, text = self.ring(key), [*tail, *answer[-MAX_ANSWER:]]
         ring.add(text)
         if self._folder is not None:
-            self._write(self._file(_digest(key)), ring, text)
+            self._write(self._file(_digest(key)), text)
 
     def _ring(self, digest: str) -> TextRing:
         ring = self._rings.pop(digest, None) or self._read(digest)
@@ -193,10 +191,10 @@ class EarlierAnswers:
         if self._folder is None or not (file := self._file(digest)).exists():
             return ring
         try:
-            size = file.stat().st_size
-            if size % 4:  # the process ended while it wrote
-                os.truncate(file, size // 4 * 4)
-            tokens = np.fromfile(file, "<i4", offset=max(size // 4 - self._ring_tokens, 0) * 4)
+            with _locked(file) as stream:
+                if (size := stream.tell()) % 4:  # the process ended while it wrote
+                    stream.truncate(size // 4 * 4)
+                tokens = self._newest(file)
             if tokens.size and not EMPTY <= tokens.min() <= tokens.max() < self._vocab_size:
                 raise ValueError("it holds tokens that the target does not have")
         except (OSError, ValueError) as error:
@@ -214,22 +212,47 @@ class EarlierAnswers:
             tokens = tokens[size + bool(ends.size) :]
         return ring
 
-    def _write(self, file: Path, ring: TextRing, text: Sequence[int]) -> None:
-        """Append a text; once a file has twice the tokens of its ring, write it anew. Stop at an error."""
+    def _write(self, file: Path, text: Sequence[int]) -> None:
+        """Append a text; drop the older half of a file with twice the tokens of a ring. Stop at an error."""
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            with os.fdopen(os.open(file, flags, 0o600), "ab") as stream:
+            with _locked(file) as stream:
                 stream.write(np.array([*text, EMPTY], "<i4").tobytes())
-                is_long = stream.tell() > 8 * self._ring_tokens
-            if is_long:
-                # Another server may write the same. This one removes those that are left behind.
-                temporary = file.with_suffix(f".{os.getpid()}.tmp")
-                with os.fdopen(os.open(temporary, flags | os.O_TRUNC, 0o600), "wb") as stream:
-                    stream.write(ring.tokens().astype("<i4").tobytes())
-                os.replace(temporary, file)
+                stream.flush()
+                if stream.tell() > 8 * self._ring_tokens:
+                    temporary = file.with_suffix(".tmp")  # one left by a process that was killed is replaced
+                    temporary.touch(0o600)
+                    temporary.write_bytes(self._newest(file).tobytes())  # also what others have appended
+                    os.replace(temporary, file)
         except OSError as error:  # most likely the disk is full
             _log.warning("no more answers are kept in %s: %s", file.parent, one_line(error))
             self._folder = None
+
+    def _newest(self, file: Path) -> NDArray[np.int32]:
+        """Return the tokens at the end of a file, as many as a ring has."""
+        older = max(file.stat().st_size // 4 - self._ring_tokens, 0)
+        return np.fromfile(file, "<i4", offset=4 * older)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[BinaryIO]:
+    """Open a file to append to, once no other process has it so. Raises OSError.
+
+    Who waited for a file that was replaced meanwhile opens the new one.
+    """
+    while True:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            if _is_at(file, stream):
+                stream.seek(0, os.SEEK_END)
+                yield stream
+                return
+
+
+def _is_at(file: Path, stream: BinaryIO) -> bool:
+    try:
+        return os.path.samefile(file, stream.fileno())
+    except FileNotFoundError:
+        return False
 
 
 def ring_tokens(memory: int) -> int:

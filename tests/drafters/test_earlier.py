@@ -34,6 +34,12 @@ def drawn(seed: int, count: int = 300, tokens: int = 40) -> list[int]:
     return np.random.default_rng(seed).integers(0, tokens, count).tolist()
 
 
+def texts_of(ring: TextRing) -> list[int]:
+    """The tokens of all texts, the oldest first."""
+    tokens = np.concatenate([ring._text[ring._end :], ring._text[1 : ring._end]])
+    return tokens[tokens >= 0].tolist()
+
+
 # --- the ring
 
 
@@ -62,7 +68,7 @@ def test_memory_is_fixed_and_the_newest_texts_stay() -> None:
     for seed in range(200):
         ring.add(text := drawn(seed, 1 + 3 * seed, 5000))
         added += text
-        held = [token for token in ring.tokens().tolist() if token >= 0]
+        held = texts_of(ring)
         assert held == added[-len(held) :] and len(held) > min(len(added), SIZE // 2) - 1
     assert ring.nbytes == before == 4 * (1 + len(LENGTHS)) * SIZE
     assert all(ring.copy(ring.find(text[i - 8 : i])[0], 1) == [text[i]] for i in range(8, len(text)))
@@ -155,7 +161,7 @@ def test_company_and_interrupted_answers() -> None:
     """Several at once, each with the answers of one that was closed early."""
     pair = pair_of("full")
     rounds = pair.generate(PROMPT, max_tokens=COUNT, key="mine")
-    while len(kept := pair.earlier.ring("mine").tokens()) and not (kept >= 0).any():
+    while not texts_of(pair.earlier.ring("mine")):
         next(rounds)
         rounds.close()
     for key in ("mine", "other"):
@@ -206,7 +212,7 @@ PICTURE = Span(2, 2, b"", LazyRows(lambda: (yield)))
 def test_an_answer_follows_the_last_text_of_its_prompt(prompt: Prompt, kept: Sequence[int]) -> None:
     earlier = EarlierAnswers(SIZE)
     earlier.add("", prompt, [5, 6])
-    assert [t for t in earlier.ring("").tokens().tolist() if t >= 0] == [*kept, 5, 6]
+    assert texts_of(earlier.ring("")) == [*kept, 5, 6]
 
 
 # --- files
@@ -225,7 +231,7 @@ def test_answers_outlive_the_process(tmp_path: Path, caplog: pytest.LogCaptureFi
         kept(tmp_path).add("key", text_prompt([seed]), drawn(seed, 500, 5000))
         if not seed:  # a kill may leave it
             (file,) = tmp_path.iterdir()
-            file.with_suffix(f".{os.getpid()}.tmp").write_bytes(b"\x01\x02\x03")
+            file.with_suffix(".tmp").write_bytes(b"\x01\x02\x03")
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and file.stat().st_size < 10 * SIZE and "key" not in file.name
     assert not caplog.text
@@ -296,7 +302,7 @@ from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.prompt import text_prompt
 earlier = EarlierAnswers(1 << 12)
 earlier.keep_in(Path(sys.argv[1]), "target", 5000, 3600)
-for i in range(int(sys.argv[2])) if len(sys.argv) > 2 else itertools.count():
+for i in itertools.count():
     earlier.add("key", text_prompt([1]), [i % 5000, 7, 8, 9] * 200)
 """
 
@@ -316,10 +322,44 @@ def test_a_kill_while_writing_leaves_what_was_written(tmp_path: Path) -> None:
         assert kept(tmp_path).ring("key").find([40, 41])[1] == 2
 
 
-def test_two_servers_write_anew_at_a_time(tmp_path: Path) -> None:
-    """They had one temporary file: the second to rename it kept no more answers."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path), "400"]
-    runs = [start_python()(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [run.communicate()[1] for run in runs] == ["", ""]
+APPENDER = """
+import sys
+from pathlib import Path
+from mlx_spec.drafters.earlier import EarlierAnswers
+from mlx_spec.prompt import text_prompt
+earlier = EarlierAnswers(1 << 12)
+earlier.keep_in(Path(sys.argv[1]), "target", 5000, 3600)
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(1000):
+    earlier.add("key", text_prompt([int(sys.argv[2])]), [i] * 9)
+"""
+
+
+def test_a_file_written_anew_keeps_what_another_server_appended(tmp_path: Path) -> None:
+    first, second = kept(tmp_path), kept(tmp_path)
+    for i in range(17):  # more than twice the ring
+        if i == 15:
+            second.add("key", text_prompt([1]), [40, 41, 42])
+        first.add("key", text_prompt([1]), drawn(i, 500))
     (file,) = tmp_path.iterdir()
-    assert file.stat().st_size <= 9 * SIZE and kept(tmp_path).ring("key").find([7, 8])[1] == 2
+    tokens = np.fromfile(file, "<i4").tolist()
+    assert len(tokens) == SIZE and tokens[tokens.index(41) - 2 :][:5] == [1, 40, 41, 42, -1]
+
+
+def test_servers_that_append_at_a_time_lose_nothing(tmp_path: Path) -> None:
+    """Of each, the file has all answers since one that may have been too old for the ring."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = [
+        start_python()([sys.executable, "-c", APPENDER, str(tmp_path), str(i)], **pipes) for i in range(2)
+    ]
+    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    assert [run.communicate("\n")[1] for run in runs] == ["", ""]
+    (file,) = tmp_path.iterdir()
+    tokens = np.fromfile(file, "<i4").tolist()
+    assert SIZE <= len(tokens) <= 2 * SIZE
+    texts = [tokens[i : i + 11] for i in range(tokens.index(-1) + 1, len(tokens), 11)]
+    for writer in range(2):
+        found = [text[1] for text in texts if text[0] == writer]
+        assert found == list(range(1000 - len(found), 1000))
+    assert all(text == [text[0], *[text[1]] * 9, -1] for text in texts)
