@@ -368,8 +368,12 @@ def _write_weights(
     names: Mapping[str, str],
     folder: Path,
     q6k_bits: int | None,
+    file_bytes: int = 4 << 30,
 ) -> dict[str, Any]:
-    """Write all tensors. Return the keys of config.json that describe their types."""
+    """Write all tensors. Return the keys of config.json that describe their types.
+
+    A weight file has about `file_bytes`, which are the tensors that memory holds.
+    """
     import mlx.core as mx
 
     q6k_bits = q6k_bits or (16 if mx.default_device().type == mx.cpu else 8)
@@ -389,8 +393,7 @@ def _write_weights(
         alone = new.endswith((".bias", ".layer_scalar"))
         shard |= {new if alone else f"{new}.{part}": array for part, array in arrays.items()}
         held += sum(array.nbytes for array in arrays.values())
-        # A weight file has about 4 GB, which are the tensors that memory holds.
-        if held > (4 << 30):
+        if held > file_bytes:
             _save(folder, count, shard)
             count, held = count + 1, 0
     _save(folder, count, shard)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from filelock import FileLock
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma2, gemma3_text, qwen2
 from mlx_lm.utils import dequantize_model, load_model
@@ -25,7 +28,9 @@ from support.drafting import converted
 from support.gguf_files import Quantization, even, tensors, tokenizer_metadata, write
 from support.lossless import emitted
 from support.vocabularies import byte_level
+from support.waiting import LIMIT
 
+from mlx_spec.checkpoint import files, gguf_model
 from mlx_spec.checkpoint.gguf import GGUF, TYPES, StoredTensor, read_gguf
 from mlx_spec.checkpoint.gguf_model import gguf_folder, gguf_place
 from mlx_spec.convert.selftest import load_lazily
@@ -171,7 +176,10 @@ GEMMA3 = {
 }
 TURNED = np.where(np.arange(32) < 8, 1.0, 1e30).astype(np.float32)  # a quarter of a full layer's head
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "llama": (lambda: tiny.full(tie_word_embeddings=False), {}),
+    "llama": (
+        lambda: tiny.full(tie_word_embeddings=False, rope_theta=1e4),
+        {"llama.rope.freq_base": None, "general.alignment": 64},
+    ),
     "qwen2": (lambda: small(qwen2, head_dim=16, tie_word_embeddings=True), {}),
     "qwen3": (tiny.qwen, {}),
     "gemma2": (
@@ -216,6 +224,32 @@ def test_every_architecture(tmp_path: Path, architecture: str) -> None:
     assert mx.allclose(found, expected, atol=1e-4)
     pair = load(file, "none")
     assert emitted(pair.generate(tiny.prompt(40), max_tokens=1)) == [int(expected[0, -1].argmax())]
+
+
+def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = even(tiny.full())
+    file, save = write(tmp_path / "model.gguf", model, "llama"), gguf_model._write_weights
+    monkeypatch.setattr(gguf_model, "_write_weights", partial(save, file_bytes=100_000))
+    assert len(list(find(str(file)).glob("*.safetensors"))) > 1
+    assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("complete", "sizes", "scalar"),
+    [
+        (gguf_model._gemma2, (3584, 16, 256, 42), 256),
+        (gguf_model._gemma2, (4608, 32, 128, 46), 144),
+        (gguf_model._gemma3, (3840, 16, 256, 48), 256),
+        (gguf_model._gemma3, (5376, 32, 128, 62), 168),
+    ],
+)
+def test_what_files_of_gemma_do_not_say(complete: Any, sizes: tuple[int, ...], scalar: int) -> None:
+    """The largest models scale queries in another way; each value is the one of the published config.json."""
+    keys = ("hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers")
+    found = complete(None, {"attention.sliding_window": 1024}, dict(zip(keys, sizes, strict=True)))
+    assert found["query_pre_attn_scalar"] == scalar
+    expected = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+    assert complete is gguf_model._gemma2 or expected.items() <= found.items()
 
 
 def test_biases_and_tokens_that_are_none(tmp_path: Path) -> None:
@@ -273,20 +307,42 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     for name in ("link [1].gguf", "\u6a21" * 80 + ".gguf", "sha256-0a1b"):  # Ollama's names are hashes
         (tmp_path / name).symlink_to(file)
         assert load(tmp_path / name, "none").info.vocab_size == 256
-    assert len(list(data.glob("link [[]1[]]-*/target"))) == 1
+    os.utime(file)
+    other = tmp_path / "other" / "link [1].gguf"  # another file with the name, size and time of this one
+    other.parent.mkdir()
+    shutil.copy2(file, other)
+    found = {find(str(place)).parent for place in (tmp_path / other.name, other)}
+    assert found == set(data.glob("link [[]1[]]-*")) and len(found) == 2
 
 
-def test_two_runs_that_start_together_read_a_file_once(tmp_path: Path) -> None:
+def test_two_runs_that_start_together_read_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     """Two ranks on one machine: the second was told to wait, and ended."""
     file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
-    script = "import sys; from mlx_spec.hub import find; print(find(sys.argv[1]))"
-    command, environment = (
-        [sys.executable, "-c", script, file],
-        os.environ | dict.fromkeys(("HOME", "XDG_DATA_HOME"), str(tmp_path)),
-    )
-    runs = [subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=environment) for _ in range(2)]
-    (one, errors), (other, more) = (run.communicate() for run in runs)
-    assert one == other != "" and (errors + more).count("Reading model.gguf") == 1
+    began, waits = threading.Event(), threading.Event()
+    write_weights, acquire = gguf_model._write_weights, FileLock._acquire
+
+    def write_while_another_waits(*arguments: Any) -> dict[str, Any]:
+        began.set()
+        assert waits.wait(LIMIT)
+        return write_weights(*arguments)
+
+    def try_lock(lock: Any) -> None:
+        acquire(lock)
+        if not lock.is_locked:
+            waits.set()
+
+    def second() -> Path:
+        assert began.wait(LIMIT)
+        return find(str(file))
+
+    monkeypatch.setattr(gguf_model, "_write_weights", write_while_another_waits)
+    monkeypatch.setattr(FileLock, "_acquire", try_lock)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second)
+        assert find(str(file)) == other.result()
+    assert capfd.readouterr().err.count("Reading model.gguf") == 1
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +354,13 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: py
     assert (find(str(file)) / "config.json").is_file()
 
 
-def test_full_disk(tmp_path: Path, data: Path) -> None:
+def test_full_disk(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file was called damaged, and was to be downloaded again."""
     file = write(tmp_path / "model.gguf", even(tiny.full()), "llama")
+    with monkeypatch.context() as patch, pytest.raises(NoSpace, match=r"model\.gguf needs .* are free"):
+        patch.setattr(files, "free_bytes", lambda place: 1_000_000_000)
+        patch.setattr(gguf_model, "_write_weights", None)  # before anything is written
+        find(str(file))
     with full_disk(100_000), pytest.raises(NoSpace, match=r"gguf cannot be written to .*: make room there"):
         find(str(file))
     assert not list(data.iterdir())

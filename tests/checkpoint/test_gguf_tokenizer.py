@@ -109,6 +109,8 @@ def test_tokens_of_byte_level_vocabularies(cut: str) -> None:
         assert tokenizer.decode(found, skip_special_tokens=False) == text or PRE_TOKENIZERS[cut].composed
     assert (tokenizer.encode("a").ids[0] == 1) == PRE_TOKENIZERS[cut].with_bos
     assert (config["bos_token"], config["eos_token"], ends) == ("<|im_start|>", "<|im_end|>", [2, 0])
+    texts = {"tokenizer.ggml.token_type": [1] * len(metadata["tokenizer.ggml.tokens"])}
+    assert read_gguf_tokenizer(Path("x.gguf"), metadata | texts)[2] == [2]  # ordinary text ends nothing
 
 
 def test_chat_templates() -> None:

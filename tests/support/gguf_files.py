@@ -126,7 +126,9 @@ def tensors(model: nn.Module, architecture: str) -> dict[str, np.ndarray]:
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    if isinstance(value, list):
+    if key == "general.alignment":
+        writer.add_custom_alignment(value)
+    elif isinstance(value, list):
         writer.add_array(key, value)
     elif value is not None:
         kinds[type(value)](key, value)
