@@ -406,6 +406,13 @@ def test_a_parameter_of_another_protocol_is_named_as_here(path: str, name: str, 
 def test_least_and_most_tokens_must_go_together():
     assert "stop strings" in refused(CHAT, min_tokens=2, stop="a")["message"]
     assert "more than the limit" in refused(MESSAGES, min_tokens=65)["message"]
+    assert parsed(MESSAGES, min_tokens=64).max_tokens == 64
+
+
+def test_a_limit_may_be_reached():
+    stops = [str(i) for i in range(65)]
+    assert parsed(CHAT, stop=stops[:64]).stop == tuple(stops[:64])
+    assert refused(CHAT, stop=stops)["message"] == "65 stop strings: 64 are the most"
     assert refused(CHAT, response_format={"type": "json_object"}, guided_regex="a")["param"] == "guided_regex"
 
 

@@ -66,6 +66,16 @@ def test_the_oldest_sequence_is_forgotten(pair: Pair) -> None:
     served(pair, cache, C)
     assert served(pair, cache, [*A, 1, 2]) is a
     assert served(pair, cache, [*B, 1]) is not b
+    lent = cache.take(text_prompt([9]))
+    assert len(cache) == 2  # while it grows, too
+    cache.forget(lent)
+
+
+def test_a_request_may_be_repeated_after_a_long_answer(pair: Pair) -> None:
+    cache = prefix_cache(pair)
+    a = served(pair, cache, [7, 8, 9], 12)
+    assert served(pair, cache, [7, 8, 9], 12) is a
+    assert served(pair, cache, [7, 8, 5]) is not a  # another conversation
 
 
 def test_bytes_have_a_limit(pair: Pair) -> None:

@@ -196,6 +196,7 @@ def test_responses_outlive_the_server(tmp_path: Path, stub: Stub, caplog: Any):
     for i, data in enumerate(damaged):
         (folder / f"resp_{i:032x}.json").write_bytes(data)
     (folder / "notes.txt").write_text("mine")
+    (folder / "mine.json").write_text(json.dumps({"response": {**first, "id": "mine"}, "input": []}))
     (folder / ".resp_x.tmp").write_text("half")
     caplog.set_level(logging.WARNING, "mlx_spec.server")
     endpoint = stubbed(stub, Settings(DEMO, store=folder))
@@ -207,6 +208,7 @@ def test_responses_outlive_the_server(tmp_path: Path, stub: Stub, caplog: Any):
     assert endpoint.client.delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
     wait_until(lambda: not file.exists())
     assert (folder / "notes.txt").exists() and not (folder / ".resp_x.tmp").exists()
+    assert "never stored" in missing(endpoint, "mine")
 
 
 @pytest.mark.parametrize("id", ["..%2F..%2Fx", "../x", "resp_" + "A" * 32, "resp_%00", "x" * 5000])

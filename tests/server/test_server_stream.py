@@ -45,7 +45,7 @@ from mlx_spec.apps.server.engine.answers import (
     Timings,
     timings_json,
 )
-from mlx_spec.apps.server.http import read_events
+from mlx_spec.apps.server.http import EventQueue, read_events
 from mlx_spec.apps.server.protocols.anthropic_messages import MessageWriter
 from mlx_spec.apps.server.protocols.openai_chat import ChatWriter
 from mlx_spec.apps.server.protocols.openai_completions import TextWriter
@@ -111,6 +111,25 @@ def test_silence_loses_nothing():
     deltas = [TextDelta(0, "answer", str(i)) for i in range(20)]
     stub = Stub(tuple(step for delta in deltas for step in (0.0101, delta)) + said()[-1:])
     assert [event for event in asyncio.run(read()) if event is not None] == [*deltas, said()[-1]]
+
+
+def test_an_event_that_was_read_early_is_not_a_silence():
+    async def read() -> list[Event | None]:
+        queue = EventQueue({TextDelta}, None)
+        queue.put(events[0])
+
+        async def put_later() -> None:
+            while queue._notified:  # the loop has not looked yet
+                await asyncio.sleep(0)
+            for _ in range(10):  # enough for a `get` that was woken to return
+                await asyncio.sleep(0)
+            queue.put(events[1])
+
+        later = asyncio.create_task(put_later())
+        return [await queue.get(), await queue.get(), await later]
+
+    events = [TextDelta(0, "answer", text) for text in "ab"]
+    assert asyncio.run(read()) == [*events, None]
 
 
 # --- chunks

@@ -9,13 +9,13 @@ import re
 import pytest
 from support import call_texts
 from support.call_texts import SYNTAX, WRITERS, described, parse
-from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh
+from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, parsed
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
 from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
-from mlx_spec.apps.server.engine.preparation import find_prompts
+from mlx_spec.apps.server.engine.preparation import find_prompts, prepare
 from mlx_spec.apps.server.engine.tool_formats import (
     ToolCallReader,
     chat_prompt,
@@ -147,6 +147,16 @@ def text():
 @pytest.fixture(scope="module")
 def format(text):
     return find_tool_format(text)
+
+
+def test_where_no_call_is_wanted_none_can_begin(text, format):
+    tool = {"type": "function", "function": {"name": "f"}}
+    prepared = prepare(parsed(CHAT, tools=[tool], tool_choice="none"), text, _no_grammar)
+    assert prepared.sampling.logit_bias == {format.open: float("-inf")} and prepared.tool_format is None
+
+
+def _no_grammar(*_):
+    pytest.fail("the answer is free")
 
 
 @pytest.mark.parametrize(
