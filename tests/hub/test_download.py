@@ -79,13 +79,22 @@ def test_pull_a_drafter_of_another_target(capsys: pytest.CaptureFixture[str]) ->
         (["owner/gated"], "owner/gated is gated: accept the licence at"),
         (["owner/nothing"], "there is no repository https://huggingface.co/owner/nothing"),
         (["owner/torn"], "owner/torn cannot be downloaded"),
+        (["owner/pickles"], "owner/pickles holds pytorch_model.bin but no model*.safetensors"),
         (["owner/copy", "--revision", "none"], "has no such revision"),
         ([str(ROOT)], "is on this disk already"),
     ],
 )
 def test_pull_refuses(
-    arguments: list[str], message: str, cache: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    served: Hub,
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    served.repositories["owner/pickles"] = tmp_path / "pickles"
+    sparse.checkpoint(tmp_path / "pickles", sparse.QWEN3, {})
+    (tmp_path / "pickles" / "model.safetensors").rename(tmp_path / "pickles" / "pytorch_model.bin")
     assert run("pull", *arguments) == 1
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and out == ""
@@ -136,7 +145,11 @@ def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert run("pull", E2B) == 1
     err = capsys.readouterr().err
     assert f"{E2B} and {ASSISTANT} needs 1.0 GB on the disk of" in err and "1.0 GB are free" in err
+    with pytest.raises(hub.NoSpace, match=f"^{E2B} needs 1.0 GB on the disk of"):
+        hub.find(E2B)
     assert not cache.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    hub.check_space(E2B, 0, cache)  # nothing is missing
 
 
 @pytest.mark.parametrize(
@@ -164,6 +177,7 @@ def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pyt
     with pytest.raises(NotFound, match="check the network and run it again, complete files are kept"):
         hub.find(E2B)
     assert sum("safetensors" in path for path in served.asked) < 20 and partials(cache) == []
+    assert not list(cache.glob("*/refs/*"))  # a revision leads to a whole snapshot only
 
 
 def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 from support import sparse
 from support.commands import run
-from support.hub_stand_in import ROOT, Hub
+from support.hub_stand_in import COMMIT, ROOT, Hub
 from support.waiting import LIMIT
 
 import mlx_spec
@@ -334,6 +334,10 @@ def test_repository_that_is_not_here(
     assert found["parameters"] == 4096 * 4096 and found["size"] > 33e6
     assert (found["family"], found["has_tokenizer"], found["has_template"]) == ("gemma4", True, True)
     assert served.sent < 1e6 and not cache.exists()
+    assert all(COMMIT in path for path in served.asked if "/resolve/" in path)  # a push does not mix two
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    assert run("inspect", "owner/model") == 1
+    assert "owner/model lacks model-00002-of-00002.safetensors" in capsys.readouterr().out
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run("inspect", "owner/model") == 1
     out, err = capsys.readouterr()

@@ -24,7 +24,7 @@ from mlx_spec.checkpoint import families
 from mlx_spec.checkpoint.files import read_object, write_atomically
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.hub import catalog
+from mlx_spec.hub import catalog, names
 from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.names import resolve
 
@@ -53,6 +53,7 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert run("pull", "gemma-4-e2b") == 0 and run("pull", "owner/other") == 0
     pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
     pair(tmp_path / "elsewhere" / "yours")
+    pair(tmp_path / "elsewhere" / ".yours.partial-1")  # a conversion is writing it
     capsys.readouterr()
     found = listed(capsys, str(tmp_path / "elsewhere"))
     origins = ["bundled", "converted", "converted", "cached", "cached", "cached"]
@@ -98,6 +99,7 @@ def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     config = next(repository(cache, "owner/copy").glob("snapshots/*/config.json"))
     config.unlink()
     config.write_text("{")
+    sparse.checkpoint(missing.with_name("2"), {"model_type": "none"}, {})  # newer, but not main
     shards = cache / "models--a--shards" / "snapshots" / "1"
     sparse.checkpoint(shards, sparse.QWEN3, {"a.weight": ("F16", (2, 2))})
     (shards / "model.safetensors").rename(shards / "model-00001-of-00002.safetensors")
@@ -244,6 +246,8 @@ def test_aliases() -> None:
         assert own is None or own == ready.drafter
         assert ("gemma" in ready.target) == (own is not None)
     assert set(catalog.SHAPES) == set(catalog.DRAFTERS)
+    for name in ("owner/a", "Owner/A"):  # two repositories
+        assert names._same(name, ["Owner/A", "owner/a", "OWNER/A"]) == name
     assert catalog.suggested_drafter("mlx-community/qwen3-14b-4bit") == "mlx-community/Qwen3-0.6B-4bit"
 
 
