@@ -5,8 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.endpoint import ARGUMENTS, CHAT, CONVERSATION, DEMO, HELLO, Stub, fresh, parsed, refused, stubbed
+from support.endpoint import (
+    ARGUMENTS,
+    CHAT,
+    CLOSED,
+    CONVERSATION,
+    DEMO,
+    HELLO,
+    READ,
+    TOKENS,
+    Stub,
+    fresh,
+    parsed,
+    refused,
+    stubbed,
+)
 
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta
 from mlx_spec.apps.server.requests.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
@@ -187,3 +202,25 @@ def test_a_whole_answer():
     usage = found["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 4, 9)
     assert found["timings"]["draft_n"] == 6
+
+
+def test_several_choices():
+    thought = TextDelta(1, "thinking", "Hm.", TOKENS[1:])
+    events = (
+        READ,
+        thought,
+        TextDelta(1, "answer", "Hel", TOKENS[:1]),
+        TextDelta(0, "answer", "lo", TOKENS[1:]),
+    )
+    ends = (ChoiceEnded(1, "stop"), ChoiceEnded(0, "length"), CLOSED)
+    endpoint = fresh((*events, *ends))[1]
+    found = endpoint.chat(n=2, logprobs=True).json()["choices"]
+    assert [(choice["index"], choice["finish_reason"]) for choice in found] == [(0, "length"), (1, "stop")]
+    tokens = [[token["token"] for token in choice["logprobs"]["content"]] for choice in found]
+    assert tokens == [["lo"], ["Hel"]]
+    chunks = endpoint.chunks(n=2, stream_options={"include_usage": True})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    reasons = [(choice["index"], choice["finish_reason"]) for choice in choices if choice["finish_reason"]]
+    assert reasons == [(1, "stop"), (0, "length")]  # none is lost, though both end at once
+    assert [i for i, chunk in enumerate(chunks) if chunk["usage"]] == [len(chunks) - 1]
+    assert [i for i, chunk in enumerate(chunks) if "timings" in chunk] == [len(chunks) - 1]

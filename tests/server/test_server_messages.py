@@ -129,6 +129,11 @@ def test_a_stream(place: Place, stub: Stub):
     assert names[-2:] == ["message_delta", "message_stop"]
     assert found[0][1]["message"]["content"] == [] and found[0][1]["message"]["usage"]["input_tokens"] == 3
     assert found[-2][1]["timings"]["predicted_n"] == 4
+    deltas = [content["delta"]["type"] for name, content in found if name == "content_block_delta"]
+    thinking, text = ["thinking_delta"] * 2 + ["signature_delta"], ["text_delta"] * 2
+    assert deltas == [*thinking, *text, "input_json_delta"]
+    borders = [c["index"] for name, c in found if name in ("content_block_start", "content_block_stop")]
+    assert borders == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 CUT = said("one", " two", reason="length")

@@ -191,6 +191,12 @@ def test_a_failure_after_the_headers_ends_the_stream():
             assert last == SHUTDOWN.failure.body
 
 
+def test_a_failure_after_the_end_of_a_choice_ends_no_item_twice():
+    text = fresh((*said("Hi")[:-1], SHUTDOWN))[1].post(RESPONSES, stream=True).text
+    assert text.count("event: response.output_item.done") == 1
+    assert '"status":"completed"' in text and '"status":"incomplete"' not in text
+
+
 @pytest.mark.parametrize(
     ("path", "writer", "name", "begins"),
     [
