@@ -206,20 +206,19 @@ def test_a_whole_answer():
 
 def test_several_choices():
     thought = TextDelta(1, "thinking", "Hm.", TOKENS[1:])
-    events = (
-        READ,
-        thought,
-        TextDelta(1, "answer", "Hel", TOKENS[:1]),
-        TextDelta(0, "answer", "lo", TOKENS[1:]),
-    )
+    half = TextDelta(0, "answer", "", TOKENS[1:])  # of a character
+    events = (READ, thought, TextDelta(1, "answer", "Hel", TOKENS[:1]), half, TextDelta(0, "answer", "lo"))
     ends = (ChoiceEnded(1, "stop"), ChoiceEnded(0, "length"), CLOSED)
     endpoint = fresh((*events, *ends))[1]
     found = endpoint.chat(n=2, logprobs=True).json()["choices"]
     assert [(choice["index"], choice["finish_reason"]) for choice in found] == [(0, "length"), (1, "stop")]
     tokens = [[token["token"] for token in choice["logprobs"]["content"]] for choice in found]
     assert tokens == [["lo"], ["Hel"]]
-    chunks = endpoint.chunks(n=2, stream_options={"include_usage": True})
+    chunks = endpoint.chunks(n=2, logprobs=True, stream_options={"include_usage": True})
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    scored = [choice for choice in choices if choice["logprobs"]]
+    tokens = [(choice["index"], choice["logprobs"]["content"][0]["token"]) for choice in scored]
+    assert tokens == [(1, "Hel"), (0, "lo")]
     reasons = [(choice["index"], choice["finish_reason"]) for choice in choices if choice["finish_reason"]]
     assert reasons == [(1, "stop"), (0, "length")]  # none is lost, though both end at once
     assert [i for i, chunk in enumerate(chunks) if chunk["usage"]] == [len(chunks) - 1]

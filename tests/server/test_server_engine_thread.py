@@ -279,6 +279,25 @@ def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> 
         assert [closed(stream.all()).timings.statistics.batch_size for stream in streams] == [1, 1]
 
 
+def test_a_prompt_takes_the_room_of_free_caches_once_it_is_read(engine: EngineThread) -> None:
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
+    (model,) = engine._models.loaded()
+    cache, limit = model.prefix_cache, model.prefix_cache.max_bytes
+    assert cache.nbytes > cache.used_nbytes == 0
+    cache.max_bytes = lambda: 0
+    stream = begin(engine, raw((7, 8, 9), sampling=ENDLESS), held=True)
+    stream.until(RoundDone)
+    assert cache.nbytes == cache.used_nbytes > 0
+    cache.max_bytes = limit
+    stream.go_on()
+    closed(stream.all())
+
+
+def test_a_prompt_with_scores_is_read_whole(engine: EngineThread) -> None:
+    first, again = [answer(engine, REQUESTS["echo with logprobs"]) for _ in range(2)]
+    assert body(first) == body(again) and closed(again).usage.cached_tokens == 0
+
+
 # --- turns
 
 

@@ -191,7 +191,10 @@ def test_a_failure_after_the_headers_ends_the_stream():
             assert last == SHUTDOWN.failure.body
 
 
-def test_a_failure_after_the_end_of_a_choice_ends_no_item_twice():
+def test_a_failure_after_the_end_of_a_choice_comes_after_it():
+    chunks = events_of(fresh((*said("Hi")[:-1], SHUTDOWN))[1].post(CHAT, stream=True).text)
+    assert json.loads(chunks[-2])["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(chunks[-1]) == SHUTDOWN.failure.body
     text = fresh((*said("Hi")[:-1], SHUTDOWN))[1].post(RESPONSES, stream=True).text
     assert text.count("event: response.output_item.done") == 1
     assert '"status":"completed"' in text and '"status":"incomplete"' not in text
