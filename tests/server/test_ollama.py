@@ -21,6 +21,7 @@ from support.endpoint import (
     TURN,
     Stub,
     fresh,
+    said,
     shared,
     stubbed,
 )
@@ -147,6 +148,15 @@ def test_an_option_that_is_not_known_is_a_note() -> None:
     assert lines(**body)[-1]["mlx_spec"] == {"notes": [note]}
 
 
+def test_results_find_their_calls_by_name() -> None:
+    calls = [{"function": {"name": name}} for name in ("weather", "now")]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("now", "weather")]
+    turns = [*HELLO, {"role": "assistant", "tool_calls": calls}, *results, *HELLO]
+    found = parsed(messages=turns).prompt.messages  # type: ignore[union-attr]
+    ids = {turn["tool_call_id"]: turn["content"] for turn in found if turn["role"] == "tool"}
+    assert ids == {"call_1_0": "weather", "call_1_1": "now"}
+
+
 def test_a_result_may_come_without_its_call() -> None:
     """A client cuts the beginning of a long conversation off."""
     turns = [*HELLO, {"role": "tool", "content": "dry", "tool_name": "weather"}, *HELLO]
@@ -230,6 +240,8 @@ def test_the_lines_of_a_stream_add_up_to_the_whole() -> None:
     assert calls[1]["function"] == {"index": 1, "name": "now", "arguments": {}}
     assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
     assert streamed[-1]["done_reason"] == whole["done_reason"] == "stop"
+    fresh(said("Hi", reason="length"))
+    assert lines()[-1]["done_reason"] == post().json()["done_reason"] == "length"
 
 
 def test_generate_has_its_own_shape() -> None:

@@ -211,14 +211,17 @@ def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) ->
     assert files(plain, tmp_path / "c", "b").restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is None
 
 
-def test_only_the_owner_can_read(plain: Pair, tmp_path: Path) -> None:
+def test_only_the_owner_can_read(plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "new" / "cache"
     stored(plain, folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert next(folder.iterdir()).stat().st_mode & 0o777 == 0o600
-    folder.chmod(0o770)
-    with pytest.raises(InvalidValue, match="written by others"):
-        CacheFolder(folder, GB)
+    owner = os.geteuid()
+    for mode, user in ((0o770, owner), (0o702, owner), (0o700, owner + 1)):
+        folder.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        with pytest.raises(InvalidValue, match="written by others"):
+            CacheFolder(folder, GB)
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValue, match="cannot be used"):
         CacheFolder(tmp_path / "file", GB)
@@ -235,6 +238,15 @@ def test_small_chats_and_small_growth_are_not_written(plain: Pair, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == names[4]
     found.close([sequence])  # the last chance
     assert [path.name for path in tmp_path.iterdir()] != names[4]
+
+
+def test_a_file_stays_if_a_longer_one_cannot_be_rewound_to_it(tmp_path: Path) -> None:
+    pair = make_pair("recurrent", "none")
+    found = files(pair, tmp_path)
+    for length in (120, 300):
+        write(found, pair, PROMPT[:length])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert found.restore(text_prompt([*PROMPT[:120], 1, 2]), 0, pair.open) is not None
 
 
 def test_the_sequence_used_last_is_written_first(

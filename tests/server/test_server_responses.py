@@ -90,6 +90,7 @@ def test_the_client_accumulates_the_whole_answer(client: Any, stub: Stub, script
             if event.type in ("response.completed", "response.incomplete"):
                 snapshot = event.response
     assert snapshot is not None and (snapshot.status == "incomplete") == (script is CUT)
+    assert (snapshot.completed_at is None) == (script is CUT)
     whole = client.responses.create(model="demo", **BODY)
     assert settled(snapshot.model_dump(exclude_none=True)) == settled(whole.model_dump(exclude_none=True))
 
