@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint.config import INDEX, StoredModel, read_checkpoint
+from mlx_spec.checkpoint.config import StoredModel, read_checkpoint
 from mlx_spec.checkpoint.files import sha256, typed_path
 from mlx_spec.checkpoint.gguf import is_gguf
 from mlx_spec.checkpoint.gguf_model import gguf_folder
@@ -69,7 +69,7 @@ class Source:
     def side_files(self) -> list[Path]:
         """Return the files to copy: tokenizer, chat template, generation settings."""
         copied = "*.json *.jinja *chat_templates/*.jinja *.txt *.jsonl *.tiktoken tokenizer.model".split()
-        left = ("config.json", INDEX, "*.safetensors.index.json", "*.bin.index.json", "pair.json")
+        left = ("config.json", "*.safetensors.index.json", "*.bin.index.json", "pair.json")
         found = {file for pattern in copied for file in self.folder.glob(pattern)}
         return sorted(f for f in found if not any(f.match(pattern) for pattern in left))
 

@@ -91,6 +91,8 @@ def test_all_readers_read_the_same_files(tmp_path: Path) -> None:
     assert has_weights(folder) is False
     (folder / SECOND).unlink()
     assert has_weights(folder) and [file.name for file in read_headers(folder).files] == ["model.safetensors"]
+    (folder / "config.json").unlink()
+    assert not has_weights(folder)
 
 
 # --- config.json
@@ -279,6 +281,15 @@ def test_quantizers_that_mlx_lm_reads(tmp_path: Path, settings: Any) -> None:
     stored = read_checkpoint(sparse.checkpoint(tmp_path, config, {WEIGHT: ("F32", (4, 4))}))
     stored.check_quantizer()
     assert not stored.is_fp8 and stored.config.get("quantization_config") == settings
+
+
+def test_the_settings_of_modelopt_may_have_their_own_file(tmp_path: Path) -> None:
+    stored = sparse.checkpoint(tmp_path, LLAMA, {WEIGHT: (F32, (4, 4))})
+    (stored / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    found = read_checkpoint(stored)
+    assert found.quantizer == "ModelOpt" and "quantization_config" in found.config
+    (stored / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "awq"}}))
+    assert read_checkpoint(stored).quantizer == "AWQ"  # config.json counts first
 
 
 def test_an_adapter_names_its_base(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from support.pairs import TOKENIZER
 
 from mlx_spec import load
+from mlx_spec.checkpoint import layouts
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.weights import memory_need
 from mlx_spec.cli.progress import StageProgress
@@ -302,6 +303,17 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarray:
     if scale.size == 1 or scale.shape[-1] == 1:
         return np.broadcast_to(scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(()), shape)
     return np.kron(scale, np.ones((block, block), np.float32))[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("scales", "block"), [((2, 2), (128, 128)), ((4, 5), (50, 26)), ((2, 1), (128, 130))]
+)
+def test_the_last_block_of_scales_may_be_smaller(scales: tuple[int, int], block: tuple[int, int]) -> None:
+    """Blocks have 128 rows and columns, unless the number of scales contradicts that."""
+    scale = np.arange(1, 1 + scales[0] * scales[1], dtype=np.float32).reshape(scales)
+    expected = np.kron(scale, np.ones(block, np.float32))[:200, :130]
+    found = mx.broadcast_to(layouts._spread(mx.array(scale), (200, 130)), (200, 130))
+    assert np.array_equal(np.array(found), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,12 +23,14 @@ from support.lossless import emitted
 
 import mlx_spec
 from mlx_spec.apps.models import description
-from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.config import read_checkpoint, read_headers
 from mlx_spec.checkpoint.families import tower_bytes
 from mlx_spec.checkpoint.left_out import sources_of
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
+from mlx_spec.convert import write
 from mlx_spec.convert.source import check_hashes, open_source
+from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
 from mlx_spec.vision.tower import read_tower, tower_tensors
@@ -138,8 +141,11 @@ def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
     drafter = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "drafter"))
     (drafter / "additional_chat_templates").mkdir()
     (drafter / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    for name in ("pair.json", "pytorch_model.bin.index.json"):  # of the source, which the copy is not
+        (drafter / name).write_text("{}")
     manifest = converted("12b-trained", out, drafter=str(drafter), drafter_bits="8")
     assert (out / "drafter" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
+    assert not {"pair.json", "pytorch_model.bin.index.json"} & {f.name for f in (out / "drafter").iterdir()}
     assert manifest["parts"]["drafter"]["family"] == "draft model"
     pair = mlx_spec.load(out, num_draft_tokens=2)
     assert (
@@ -170,6 +176,20 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     counted = sum(manifest["parts"]["target"]["left_out"].values())
     assert counted == 2 and set(manifest["parts"]["target"]["left_out"]) == {"a multi-token head"}
     assert list(mlx_spec.load(out, num_draft_tokens=1).drafter_names) == [drafter["family"]]
+
+
+def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the names and the index that every reader expects."""
+    monkeypatch.setattr(write, "make_shards", partial(write.make_shards, max_file_size_gb=0))
+    tensors = {"b.weight": mx.ones((2, 3)), "a.weight": mx.zeros(4), "c.weight": mx.full((1, 1), 7)}
+    expected = {name: array.tolist() for name, array in tensors.items()}
+    write.write_tensors(tmp_path, tensors, StageProgress(io.StringIO()))
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    owners = {"a.weight": names[1], "b.weight": names[0], "c.weight": names[2]}
+    assert list(index["weight_map"].items()) == list(owners.items())
+    assert read_headers(tmp_path).problem is None
+    assert {name: array.tolist() for name, array in read_tensors(tmp_path).items()} == expected
 
 
 def test_where_tensors_went(tmp_path: Path) -> None:
@@ -215,10 +235,11 @@ def test_tensors_that_mlx_lm_drops(copied: Callable[[str], Path], tmp_path: Path
     assert odd in refusal(source, tmp_path / "other", drafter="none", skip_test=False)
 
 
-def test_hash_of_a_download(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_hash_of_a_download(role: str, tmp_path: Path) -> None:
     """In the Hugging Face cache a weight file is a link to a blob that is named by its hash."""
     snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
-    shutil.copytree(GOLDEN / "12b" / "assistant", snapshot)
+    shutil.copytree(GOLDEN / "12b" / ("target" if role == "target" else "assistant"), snapshot)
     file = snapshot / "model.safetensors"
     data = file.read_bytes()
     blobs = tmp_path / "models--owner--name" / "blobs"
@@ -231,8 +252,8 @@ def test_hash_of_a_download(tmp_path: Path) -> None:
     assert source.revision == "0" * 40
     assert check_hashes(source, StageProgress(io.StringIO())) == {"model.safetensors": digest}
     (blobs / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(BadCheckpoint, match=f"sha256.*remove .*{digest}"):
-        check_hashes(source, StageProgress(io.StringIO()))
+    text = refusal("12b", tmp_path / "out", **{role: snapshot})
+    assert "does not have the sha256 it is published under" in text and f"remove {blobs / digest}" in text
 
 
 def test_quantized_already(tmp_path: Path) -> None:
@@ -260,7 +281,8 @@ def test_weights_that_are_integers(copied: Callable[[str], Path], tmp_path: Path
 
 def test_values(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "32, 64 or 128" in refusal("12b", out, InvalidValue, quantization="4", group_size=48)
+    asked = {"target": "nowhere", "quantization": "4", "group_size": 48}  # refused before a download
+    assert "32, 64 or 128" in refusal("12b", out, InvalidValue, **asked)
     assert "groups of 32" in refusal("12b", out, InvalidValue, quantization="mxfp4", group_size=64)
     assert "no drafter is known" in refusal("12b", out, InvalidValue, drafter="auto")
     assert "give --drafter none" in refusal("12b", out, InvalidValue, drafter="lookup")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,15 +128,29 @@ def plan(folder: Path, quantization: Quantization | None = None) -> ConversionPl
     return ConversionPlan(folder, target, None, None, None, quantization, None, {})
 
 
+STEM = "language_model.model.layers.1.mlp.up_proj."
+
+
 @pytest.mark.parametrize(
-    ("bits", "part", "factor"), [("none", "weight", 1.01), ("8", "scales", -1.0)], ids=["changed", "scales"]
+    ("bits", "edited", "edit", "named"),
+    [
+        ("none", "weight", lambda array: array * 1.01, "weight"),
+        ("8", "scales", lambda array: -array, "weight"),
+        ("none", "weight", lambda array: array.astype(mx.float32), "weight"),  # the same values
+        ("none", "more", lambda array: mx.zeros(1), "more"),
+    ],
+    ids=["changed", "scales", "type", "more"],
 )
-def test_files_that_are_not_the_source(bits: str, part: str, factor: float, tmp_path: Path) -> None:
-    out, stem = tmp_path / "out", "language_model.model.layers.1.mlp.up_proj."
+def test_files_that_are_not_the_source(
+    bits: str, edited: str, edit: Callable[[Any], mx.array], named: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
     converted(PAIR, out, drafter="none", quantization=bits, dtype=None)
-    edit_tensors(out / "target", lambda tensors: tensors.update({stem + part: tensors[stem + part] * factor}))
+    edit_tensors(
+        out / "target", lambda tensors: tensors.update({STEM + edited: edit(tensors.get(STEM + edited))})
+    )
     expected = convert_model(open_source(str(GOLDEN / PAIR / "target")), None, None).tensors
-    with pytest.raises(BadCheckpoint, match=stem + "weight"):
+    with pytest.raises(BadCheckpoint, match=STEM + named):
         compare(out / "target", expected, QUIET)
 
 

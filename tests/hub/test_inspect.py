@@ -269,8 +269,15 @@ def test_index(tmp_path: Path) -> None:
     assert "lists a.weight, which no file holds" in (one(folder).problem or "")
     index.write_text(json.dumps({"weight_map": {"a.weight": "x" * 300}}))
     assert one(folder).problem is None  # left over from another checkpoint
+    sparse.checkpoint(tmp_path / "other", sparse.QWEN3, {"b.weight": ("F32", (9, 9))})
+    index.write_text(json.dumps({"weight_map": {"b.weight": "../other/model.safetensors"}}))
+    assert one(folder).parameters == 64 * 32  # files elsewhere are not read
     index.write_text('{"weight_map": 1}')
     assert "has no weight_map" in (one(folder).problem or "")
+    index.unlink()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+    assert "target lacks model.safetensors: download" in (one(folder).problem or "")
 
 
 # --- converted pairs

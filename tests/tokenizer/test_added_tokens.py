@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import exchanged
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
@@ -122,6 +124,17 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
     found = differing_token(tmp_path / "drafter", tmp_path / "target", tokenizer)
     assert found is not None and f"token {SIZE} is None for the drafter" in found
     assert differing_token(tmp_path / "same", tmp_path / "target", tokenizer) is None
+    fewer = read_tokenizer(tmp_path / "drafter", {})  # the other way round: the drafter has more
+    found = differing_token(tmp_path / "target", tmp_path / "drafter", fewer)
+    assert found is not None and f"token {SIZE} is '<|im_start|>' for the drafter" in found
+    # another file with the size and time of the target's
+    ours, theirs = (tmp_path / name / "tokenizer.json" for name in ("target", "same"))
+    for folder in (ours.parent, ours.parent, theirs.parent):  # there and back: the same text of JSON
+        exchanged(folder, 5, 6)
+    assert theirs.stat().st_size == ours.stat().st_size
+    shutil.copystat(ours, theirs)
+    found = differing_token(theirs.parent, ours.parent, tokenizer)
+    assert found is not None and found.startswith("token 5 is ")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,12 @@ from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
 
 
 def test_end_tokens_are_the_union_of_all_files() -> None:
-    tokenizer = read_tokenizer(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    config = json.loads((GOLDEN / "config.json").read_text())
+    tokenizer = read_tokenizer(GOLDEN, config)
     names = ("<eos>", "<turn|>", "<|tool_response>")
     assert tokenizer.eos == {tokenizer.token_id(name) for name in names}
+    composite = config | {"text_config": {"eos_token_id": [7]}}
+    assert read_tokenizer(GOLDEN, composite).eos == tokenizer.eos | {7}
     assert tokenizer.chats and tokenizer.thinks
 
 
