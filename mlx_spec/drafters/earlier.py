@@ -235,9 +235,10 @@ class EarlierAnswers:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to append to, once no other process has it so. Raises OSError.
+    """Open a file to append to, and lock it. Wait while another process has its lock. Raises OSError.
 
-    Who waited for a file that was replaced meanwhile opens the new one.
+    A file that was replaced during the wait is opened anew. The package filelock would need a second file
+    and look at it every 50 ms, and the engine would wait.
     """
     while True:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as stream:
