@@ -133,3 +133,19 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
         journal.ask("Hi", {"messages": []})
         journal.keep({"messages": TURN})
     assert len(said) == 1 and "is not kept" in said[0] and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_journal_writes_only_files_of_its_folder_and_all_that_changed(tmp_path):
+    talk = {"messages": list(TURN), "system": None, "settings": {}}
+    file, folder = tmp_path / "talk.json", tmp_path / "kept"
+    saved.write(file, talk)
+    before = file.read_bytes()
+    journal = saved.Journal(folder, print)
+    journal.go_on(file, talk)
+    journal.ask("Hi", talk)
+    journal.keep(talk | {"messages": TURN * 2, "settings": {"temperature": 0.5}})
+    journal.close()
+    assert file.read_bytes() == before
+    (own,) = folder.iterdir()
+    found = saved.read(own)
+    assert found["messages"] == TURN * 2 and found["settings"] == {"temperature": 0.5}

@@ -218,6 +218,20 @@ def test_each_request_is_passed_by_eight_at_most() -> None:
         assert passed <= 8 and sorted(found) == sorted(queue)
 
 
+def test_a_request_for_another_model_is_passed_by_eight() -> None:
+    given = settings(ONE, TWO, limits=Limits(running=1))
+    with working(given, lambda one: make_pair("full", "none")) as engine:
+        first = begin(engine, replace(raw((5, 6)), model="one"), held=True)
+        first.until(RoundDone)
+        other, *behind = [
+            begin(engine, replace(raw((5, 6), max_tokens=1), model=name)) for name in ("two", *["one"] * 10)
+        ]
+        first.go_on()
+        for stream in (first, other, *behind):
+            closed(stream.all())
+        assert sum(stream.number(ChoiceEnded) < other.number(ChoiceEnded) for stream in behind) == 8
+
+
 def test_two_models_of_which_one_fits_do_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     with working(settings(ONE, TWO, room=1.5)) as engine:
         loads: list[str] = []
