@@ -10,6 +10,7 @@ from support.vocabularies import byte_level
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
+from mlx_spec.tokenizer.forms import BREAK
 from mlx_spec.tokenizer.history import LostText
 
 Message = dict[str, Any]
@@ -191,6 +192,14 @@ def test_the_template_decides_about_reasoning(name: str, keep: bool) -> None:
         (template("{% if loop.first %}{% continue %}{% endif %}"), [Q, A, user("\U00020000")], [], 0),
         (template(tools=""), [Q], [call("f")], None),
         (template(tools=""), [user("call f")], [call("f")], None),
+        # The mark that breaks tags could not be taken out again: it is in the text, or it would be escaped.
+        (template(content=SPLIT), [Q, answer(f"a</think>b{BREAK}")], [], 1),
+        (
+            template(content=SPLIT.replace("if m", "| tojson(ensure_ascii=true) if m")),
+            [Q, answer("a</think>b")],
+            [],
+            1,
+        ),
     ],
 )
 def test_what_no_form_can_show_is_refused_by_name(

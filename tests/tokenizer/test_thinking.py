@@ -194,13 +194,17 @@ def test_headers_mark_calls(before: str, header: str) -> None:
         assert found == expected + [("answer", "Yes")] * end.endswith("Yes")
 
 
-def test_calls_without_a_closing_marker_end_with_the_answer() -> None:
+@pytest.mark.parametrize(("last", "texts"), [("none", ["f{}", "g{}"]), ("f{}", ["f{}"])])
+def test_calls_without_a_closing_marker_end_with_the_answer(last: str, texts: list[str]) -> None:
+    """After the last call no other one begins."""
     text, calls = MARKED["brackets"], Markers("[CALLS]", "")
     tokens = text.encode("[THINK]hm[/THINK]Yes[CALLS]f{}[CALLS]g{}<|ends|>")
-    answer = AnswerStream(text, [], calls=calls)
+    answer = AnswerStream(text, [], calls=calls, last_call=last.__eq__)
     parts = [part for token in tokens for part in answer.read(Round([token], 0, 0, "plain"))]
-    assert [part.call for part in parts if part.kind == "call" and part.closed] == [0, 1]
-    assert "".join(part.text for part in parts if part.kind == "call") == "f{}g{}"
+    found = [part for part in parts if part.kind == "call"]
+    assert [part.call for part in found if part.closed] == list(range(len(texts)))
+    assert {part.call for part in found} == set(range(len(texts)))
+    assert "".join(part.text for part in found) == "".join(texts)
 
 
 def test_thinking_may_follow_a_call() -> None:

@@ -55,6 +55,9 @@ def test_other_vocabularies_are_read_by_their_decoder_and_unknown_ids_have_no_te
     tokenizer = FastTokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
     tokenizer.decoder = decoders.Metaspace()
     assert Tokenizer(tokenizer, None, ()).token_bytes(2) == b" a"
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["é"])  # as it is written, although this letter also stands for a byte
+    assert Tokenizer(tokenizer, None, ()).token_bytes(tokenizer.token_to_id("é")) == "é".encode()
 
 
 def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer() -> None:
@@ -125,6 +128,14 @@ def test_the_environment_is_that_of_transformers(messages: list[dict[str, str]],
         bos_token="<s>",
     )
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages, thinking=thinking) == theirs[0]
+
+
+def test_what_a_request_cannot_replace_and_a_missing_text() -> None:
+    source = "{{ messages | length }}{{ enable_thinking }}{{ add_generation_prompt }}"
+    source += "{{ messages[0].content }}{{ x }}"
+    variables = {"messages": [], "enable_thinking": True, "add_generation_prompt": False, "x": "!"}
+    message = {"role": "assistant", "content": None}
+    assert ChatTemplate(source, {}).render([message], thinking=False, variables=variables) == "1FalseTrue!"
 
 
 @pytest.mark.parametrize("folder", [GOLDEN, DEMO], ids=lambda folder: folder.parent.name)
