@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -25,16 +26,29 @@ def clock(monkeypatch):
 
 
 class SlowTarget:
-    """A target whose passes take a fixed time per row."""
+    """A target whose passes take a fixed time per row; `first` more for the first ones of a size.
 
-    def __init__(self, clock, seconds_per_row):
+    A token after a pause takes longer, and so does a tree.
+    """
+
+    def __init__(self, clock, seconds_per_row, first=0.0):
         self.clock, self.seconds_per_row, self.uncommitted, self.passes = clock, seconds_per_row, 0, 0
+        self.first, self.seen, self.done = first, Counter(), 0.0
 
     def verify(self, tokens):
-        self.clock.now += self.seconds_per_row * tokens.shape[0]
-        self.uncommitted += tokens.shape[0]
-        self.passes += 1
-        return mx.zeros((tokens.shape[0], 8))
+        rows = tokens.shape[0]
+        if self.uncommitted:
+            assert rows == 1, "only tokens are queued"
+            self.clock.now += 0.01 * (self.clock.now > self.done)
+        self.clock.now += self.seconds_per_row * rows + self.first * (self.seen[rows] < 4)
+        self.seen[rows] += 1
+        self.uncommitted += rows
+        self.passes, self.done = self.passes + 1, self.clock.now
+        return mx.zeros((rows, 8))
+
+    def verify_tree(self, tokens, parents):
+        self.clock.now += 0.002
+        return self.verify(tokens)
 
     def commit(self, keep):
         assert keep == 0
@@ -42,13 +56,15 @@ class SlowTarget:
 
 
 class SlowDrafter:
-    def __init__(self, clock, seconds_per_token, longest=16):
+    def __init__(self, clock, seconds_per_token, longest=16, is_tree=False):
         self.clock, self.seconds_per_token, self.longest = clock, seconds_per_token, longest
+        self.is_tree = is_tree
 
     def draft(self, history, limit, sampler):
         number = min(limit, self.longest)
         self.clock.now += self.seconds_per_token * number
-        return Draft(mx.zeros((number,), dtype=mx.int32)) if number else no_draft()
+        parents = (0,) * number if self.is_tree else None
+        return Draft(mx.zeros((number,), dtype=mx.int32), parents=parents) if number else no_draft()
 
 
 def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
@@ -64,12 +80,20 @@ def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
     assert table.context == 3
 
 
+def test_of_a_tree_the_pass_beyond_a_chain_counts_as_drafting(clock):
+    drafter = SlowDrafter(clock, 0.001, is_tree=True)
+    table = calibrate.measured(SlowTarget(clock, 0.001), [drafter], [1, 2, 3], 8, limit_s=0.5)
+    assert {k: table.draft[0][k] for k in (1, 4)} == pytest.approx({1: 0.003, 4: 0.006})
+
+
 def test_a_big_model_gets_the_required_sizes_only(clock):
-    target = SlowTarget(clock, 0.02)
+    """And its only sample of a size is not the first one, which pays for compilation."""
+    target = SlowTarget(clock, 0.02, first=0.05)
     table = calibrate.measured(target, [SlowDrafter(clock, 0.005)], [1, 2, 3], 8, limit_s=0.2)
     assert {1, 2, 5} <= set(table.verify)
     assert len(table.verify) <= 5
     assert target.passes < 40
+    assert table.plain == pytest.approx(0.02)
 
 
 def test_work_of_the_caller_between_passes_is_not_measured(clock):
@@ -88,22 +112,52 @@ def test_work_of_the_caller_between_passes_is_not_measured(clock):
     assert target.uncommitted == 0
 
 
-def test_a_pass_is_announced_and_none_is_longer_than_it_may_be(clock):
+@pytest.mark.parametrize("limit_s", [0.001, 2.0])
+def test_tokens_after_a_pause_are_not_counted(clock, limit_s):
+    """Nothing was queued behind the token before. One of three samples is without a pause, at least."""
+    target, watch = SlowTarget(clock, 0.001), Stopwatch(limit_s)
+    measuring = calibrate.measure(target, [], [1, 2, 3], 8, (), watch)
+    while True:
+        try:
+            next(measuring)
+        except StopIteration as done:
+            assert done.value.plain == pytest.approx(0.001)
+            break
+        if target.uncommitted and not 8 <= target.passes < 12:  # passes of the third sample
+            clock.now += 0.5
+
+
+def test_a_measurement_that_is_dropped_leaves_the_sequence_alone(clock):
+    """A request comes at any time, also between two tokens."""
+    queued = 0
+    for steps in range(1, 40):
+        target = SlowTarget(clock, 0.001)
+        measuring = calibrate.measure(target, [], [1, 2, 3], 8, (), Stopwatch(0.5))
+        for _ in range(steps):
+            next(measuring)
+        queued += target.uncommitted
+        measuring.close()
+        assert target.uncommitted == 0
+    assert queued
+
+
+@pytest.mark.parametrize(("drafted_s", "most_s", "drafts"), [(0.01, 0.2, {1, 4}), (0.045, 0.16, {1})])
+def test_a_pass_is_announced_and_none_is_longer_than_it_may_be(clock, drafted_s, most_s, drafts):
     """A request that came while a pass of many rows ran waited for seconds."""
-    target, drafter = SlowTarget(clock, 0.05), SlowDrafter(clock, 0.01)
-    watch = Stopwatch(0.5, token_s=0.05, most_s=0.2)
+    target, drafter = SlowTarget(clock, 0.05), SlowDrafter(clock, drafted_s)
+    watch = Stopwatch(0.5, token_s=0.05, most_s=most_s)
     measuring, before = calibrate.measure(target, [drafter], [1, 2, 3], 8, (), watch), clock.now
     announced, longest = 0.0, 0.0
     while True:
         try:
             following = next(measuring)
         except StopIteration as done:
-            assert set(done.value.verify) == {1, 2, 3} and set(done.value.draft[0]) == {1, 4}
+            assert set(done.value.verify) == {1, 2, 3} and set(done.value.draft[0]) == drafts
             break
         took, before = clock.now - before, clock.now
         assert took <= announced + 1e-9
         announced, longest = following.seconds, max(longest, took)
-    assert 0.1 < longest <= 0.2
+    assert 0.1 < longest <= most_s
 
 
 @pytest.mark.parametrize("token_s", [0.02, 0.15])
