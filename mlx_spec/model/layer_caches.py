@@ -293,9 +293,10 @@ class RecurrentCache(ArraysCache):
         self.restore([_by_lane(kept, *pair) for pair in zip(self.arrays(), committed, strict=True)])
 
     def join(self, lone: RecurrentCache) -> None:
-        """Append a sequence."""
+        """Move the state of one sequence behind the others."""
         pairs = zip(self.arrays(), lone.arrays(), strict=True)
         self.restore([mx.concatenate(list(pair)) for pair in pairs] if self.arrays() else lone.arrays())
+        lone.restore([None] * len(lone.cache))
 
     def copy(self, lone: RecurrentCache, lane: int) -> None:
         """Give the cache of one sequence the committed state of a lane."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 from support import tiny
 from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK, AttentionCache, QuantizedCache
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK, AttentionCache, ChunkCache, QuantizedCache
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.types import FeatureSpec
@@ -94,13 +95,16 @@ def test_write_rewind_write_equals_write(kind: str) -> None:
         assert rewound.sizes == clean.sizes == [size]
 
 
+@pytest.mark.parametrize("make", [RotatingKVCache, ChunkedKVCache])
 @pytest.mark.parametrize("window", [16, 300])
-def test_sliding_rows_are_the_last_ones_in_order(window: int) -> None:
-    caches, size = window_of(window), 0
+def test_sliding_rows_are_the_last_ones_in_order(window: int, make: Callable[[int], object]) -> None:
+    caches, size = Caches.of_model(Foreign(make(window))), 0
     for T in [1, 3, 40, 1, 1, 300, 2, 1] * 12:
         keys, _ = append(caches, size, size + T)
         low = max(size - window + 1, 0)
         assert mx.array_equal(keys, rows(low, size + T)[0]).item()
+        if isinstance(cache := caches.attention[0], ChunkCache):
+            assert cache.start_position == low  # Llama 4 builds its mask from there on
         size += T
         low = max(size - window + 1, 0)
         assert mx.array_equal(caches.attention[0].rows(0, size).keys, rows(low, size)[0]).item()
@@ -112,6 +116,37 @@ def test_no_mask_is_wider_than_the_window() -> None:
     append(caches, 0, 40)
     caches.begin(2)
     assert caches.attention[0].make_mask(2, window_size=17).sum(axis=-1).tolist() == [[[16, 16]]]
+
+
+def test_a_mask_is_that_of_its_window() -> None:
+    """Layers with full caches may have windows of their own."""
+    caches = caches_of("full")
+    caches.begin(9)
+    for window in (None, 4, 2):
+        mask = caches.attention[0].make_mask(9, return_array=True, window_size=window)
+        assert mask.sum(axis=-1).tolist() == [[[min(i + 1, window or 9) for i in range(9)]]]
+
+
+def test_layers_of_a_batch_may_have_other_numbers_of_heads() -> None:
+    """As in OpenELM. The lanes end at different columns."""
+    shared, sizes, heads = Caches(), (3, 5), (2, 1)
+
+    def write(caches: Caches, *ranges: tuple[int, int]) -> list[mx.array]:
+        caches.begin(ranges[0][1] - ranges[0][0])
+        parts = list(zip(*(rows(*each) for each in ranges), strict=True))
+        written = [mx.concatenate(part) for part in parts]
+        layers = zip(caches.attention, heads, strict=True)
+        found = [cache.update_and_fetch(*(part[:, :count] for part in written)) for cache, count in layers]
+        caches.commit([high - low for low, high in ranges])
+        return [keys for keys, _ in found]
+
+    for size in sizes:
+        lone = Caches.of_model(Foreign(KVCache(), KVCache()))
+        write(lone, (0, size))
+        shared.join(lone)
+    for keys, count in zip(write(shared, *((size, size + 2) for size in sizes)), heads, strict=True):
+        for lane, size in enumerate(sizes):
+            assert mx.array_equal(keys[lane, :, : size + 2], rows(0, size + 2)[0][0, :count])
 
 
 @pytest.mark.parametrize("window", [None, 5, 9, 30])  # smaller than a block, as large, and larger
@@ -173,6 +208,8 @@ def test_head_dimensions_that_no_group_divides_are_refused() -> None:
     caches.begin(1)
     with pytest.raises(InvalidValue, match="divisible by 32, this target has \\(24, 24\\)"):
         caches.attention[0].update_and_fetch(mx.zeros((1, 1, 1, 24)), mx.zeros((1, 1, 1, 24)))
+    keys, _ = caches.attention[0].update_and_fetch(mx.zeros((1, 1, 1, 96)), mx.zeros((1, 1, 1, 64)))
+    assert keys[1].shape[-1] == 3  # groups of 32, because those of 64 do not divide the keys
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -237,6 +238,27 @@ def test_buffers_follow_the_lengths() -> None:
     for _ in range(3):
         caches.leave(0, None)
     assert full.buffers[0].shape[0] == FIRST_LANES
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
+def test_a_target_has_its_rows_once(kind: str) -> None:
+    """In the batch, and then in its own caches; a part of a batch's buffers would keep all of them."""
+    model, batch = tiny.model_of(kind), TargetBatch(tiny.model_of(kind), FeatureSpec())
+    targets = [LMTarget(model), LMTarget(model)]
+    targets[1].prefill(tiny.prompt(200))
+    targets[0].prefill(tiny.prompt(60))
+    rows, before = targets[0].nbytes, mx.get_active_memory()
+    for target in targets:
+        batch.join(target)
+        assert target.nbytes == 0
+    batch.leave(0, keep=True)
+    assert targets[0].nbytes <= rows
+    assert targets[0].rewind(40) == (40 if kind != "recurrent" else 28)  # also from a window
+    del target, batch
+    targets.pop()
+    mx.eval(targets[0]._caches.arrays())
+    gc.collect()
+    assert mx.get_active_memory() <= before
 
 
 def test_writes_are_in_place() -> None:
