@@ -293,6 +293,8 @@ class Batch:
                 rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
             except Exception as error:  # an error of the pass ends all sequences of the group
                 rounds = [error] * len(ids)
+                for sequence in group.sequences:
+                    sequence.error = error
             for id, round in zip(ids, rounds, strict=True):
                 self._results.append((id, round))
                 if isinstance(round, Exception) or round.finish_reason is not None:
@@ -350,11 +352,13 @@ class Batch:
             return
         index = group.sequences.index(entry.sequence)
         group.remove(index)
-        group.targets.leave(index, keep=entry.park)
+        # After an error its rows are unknown: to compute them may fail again.
+        group.targets.leave(index, keep=entry.park and entry.sequence.error is None)
         if len(group.sequences) == 1:  # a single sequence needs no padding, mask or copy
+            (single,) = group.sequences
             group.queued = None
-            group.targets.leave(0, keep=True)
-            group.targets = SingleTarget(group.sequences[0].target)
+            group.targets.leave(0, keep=single.error is None)
+            group.targets = SingleTarget(single.target)
 
 
 def _owner(entry: Entry) -> object:

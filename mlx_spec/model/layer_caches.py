@@ -300,7 +300,8 @@ class RecurrentCache(ArraysCache):
 
     def copy(self, lone: RecurrentCache, lane: int) -> None:
         """Give the cache of one sequence the committed state of a lane."""
-        lone.restore([None if state is None else state[lane : lane + 1] for state in self._committed])
+        own = (state if state is None else mx.contiguous(state[lane : lane + 1]) for state in self._committed)
+        lone.restore(list(own))
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Keep these lanes in this order, in the state after the last pass and in the committed one."""

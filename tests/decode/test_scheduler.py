@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from support import tiny
 from support.lossless import plain
@@ -26,8 +28,8 @@ COUNT = 4  # tokens of an answer
 class Entries:
     """A batch and its entries, named by letters; those with one letter have one owner."""
 
-    def __init__(self, max_running: int) -> None:
-        self.batch = Batch(lambda: TargetBatch(MODEL, FeatureSpec()), max_running)
+    def __init__(self, max_running: int, kind: type[TargetBatch] = TargetBatch) -> None:
+        self.batch = Batch(lambda: kind(MODEL, FeatureSpec()), max_running)
         self.begun: list[str] = []
         self.names: dict[int, str] = {}
         self.texts: dict[str, list[int]] = {}
@@ -119,3 +121,28 @@ def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest
     entries.run()
     assert len(entries.seconds["a"]) == 3 and entries.seconds["b"] == [0.0]  # nothing was to be read
     assert entries.texts == {"b": text(1)}
+
+
+class Failing(TargetBatch):
+    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+        super().verify(tokens, sizes)
+        raise InvalidValue("this pass fails")
+
+
+def test_an_error_of_a_pass_ends_all_in_it_and_its_rows_are_dropped() -> None:
+    """To compute them again for a later request might fail again."""
+    entries, targets = Entries(3, Failing), list[LMTarget]()
+
+    def begin() -> RunningSequence:
+        prompt, sampler = text_prompt(tiny.prompt(9)), Sampling().sampler(9, tiny.VOCAB)
+        targets.append(LMTarget(MODEL))
+        return RunningSequence(targets[-1], (), FixedPolicy(0), sampler, prompt, 20)
+
+    for name in ("a", "b", "c"):
+        entries.add(name, begin=begin, park=True)
+    entries.run()
+    assert entries.errors == dict.fromkeys(("a", "b", "c"), "this pass fails")
+    assert [target.nbytes for target in targets] == [0, 0, 0]
+    entries.add("d")  # the batch goes on
+    entries.run()
+    assert entries.texts["d"] == text()

@@ -16,7 +16,13 @@ from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK, AttentionCache, ChunkCache, QuantizedCache
+from mlx_spec.model.layer_caches import (
+    MAX_UNCOMMITTED,
+    WINDOW_SLACK,
+    AttentionCache,
+    ChunkCache,
+    QuantizedCache,
+)
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.types import FeatureSpec
