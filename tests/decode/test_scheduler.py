@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,14 @@ COUNT = 4  # tokens of an answer
 class Entries:
     """A batch and its entries, named by letters; those with one letter have one owner."""
 
-    def __init__(self, max_running: int, kind: type[TargetBatch] = TargetBatch) -> None:
-        self.batch = Batch(lambda: kind(MODEL, FeatureSpec()), max_running)
+    def __init__(self, max_running: int, kind: type[TargetBatch] = TargetBatch, **limits: int) -> None:
+        self.made = 0  # targets of several sequences
+
+        def make() -> TargetBatch:
+            self.made += 1
+            return kind(MODEL, FeatureSpec())
+
+        self.batch = Batch(make, max_running, **limits)
         self.begun: list[str] = []
         self.names: dict[int, str] = {}
         self.texts: dict[str, list[int]] = {}
@@ -146,3 +152,64 @@ def test_an_error_of_a_pass_ends_all_in_it_and_its_rows_are_dropped() -> None:
     entries.add("d")  # the batch goes on
     entries.run()
     assert entries.texts["d"] == text()
+
+
+@pytest.mark.parametrize(("limits", "groups"), [({}, [3]), ({"max_padding": 0}, [1, 2])])
+def test_long_and_short_sequences_share_no_pass_if_padding_would_take_much_memory(
+    limits: dict[str, int], groups: list[int]
+) -> None:
+    entries = Entries(3, **limits)
+    for name, length in (("a", 90), ("b", 4), ("c", 5)):
+        entries.add(name, length)
+    sizes = list[list[int]]()
+    while len(entries.batch):
+        entries.step()
+        sizes.append(sorted(entries.batch.group_sizes))
+    assert groups in sizes and all(max(each, default=0) <= max(groups) for each in sizes)
+    assert entries.texts == {"a": text(90), "b": text(4), "c": text(5)}
+
+
+@pytest.mark.parametrize(("limits", "together"), [({}, 1), ({"max_padding": 0}, 0)])
+def test_kept_caches_move_between_a_batch_and_their_sequences(limits: dict[str, int], together: int) -> None:
+    """Two conversations are kept, and their next prompts are read together unless that moves many bytes."""
+    entries, targets, count = Entries(2, **limits), [LMTarget(MODEL), LMTarget(MODEL)], COUNT + 1
+    prompt = tiny.prompt(30, seed=30)
+
+    def begin(target: LMTarget) -> RunningSequence:
+        sampler = Sampling().sampler(30, tiny.VOCAB)
+        return RunningSequence(target, (), FixedPolicy(0), sampler, text_prompt(prompt), COUNT)
+
+    for name, target in zip("ab", targets, strict=True):
+        target.prefill(prompt[:20])
+        entries.add(name, begin=partial(begin, target), park=True)
+    entries.step()
+    assert entries.made == together
+    entries.run()
+    assert entries.made == together + 1  # they decoded together
+    assert all([last for _, last in target.reach()[1:]] == [20, 29] for target in targets)
+    expected = plain(MODEL, prompt, count)
+    for name, target in zip("ab", targets, strict=True):
+        assert entries.texts[name] == expected[:COUNT]
+        logits = target.verify(mx.array(expected[target.size - 30 : COUNT]))
+        assert target.size == 30 + COUNT - 1 and logits[-1].argmax() == expected[COUNT]
+
+
+def test_prompts_with_their_own_reading_are_not_read_together() -> None:
+    """It does more, such as scoring their tokens."""
+    entries, sizes, prompt = Entries(2), list[int](), tiny.prompt(9, seed=9)
+
+    def begin() -> RunningSequence:
+        target, sampler = LMTarget(MODEL), Sampling().sampler(9, tiny.VOCAB)
+
+        def read() -> Iterator[bool]:
+            sizes.append(target.size)
+            target.prefill(prompt[target.size : -1])
+            yield True
+
+        parts = (target, (), FixedPolicy(0), sampler, text_prompt(prompt), COUNT)
+        return RunningSequence(*parts, read_prompt=read)
+
+    for name in "ab":
+        entries.add(name, begin=begin)
+    entries.run()
+    assert sizes == [0, 0] and entries.texts == dict.fromkeys("ab", text())
