@@ -283,7 +283,7 @@ class Caches:
             its_columns.first, its_columns.oldest = [oldest], [oldest]
             its_columns.count = self.sizes[lane] - oldest
         lone.sizes = [self.sizes[lane]]
-        mx.eval(lone.arrays())  # until then they hold all shared buffers, which could not be written in place
+        mx.async_eval(lone.arrays())  # until they are computed, they keep all shared buffers in memory
 
     def _append(self, size: int, oldest: Mapping[int | None, int], shift: int = 0) -> None:
         """Give a sequence the next lane. `oldest` is the first position that it holds, by window."""

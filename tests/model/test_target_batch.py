@@ -254,6 +254,7 @@ def test_a_target_has_its_rows_once(kind: str) -> None:
         batch.join(target)
         assert target.nbytes == 0
     batch.leave(7, keep=True)
+    mx.synchronize()
     before, shared = mx.get_active_memory(), batch.nbytes
     assert target.nbytes <= own
     del batch
