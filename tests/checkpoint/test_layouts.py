@@ -18,6 +18,7 @@ from support.pairs import TOKENIZER
 from mlx_spec import load
 from mlx_spec.checkpoint import layouts
 from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.left_out import reason_left_out
 from mlx_spec.checkpoint.weights import memory_need
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
@@ -303,6 +304,24 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarray:
     if scale.size == 1 or scale.shape[-1] == 1:
         return np.broadcast_to(scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(()), shape)
     return np.kron(scale, np.ones((block, block), np.float32))[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lm_head.weight", None),
+        ("model.layers.3.mlp.up_proj.weight", None),
+        ("model.layers.4.mlp.up_proj.weight", "a multi-token head"),
+        ("model.layers.1.self_attn.k_proj.weight", None),
+        ("model.layers.2.self_attn.k_proj.weight", "a layer that reuses K and V of an earlier one"),
+        ("model.layers.2.self_attn.q_proj.weight", None),
+    ],
+)
+def test_what_a_model_may_be_without(name: str, reason: str | None) -> None:
+    config = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "tie_word_embeddings": False}
+    assert reason_left_out(name, config) == reason
+    tied = config | {"tie_word_embeddings": True}
+    assert (reason_left_out(name, tied) == reason) == (name != "lm_head.weight")
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,15 @@ def test_a_draft_model_converts_like_a_target(tmp_path: Path) -> None:
     drafter = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "drafter"))
     (drafter / "additional_chat_templates").mkdir()
     (drafter / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    more = {"chat_template.jinja", "merges.txt", "tokenizer.model"}
+    for name in more:
+        (drafter / name).write_text(name)
     for name in ("pair.json", "pytorch_model.bin.index.json"):  # of the source, which the copy is not
         (drafter / name).write_text("{}")
     manifest = converted("12b-trained", out, drafter=str(drafter), drafter_bits="8")
     assert (out / "drafter" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
-    assert not {"pair.json", "pytorch_model.bin.index.json"} & {f.name for f in (out / "drafter").iterdir()}
+    copied = {file.name for file in (out / "drafter").iterdir()}
+    assert more <= copied and not {"pair.json", "pytorch_model.bin.index.json"} & copied
     assert manifest["parts"]["drafter"]["family"] == "draft model"
     pair = mlx_spec.load(out, num_draft_tokens=2)
     assert (
@@ -176,6 +180,11 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     counted = sum(manifest["parts"]["target"]["left_out"].values())
     assert counted == 2 and set(manifest["parts"]["target"]["left_out"]) == {"a multi-token head"}
     assert list(mlx_spec.load(out, num_draft_tokens=1).drafter_names) == [drafter["family"]]
+    # in another type, all but what decides which experts a token gets, as in mlx-lm
+    drafting.converted(source, "none", tmp_path / "half", dtype="bfloat16")
+    written = stored(tmp_path / "half" / "target" / "model.safetensors")
+    wide = {name for name, array in written.items() if array.dtype != mx.bfloat16}
+    assert wide == {name for name in written if name.endswith("e_score_correction_bias")} != set()
 
 
 def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +242,7 @@ def test_tensors_that_mlx_lm_drops(copied: Callable[[str], Path], tmp_path: Path
     odd = "model.layers.0.self_attn.surprise_input_max_of"
     edit_tensors(source / "target", lambda tensors: tensors.update({odd: mx.zeros(2)}))
     assert odd in refusal(source, tmp_path / "other", drafter="none", skip_test=False)
+    assert odd in refusal("12b", tmp_path / "other", drafter=source / "target")  # of a draft model, too
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])

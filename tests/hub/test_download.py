@@ -102,9 +102,12 @@ def test_pull_refuses(
 
 
 def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"chat_template.jinja", "merges.txt", "tokenizer.model"}
+    for name in more:
+        (served.repositories[E2B] / name).write_text(name)
     folder = hub.find(E2B)
     names = {file.name for file in folder.iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"} | more
     out, err = capsys.readouterr()
     assert err == f"Fetching {E2B} (0.2 MB)\n" and out == ""
     # once it is there, nobody is asked
