@@ -14,7 +14,9 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 from support import sparse
+from support.checkpoints import exchanged
 from support.commands import run
+from support.drafting import GOLDEN
 from support.hub_stand_in import COMMIT, ROOT, Hub
 from support.waiting import LIMIT
 
@@ -253,6 +255,10 @@ def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
             read(str(folder))
     folder = sparse.checkpoint(tmp_path / "other", sparse.QWEN3 | {"architectures": 3}, WEIGHT)
     assert one(folder).problem is None
+    folder = sparse.checkpoint(tmp_path / "nameless", {"hidden_size": 32}, WEIGHT)
+    for read in (inspect, mlx_spec.load):
+        with pytest.raises(BadCheckpoint, match=r"config\.json.* has no model_type"):
+            read(str(folder))
 
 
 def test_a_target_without_tokenizer(tmp_path: Path) -> None:
@@ -303,6 +309,17 @@ def test_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pair.json").write_text(json.dumps({"target": 3}))
     assert run("inspect", str(tmp_path)) == 1
     assert "target must be a path" in capsys.readouterr().out
+
+
+def test_a_draft_model_of_other_tokens(tmp_path: Path) -> None:
+    other = Path(shutil.copytree(GOLDEN / "31b-trained" / "target", tmp_path / "other"))
+    for differs in (False, True):
+        if differs:
+            exchanged(other, 300, 301)
+        manifest = {"target": str(GOLDEN / "12b-trained" / "target"), "drafter": str(other)}
+        (tmp_path / "pair.json").write_text(json.dumps(manifest))
+        found = inspect(str(tmp_path))
+        assert isinstance(found, ConvertedPair) and (found.problem, found.retokenized) == (None, differs)
 
 
 # --- without MLX, at once, from afar
