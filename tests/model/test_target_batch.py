@@ -244,22 +244,21 @@ def test_buffers_follow_the_lengths() -> None:
 def test_a_target_has_its_rows_once(kind: str) -> None:
     """In the batch, and then in its own caches: a part of the batch's buffers would keep all of them."""
     model = tiny.model_of(kind)
-    batch = TargetBatch(model, FeatureSpec())
-    for _ in range(8):
-        target = LMTarget(model)
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    batch, targets = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in range(8)]
+    for target in targets:
         target.prefill(tiny.prompt(60))
         target.verify(mx.array(tiny.prompt(20)))
         target.commit(20)
-        own = target.nbytes
         batch.join(target)
         assert target.nbytes == 0
-    batch.leave(7, keep=True)
+    batch.leave(0, keep=True)
+    target = targets[0]
     mx.synchronize()
-    before, shared = mx.get_active_memory(), batch.nbytes
-    assert target.nbytes <= own
-    del batch
+    del batch, targets
     gc.collect()
-    assert mx.get_active_memory() <= before - 0.9 * shared
+    assert mx.get_active_memory() - before <= 4 * target.nbytes  # its checkpoints hold some, too
     assert target.rewind(70) == (70 if kind != "recurrent" else 60)  # also from a window
 
 
