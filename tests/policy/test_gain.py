@@ -123,3 +123,36 @@ def test_interval_of_the_median():
     assert median_interval([3.0]) == (3.0, 3.0) and median_interval([4.0, 1.0, 2.0]) == (1.0, 4.0)
     assert median_interval(range(1, 11)) == (2, 9)  # 97.9 %, as in tables of the sign test
     assert median_interval(range(1, 26)) == (8, 18)  # 95.7 %
+
+
+SHAPE = ("mtp", 4)  # of rounds that draft
+
+
+def alternating(rounds, seconds, count=1, ratios=None):
+    """Return ratios that saw plain tokens of one sequence, each followed by a draft of `count` sequences."""
+    ratios = ratios or Ratios()
+    for _ in range(rounds):
+        ratios.observe_plain(1, 1.0)
+        ratios.observe_draft(count, SHAPE, seconds)
+    return ratios
+
+
+def test_ratios_of_a_few_rounds_are_no_cost():
+    assert alternating(4, 3.0).cost(*SHAPE, None) is None  # 7 pairs of neighbours
+    assert alternating(8, 3.0, count=2).cost(*SHAPE, None) is None  # a batch took longer
+    found = alternating(5, 3.0).cost(*SHAPE, None)
+    assert found.plain_tokens == pytest.approx(3.0) and found.error == Ratios.KNOWN / 2  # equal by chance
+    assert alternating(5, 0.5).cost(*SHAPE, None).plain_tokens == 1.0  # no pass takes less
+
+
+def test_ratios_follow_the_length_of_the_context():
+    ratios = alternating(256, 3.0)
+    assert alternating(128, 2.0, ratios=ratios).cost(*SHAPE, None).plain_tokens == pytest.approx(2.0)
+
+
+def test_plain_tokens_are_wanted_after_drafts_of_one_sequence_alone():
+    ratios = Ratios()
+    for count, wants in ((2, False), (1, True)):
+        for _ in range(64):
+            ratios.observe_draft(count, SHAPE, 3.0)
+        assert ratios.wants_plain() == wants
