@@ -186,7 +186,7 @@ class LMTarget:
     def verify(self, tokens: mx.array) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
         assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
-        if not self._uncommitted and self._replay.size > MAX_REPLAY_TOKENS:
+        if self._replay.size > MAX_REPLAY_TOKENS:
             self._write_replay()
         with self._eager.on():
             logits = self._write(tokens)

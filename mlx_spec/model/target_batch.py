@@ -155,7 +155,7 @@ class TargetBatch:
         recurrent, replays, written = bool(self._caches.recurrent), list(self._replays), list(keep)
         for i, rows in enumerate(self._rows if recurrent else ()):
             size = replays[i].size + keep[i]
-            is_whole = keep[i] > 0 and size == rows.size
+            is_whole = size == rows.size
             written[i] = size if is_whole else 0
             self._replays[i] = no_draft().tokens if is_whole else rows[:size]
         self._caches.commit(written)
