@@ -28,6 +28,7 @@ def test_prompts_that_share_a_beginning(kind: str) -> None:
         expected = alone(pair, kind, prompt, 6, GREEDY)
         assert generate(pair, held, prompt, 6) == expected
         assert held.identity == (prompt + expected)[:-1]
+    assert held.nbytes > held.parts.target.nbytes > 0  # the drafter has caches, too
 
 
 def test_without_a_rewind_the_text_is_wrong() -> None:

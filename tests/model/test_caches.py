@@ -247,6 +247,10 @@ def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
         each.prefill(prompt[40:45])
         assert_same_logits(each, fresh, 3)
         fresh.commit(0)
+    fresh.verify(mx.array(prompt[45:48]))
+    fresh.commit(3)
+    fresh.prefill(prompt[48:60])
+    assert fresh.rewind(60) == 45  # a prompt after generated tokens counts no more
 
 
 def test_an_interrupted_prefill_leaves_no_checkpoint() -> None:

@@ -17,7 +17,7 @@ from support import tiny
 from mlx_spec.model import layer_caches
 from mlx_spec.model.caches import FIRST_LANES, Caches
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK
-from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
 from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.types import Features, FeatureSpec
 
@@ -238,6 +238,21 @@ def test_buffers_follow_the_lengths() -> None:
     for _ in range(3):
         caches.leave(0, None)
     assert full.buffers[0].shape[0] == FIRST_LANES
+
+
+def test_few_tokens_are_written_again_after_many_rejections() -> None:
+    model = tiny.model_of("recurrent")
+    lone, other, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
+    for target in (lone, other):
+        target.prefill(tiny.prompt(9))
+    batch.join(other)
+    block, rows = mx.array([1, 2, 3, 4, 5, 6]), list[int]()
+    for _ in range(8):
+        assert_close((batch.verify(block, [6]), lone.verify(block)))
+        rows += [batch._caches.uncommitted, lone._caches.uncommitted]
+        lone.commit(5)
+        batch.commit([5])
+    assert 16 < max(rows) <= MAX_REPLAY_TOKENS + 6
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "recurrent"])
