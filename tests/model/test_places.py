@@ -110,6 +110,13 @@ def test_a_tree_and_a_batch_after_a_picture_equal_their_chains() -> None:
         if count > 1:
             batch.leave(0, keep=False)
 
+    text, fresh = read(sight), LMTarget(model)  # a text after the picture is gone
+    assert text.rewind(3) == 3
+    text.prefill(prompt[3:20])
+    fresh.prefill(prompt[:20])
+    block = mx.array(tokens)
+    assert mx.abs(text.verify(block) - fresh.verify(block)).max() < 1e-4
+
 
 @pytest.mark.parametrize(("case", "step"), [("two.0", 7), ("again.1", 1024)])
 def test_an_mtp_head_has_the_positions_of_its_target(case: str, step: int) -> None:
