@@ -214,6 +214,20 @@ def test_another_model_goes_on(model):
     assert talk.turns == TURNS and not talk.settings.think
 
 
+@pytest.mark.parametrize("change", ["system", "load"])
+def test_a_changed_conversation_shares_its_answers_as_before(model, change):
+    model.earlier.ring("")
+    before = model.earlier.nbytes
+    talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=5), None, key=change)
+    if change == "system":
+        talk.change_system("Be brief.")
+    else:
+        talk.load({"system": None, "messages": TURNS, "settings": {"max_tokens": 5}})
+    for _ in talk.stream("hello"):
+        pass
+    assert model.earlier.nbytes > before  # a ring for this key
+
+
 @pytest.mark.parametrize("reason", ["interrupted", "too long", "failed"])
 def test_a_turn_stays_if_no_other_answer_comes(model, reason):
     talk = Conversation(model, CHOICE, AnswerSettings(max_tokens=5), None)

@@ -70,13 +70,15 @@ def test_dropped_and_named_pictures_are_answered_alike(converse, odd: Path) -> N
     first, second = expected(["a", QUESTION], ["b", "And it?"])
     escaped = re.sub(r"([' ()])", r"\\\1", str(odd))
     lines = [f"{escaped} {QUESTION}", "/retry", f"/image {ROOT / 'b.png'}", "And it?", "/undo", "/undo"]
-    lines += [f"/image {ROOT / 'a.png'} {QUESTION}", "/image off", "/race", "/clear", "/image"]
-    _, drop, again, named, more, _, _, at_once, _, race, _, none = converse(EYES, *lines)
+    (damaged := odd.with_name("damaged.png")).write_text("no picture")
+    lines += [f"/image {ROOT / 'a.png'} {QUESTION}", "/image off", "/race", "/clear"]
+    lines += [f"{escaped} {damaged} {QUESTION}", "/image"]
+    _, drop, again, named, more, _, _, at_once, _, race, _, refused, none = converse(EYES, *lines)
     assert re.search(r"picture 1: it's a \(1\)\.png, \d+ x \d+, \d+ tokens\n", drop)
     for said, answer in ((drop, first), (again, first), (more, second), (at_once, first)):
         assert flat(answer) in flat(said)
     assert "picture 1: b.png" in named and "the next message has 1 picture\n" in named
-    assert "a race is of text" in race and "has 0 pictures" in none
+    assert "a race is of text" in race and "damaged.png: " in refused and "has 0 pictures" in none
 
 
 def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
