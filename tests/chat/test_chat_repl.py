@@ -20,8 +20,12 @@ from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.spans import ROOT as SEEING
 from support.waiting import wait_until
 
-from mlx_spec.apps.chat import models
+from mlx_spec.apps.chat import conversation, models
+from mlx_spec.apps.chat.conversation import NoModelLeft
 from mlx_spec.apps.chat.saved import FORMAT
+from mlx_spec.errors import NotFound
+from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.pair import Pair
 
 SCHEMA = {
     "type": "object",
@@ -249,6 +253,15 @@ def test_model_that_cannot_be_loaded(tmp_path):
         screen.wait_for("interrupted")
         assert screen.leave() == 130
     os.close(writing)
+
+
+def test_it_ends_without_any_model(converse, monkeypatch):
+    def gone(choice: PairSpec, **_: bool) -> Pair:
+        raise NotFound(f"{choice.target} is gone")
+
+    monkeypatch.setattr(conversation, "open_pair", gone)
+    with pytest.raises(NoModelLeft, match=r"is gone; and .* cannot be either"):
+        converse(TINY, "/model demo", "hello")
 
 
 def test_model_is_downloaded(converse, tmp_path, monkeypatch):

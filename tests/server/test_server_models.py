@@ -178,6 +178,20 @@ def test_models_share_the_limit_of_running_choices() -> None:
         assert other.number(RoundDone) > both.number(ChoiceEnded)
 
 
+def test_models_share_the_room_for_caches() -> None:
+    with working(settings(ONE, TWO), lambda one: make_pair("full", "none")) as engine:
+        for name in ("one", "two"):  # now both are loaded
+            closed(answer(engine, replace(raw((5, 6)), model=name)))
+        both = begin(engine, replace(raw((7, 8), n=2, max_tokens=40), model="one"), held=True)
+        while both.until(RoundDone).index == 0:  # until both choices run
+            both.go_on(1)
+        one, two = engine._models.loaded()
+        caches, left = (one.prefix_cache.nbytes, one.batch.nbytes), two.prefix_cache.max_bytes()
+        both.go_on()
+        closed(both.all())
+        assert min(caches) > 0 and left == engine._models.budget - sum(caches)
+
+
 # --- turns of several models
 
 
