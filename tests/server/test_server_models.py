@@ -26,9 +26,11 @@ from mlx_spec.apps.server.engine.models import Models, load_served, need_of, nex
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import OutputFormat
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.decode.loop import decode
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import NotFound
 from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.prompt import text_prompt
 
 ONE, TWO, THREE = (
     ServedModel(name, PairSpec("demo", num_draft_tokens=2)) for name in ("one", "two", "three")
@@ -190,6 +192,19 @@ def test_models_share_the_room_for_caches() -> None:
         both.go_on()
         closed(both.all())
         assert min(caches) > 0 and left == engine._models.budget - sum(caches)
+
+
+def test_a_model_that_just_fits_takes_the_room_of_free_caches() -> None:
+    found = Models(settings(ONE, TWO, memory_bytes=NEED.total), lambda one: make_pair("full", "none"))
+    one = found.ready("one", ())
+    assert one is not None
+    prompt = text_prompt([1] * 20)
+    sequence = one.prefix_cache.take(prompt)
+    for round in decode(one.pair.prepare(sequence.parts, prompt, max_tokens=2)):
+        sequence.append(round.tokens)
+    one.prefix_cache.give_back(sequence)
+    assert one.prefix_cache.nbytes > 0
+    assert found.ready("two", ()) is not None and one.prefix_cache.nbytes == 0
 
 
 # --- turns of several models
