@@ -205,6 +205,21 @@ def test_another_end_of_a_known_prefix(name):
     assert g.difference(drafter, expected, other) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["official", "deepseek_v3"])
+@pytest.mark.parametrize("drafts", [0, 1])  # a draft writes the rows that wait, and leaves rows after them
+def test_a_restored_drafter_drafts_as_the_saved_one(name, drafts):
+    g = golden(name)
+    source, target = g.source, g.target(g.source)
+    saved, restored = source.make(target.parts), source.make(target.parts)
+    saved.observe(g.history[:9], target.prefill(g.history[:8]))
+    for _ in range(drafts):
+        drafted(saved, g.history[:9], K)
+    saved.observe(g.history, target.prefill(g.history[8:-1]))
+    restored.restore(saved.state())
+    assert restored.nbytes <= saved.nbytes  # a state has no unused rows
+    assert g.difference(saved, restored, g.history) < TOLERANCE
+
+
 # --- at work
 
 

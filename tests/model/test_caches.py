@@ -251,6 +251,10 @@ def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
     fresh.commit(3)
     fresh.prefill(prompt[48:60])
     assert fresh.rewind(60) == 45  # a prompt after generated tokens counts no more
+    fresh.rewind(30)
+    fresh.verify(mx.array(prompt[30:35]))
+    fresh.commit(5)
+    assert fresh.rewind(35) == 30  # they are no prompt, although one was read up to there before
 
 
 def test_an_interrupted_prefill_leaves_no_checkpoint() -> None:
