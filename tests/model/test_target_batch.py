@@ -240,6 +240,23 @@ def test_buffers_follow_the_lengths() -> None:
     assert full.buffers[0].shape[0] == FIRST_LANES
 
 
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_a_block_in_two_passes_and_after_an_interrupted_one(kind: str) -> None:
+    """Also where tokens of a rejected draft have to be written again."""
+    model, block = tiny.model_of(kind), mx.array([5, 6, 7])
+    lone, whole, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
+    for target in (lone, whole):
+        target.prefill(tiny.prompt(9))
+        target.verify(mx.array([1, 2, 3, 4]))
+        target.commit(2)
+    found = mx.concatenate([lone.verify(block[:1]), lone.verify(block[1:])])
+    expected = whole.verify(block)
+    lone.commit(0)
+    batch.join(lone)
+    batch.verify(mx.array([1, 2, 3, 4]), [4])  # and no commit follows
+    assert_close((found, expected), (batch.verify(block, [3]), expected))
+
+
 def test_few_tokens_are_written_again_after_many_rejections() -> None:
     model = tiny.model_of("recurrent")
     lone, other, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
