@@ -31,9 +31,13 @@ from mlx_spec.cli.command import parse
 from mlx_spec.model.target import LMTarget
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a text but for the one about measuring, which comes once on a machine."""
+    return [line for line in text.splitlines() if not line.startswith("measuring what ")]
+
+
 def only_line(text: str) -> str:
-    """The line of a text beside the one about measuring, which comes once on a machine."""
-    (line,) = [line for line in text.splitlines() if not line.startswith("measuring what ")]
+    (line,) = lines_of(text)
     return line
 
 
@@ -124,25 +128,25 @@ def test_closed_stdout(monkeypatch, capfd):
     assert only_line(capfd.readouterr().err).startswith("mlx-spec: stdout is closed")
 
 
-def answer_into(stdout: int, monkeypatch, capfd) -> tuple[int, str]:
-    """The exit status of an answer that is written there, and what was said on stderr."""
+def answer_into(stdout: int, monkeypatch, capfd) -> tuple[int, list[str]]:
+    """The exit status of an answer that is written there, and the lines on stderr."""
     with open(stdout, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         status = answer(monkeypatch, *TINY, "--prompt=hello", "--max-tokens=9")
-    return status, capfd.readouterr().err
+    return status, lines_of(capfd.readouterr().err)
 
 
 def test_reader_that_goes_away(monkeypatch, capfd):
     """A closed pipe, as of `| head -1`, ends the program in silence."""
     read, write = os.pipe()
     os.close(read)
-    assert answer_into(write, monkeypatch, capfd) == (0, "")
+    assert answer_into(write, monkeypatch, capfd) == (0, [])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_stdout_that_takes_nothing(monkeypatch, capfd):
-    status, said = answer_into(os.open("/dev/full", os.O_WRONLY), monkeypatch, capfd)
-    assert status == 1 and only_line(said).startswith("mlx-spec: stdout: No space left on device: ")
+    status, (said,) = answer_into(os.open("/dev/full", os.O_WRONLY), monkeypatch, capfd)
+    assert status == 1 and said.startswith("mlx-spec: stdout: No space left on device: ")
 
 
 # --- what is written for programs
@@ -155,7 +159,7 @@ def test_result_as_json(monkeypatch, capfd):
     assert answer(monkeypatch, *options, "--json", "--drafter=lookup", "--num-draft-tokens=3") == 0
     out, err = capfd.readouterr()
     found = json.loads(only_line(out))
-    assert (err, found["text"], found["thoughts"]) == ("", text, None)
+    assert (lines_of(err), found["text"], found["thoughts"]) == ([], text, None)
     assert found["drafter"] == "lookup" and found["target"] == "demo"
     usage, timings, speculation = found["usage"], found["timings"], found["speculation"]
     assert 0 < usage["completion_tokens"] <= 12 and usage["prompt_tokens"] > 4 and not usage["reused_tokens"]
@@ -209,7 +213,7 @@ def test_interrupt_of_one_answer(endless, json_wanted, tmp_path, monkeypatch, ca
     presses.join()
     out, err = capfd.readouterr()
     if json_wanted:
-        assert err == "" and json.loads(only_line(out))["finish_reason"] == "interrupted"
+        assert lines_of(err) == [] and json.loads(only_line(out))["finish_reason"] == "interrupted"
     else:
         assert re.fullmatch(STATUS + " · interrupted", only_line(err))
 
