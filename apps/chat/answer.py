@@ -15,6 +15,7 @@ from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Positions, Statistics, source_words
+from mlx_spec.types import Reason
 
 from .conversation import Conversation
 from .input import BLOCK_MARK, hidden_typing, key_waits, unquoted
@@ -165,13 +166,13 @@ class ChatState:
 
 def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]]:
     """Return texts with SGR styles that make up a line: gain, speed, drafted tokens, why it was cut."""
-    count, gain = statistics.generated_tokens, statistics.gain
-    parts = [
-        f"{statistics.tokens_per_second:.0f} tokens/s",
-        f"{statistics.accepted} of {count} tokens drafted"
-        if statistics.drafted
-        else f"drafts: {statistics.reason.words}",
-    ]
+    count, gain, reason = statistics.generated_tokens, statistics.gain, statistics.reason
+    drafts = f"{statistics.accepted} of {count} tokens drafted"
+    if not statistics.drafted:
+        drafts = f"drafts: {reason.words}"
+    elif not statistics.accepted and reason is not Reason.FIXED:
+        drafts += f": {reason.words}"
+    parts = [f"{statistics.tokens_per_second:.0f} tokens/s", drafts]
     if statistics.finish_reason is None:
         parts.append("interrupted")
     elif statistics.finish_reason == "length":

@@ -87,6 +87,9 @@ def test_status_line():
     assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted", DIM)]
     unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.64, 0.5))})
     assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted"
+    none = replace(unknown, accepted=0, reasons={Reason.WAITING: 37})
+    assert line_of(none) == "18 tokens/s · 0 of 37 tokens drafted: none found for this text"
+    assert line_of(replace(none, reasons={Reason.FIXED: 37})) == "18 tokens/s · 0 of 37 tokens drafted"
     assert wants_race(replace(unknown, accepted=32))
     assert not wants_race(unknown) and not wants_race(replace(SPECULATED, accepted=32))
     assert status_line(PLAIN, 8)[0] == ("as fast as plain", DIM)
