@@ -165,7 +165,10 @@ class ChatState:
 
 
 def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]]:
-    """Return texts with SGR styles that make up a line: gain, speed, drafted tokens, why it was cut."""
+    """Return texts with SGR styles that make up a line.
+
+    It has gain, speed, how many tokens were drafted or why none was, and why the answer was cut.
+    """
     count, gain, reason = statistics.generated_tokens, statistics.gain, statistics.reason
     drafts = f"{statistics.accepted} of {count} tokens drafted"
     if not statistics.drafted:

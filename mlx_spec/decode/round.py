@@ -1,8 +1,8 @@
 """One decode round: draft -> verify -> accept -> commit, for the sequences of a group in one pass.
 
 `Group.step` is one round; most groups have one sequence. Invariants after every round: the target's cache
-holds a history without its last, pending token; no cache holds a token that was not emitted; every sequence
-emitted at least one token; the tokens of a sequence do not depend on the others.
+holds a history without its last, pending token; no cache holds a token that is not in the history; every
+sequence emitted at least one token; the tokens of a sequence do not depend on the others.
 """
 
 from __future__ import annotations
