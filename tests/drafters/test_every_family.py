@@ -121,6 +121,7 @@ def law_source(family: str, folder: Path) -> Any:
         return opened(synthetic.mlp_speculator(2, 16, 8, 16, 2), folder)
     if family in BLOCKS:
         return opened(vars(synthetic)[family](2, (0, 1), 16, 8), folder)
+    assert family == "peagle", f"a distribution of {family} far from its likeliest token is missing here"
     made = fitted.peagle(2, (0, 1), 16, 8)
     return opened(made.changed(norm__weight=0.5 * made.tensors["norm.weight"]), folder)
 
