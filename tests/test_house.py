@@ -66,6 +66,7 @@ SYNCS = {
     "mlx_spec/device/blas.py": "measures seconds",
     "apps/bench.py": "measures seconds",
     "apps/server/engine/prefix_cache.py": "takes the caches of a sequence that is between two answers",
+    "apps/server/engine/prefix_files.py": "writes and reads the caches of such a sequence",
     "apps/roofline.py": "measures seconds",
     "apps/selftest.py": "a self-test: nothing waits for it",
     "convert/": "reads and writes checkpoints",

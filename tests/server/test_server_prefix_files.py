@@ -18,8 +18,9 @@ from support.pairs import KINDS, MODELS, alone, make_pair
 from support.served import DEMO, answer, body, closed, working
 from support.served import raw as raw_request
 
-from mlx_spec.apps.server.engine import prefix_cache
-from mlx_spec.apps.server.engine.prefix_cache import CacheFolder, PrefixCache, PrefixFiles, model_key
+from mlx_spec.apps.server.engine import prefix_files
+from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
+from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, model_key
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
@@ -42,7 +43,7 @@ VOCABULARY = VocabularySizes(tiny.VOCAB, tiny.VOCAB)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models, small steps."""
-    monkeypatch.setattr(prefix_cache, "MIN_TOKENS", 64)
+    monkeypatch.setattr(prefix_files, "MIN_TOKENS", 64)
     monkeypatch.setattr(running, "PREFILL_STEP", 128)
 
 
@@ -287,7 +288,7 @@ def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == answers[1:]
     answers[1].unlink()
     stored(plain, tmp_path)
-    old = time.time() - prefix_cache.MAX_AGE_S - 60
+    old = time.time() - prefix_files.MAX_AGE_S - 60
     os.utime(next(tmp_path.iterdir()), (old, old))
     CacheFolder(tmp_path, GB)
     assert not list(tmp_path.iterdir())

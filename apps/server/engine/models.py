@@ -32,7 +32,8 @@ from mlx_spec.vision.vision import Vision, read_vision
 
 from ..errors import LOG, Failure, unavailable, unknown_model
 from ..settings import ServedModel, Settings
-from .prefix_cache import MAX_AGE_S, CacheFolder, PrefixCache, PrefixFiles, model_key
+from .prefix_cache import PrefixCache
+from .prefix_files import MAX_AGE_S, CacheFolder, PrefixFiles, model_key
 from .tool_formats import find_tool_format
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
