@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -57,14 +57,22 @@ def prefill(
                 yield False
             continue
         comes_in_steps, chunk = spans and target.reads_spans_whole, (prompt[low:high], prompt.spans)
-        for features in target.prefill_by_layers(*chunk) if comes_in_steps else [target.prefill(*chunk)]:
+        ends_prompt = high == end
+        parts: Iterable[Features | None]
+        if comes_in_steps:
+            parts = target.prefill_by_layers(*chunk, ends_prompt=ends_prompt)
+        else:
+            parts = [target.prefill(*chunk, ends_prompt=ends_prompt)]
+        for features in parts:
             if features is None:
                 yield False
                 continue
             for drafter in drafters:
                 drafter.observe(list(itertools.islice(prompt, high + 1)), features)
+        # Else freed buffers pile up: scores of attention grow with each chunk, and MLX gives an array only a
+        # buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
+        mx.clear_cache()
         yield not comes_in_steps
-    mx.clear_cache()
 
 
 class RunningSequence:

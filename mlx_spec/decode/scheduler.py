@@ -252,6 +252,7 @@ class Batch:
             targets.leave(index, keep=True, checkpoint=bool(features))
         for each, its_features in zip(sequences, features, strict=False):
             each.attempt(partial(each.observe, its_features), None)
+        mx.clear_cache()
         self._pace.read(max(map(len, prompts)) * len(prompts), self._clock() - start)
         return chosen if features else []
 

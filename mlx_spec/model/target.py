@@ -119,22 +119,25 @@ class LMTarget:
         """Return True if attention within a span is bidirectional, so that one pass has to write it whole."""
         return self._sight is not None and self._sight.together is not None
 
-    def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Features:
+    def prefill(
+        self, tokens: Sequence[int], spans: Sequence[Span] = (), *, ends_prompt: bool = True
+    ) -> Features:
         """Write and commit one chunk of the prompt, without logits. Return its features, evaluated.
 
         `spans` are the spans of the whole prompt. Positions of the chunk inside a span get the span's rows.
+        `ends_prompt` says that this chunk is the last one.
         """
-        features, points = self._begin_prefill(tokens, spans)
+        features, points = self._begin_prefill(tokens, spans, ends_prompt)
         return self._end_prefill(len(tokens), features, points)
 
     def prefill_by_layers(
-        self, tokens: Sequence[int], spans: Sequence[Span] = ()
+        self, tokens: Sequence[int], spans: Sequence[Span] = (), *, ends_prompt: bool = True
     ) -> Iterator[Features | None]:
         """Do what `prefill` does. Yield None after each layer, and then the features.
 
         No other code may use this target meanwhile. If it is closed early, nothing has been written.
         """
-        features, points = self._begin_prefill(tokens, spans)
+        features, points = self._begin_prefill(tokens, spans, ends_prompt)
         try:
             for cache in self._caches.attention:  # its K and V depend on the layers before, which run first
                 mx.eval(cache.buffers)
@@ -145,13 +148,16 @@ class LMTarget:
                 self.commit(0)
 
     def _begin_prefill(
-        self, tokens: Sequence[int], spans: Sequence[Span]
+        self, tokens: Sequence[int], spans: Sequence[Span], ends_prompt: bool
     ) -> tuple[Features, list[Checkpoint]]:
-        """Write a chunk. Return its features, not evaluated, and a checkpoint within it."""
+        """Write a chunk. Return its features, not evaluated, and the checkpoints within it.
+
+        Only the last chunk takes two passes, because each one reads all weights.
+        """
         rows, points = mx.array(list(tokens), dtype=mx.int32), list[Checkpoint]()
         if spans:  # of a text, nothing is kept that has any
             self._places = Places.of(self._sight, spans)
-        early = self._early(len(tokens), spans) if self._recurrent else 0
+        early = self._early(len(tokens), spans) if self._recurrent and ends_prompt else 0
         if early > 0:
             self._write(rows[:early], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint())

@@ -58,9 +58,9 @@ class CountedTarget(LMTarget):
         super().__init__(MODEL, sight=Sight(pad_token=0))
         self.clock = clock
 
-    def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Features:
+    def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = (), **options: Any) -> Features:
         self.clock.count(len(tokens), self.size)
-        return super().prefill(tokens, spans)
+        return super().prefill(tokens, spans, **options)
 
     def verify(self, tokens: mx.array) -> mx.array:
         self.clock.count(tokens.size, self.size)
@@ -75,12 +75,12 @@ class LayeredTarget(CountedTarget):
         return True
 
     def prefill_by_layers(
-        self, tokens: Sequence[int], spans: Sequence[Span] = ()
+        self, tokens: Sequence[int], spans: Sequence[Span] = (), **options: Any
     ) -> Iterator[Features | None]:
         for _ in range(LAYERS):
             self.clock.now += self.clock.milliseconds(len(tokens), self.size) / 1000 / LAYERS
             yield None
-        yield LMTarget.prefill(self, tokens, spans)
+        yield LMTarget.prefill(self, tokens, spans, **options)
 
 
 class CountedShared(TargetBatch):

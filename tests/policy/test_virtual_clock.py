@@ -27,7 +27,7 @@ class TimedTarget:
 
     reads_spans_whole = False
 
-    def prefill(self, tokens, spans):
+    def prefill(self, tokens, spans, **options):
         self.size += len(tokens)
         return Features()
 
