@@ -34,6 +34,7 @@ from mlx_spec.model.layer_caches import (
     RecurrentCache,
     capacity_for,
     lanes_without,
+    step_below,
 )
 from mlx_spec.types import CacheState
 
@@ -274,21 +275,21 @@ class Caches:
 
     def _copy(self, lane: int, lone: Caches) -> None:
         """Give the caches of one sequence the committed rows of a lane."""
+        for window, columns in self._columns.items():
+            oldest, its_columns = columns.oldest[lane], lone._columns[window]
+            its_columns.first, its_columns.oldest = [step_below(oldest)], [oldest]
+            its_columns.count = self.sizes[lane] - its_columns.first[0]
         for its, cache in zip(lone.attention, self.attention, strict=True):
             cache.copy(its, lane, self.sizes[lane])
         for its_state, state in zip(lone.recurrent, self.recurrent, strict=True):
             state.copy(its_state, lane)
-        for window, columns in self._columns.items():
-            oldest, its_columns = columns.oldest[lane], lone._columns[window]
-            its_columns.first, its_columns.oldest = [oldest], [oldest]
-            its_columns.count = self.sizes[lane] - oldest
         lone.sizes = [self.sizes[lane]]
         mx.async_eval(lone.arrays())  # until they are computed, they keep all shared buffers in memory
 
     def _append(self, size: int, oldest: Mapping[int | None, int], shift: int = 0) -> None:
         """Give a sequence the next lane. `oldest` is the first position that it holds, by window."""
         for window, columns in self._columns.items():
-            columns.first.append(size - columns.end_column(size, self.sizes))
+            columns.first.append(columns.first_beside(size, self.sizes))
             columns.oldest.append(max(oldest[window], columns.first[-1]))
         self.sizes.append(size)
         self.shifts.append(shift)

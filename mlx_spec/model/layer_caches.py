@@ -4,7 +4,9 @@ Attention layers have buffers [lanes, H, columns, D]. Every sequence has its own
 column. A pass writes T rows after the end of each; shorter blocks are padded. Padding lies after all rows
 that its lane's queries see, and the next pass overwrites it. So padding needs no mask, and rollback changes a
 number and copies nothing. Attention always reads rows in the order of the text, after any mix of single
-steps, blocks and rollbacks. So its sums equal the sums of plain decoding.
+steps, blocks and rollbacks. A kernel deals the keys that it reads to partial sums by their index. So the
+index of a key is its position modulo VIEW_STEP, in every pass: alone, in a block and in a batch. Then the
+sums of a row equal the sums of plain decoding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.types import KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
-WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers
+WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers; > VIEW_STEP
+# Positions. Attention reads a window from a multiple of it on. Metal deals the keys that a kernel reads to
+# 32 partial sums in turn, or in two passes to 32 to 1,024; up to 128 their order is kept.
+VIEW_STEP = 128
 
 Mask = mx.array | str | None
 Blocks = Sequence[tuple[int, int]]  # positions: the first one of each block, and the one after its last
@@ -30,7 +35,8 @@ class Columns:
     """The place of every lane in the buffers of all layers with the same window.
 
     Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
-    along the text, and short sequences may begin after column 0, so that all windows lie side by side.
+    along the text, and short sequences may begin after column 0, so that all windows lie side by side. Every
+    `first` is a multiple of VIEW_STEP, so they end up to VIEW_STEP - 1 columns apart.
 
     Some models name a wider window than their caches have. Then a token of a prompt sees `reach` tokens. A
     generated token, which is alone in its pass in mlx-lm, sees `window`. The first mask that the model asks
@@ -45,12 +51,13 @@ class Columns:
         self.first: list[int] = []  # by lane: the position in column 0
         self.oldest: list[int] = []  # by lane: the first position that it holds
 
-    def end_column(self, size: int, sizes: Sequence[int]) -> int:
-        """Return the column at which a sequence of `size` tokens should end to lie beside the others."""
+    def first_beside(self, size: int, sizes: Sequence[int]) -> int:
+        """Return the position in column 0 of a new lane of `size` tokens; it ends near the others."""
         if self.window is None:
-            return size
-        kept = min(size, self.reach - 1 + MAX_UNCOMMITTED)
-        return max([kept, *(other - first for other, first in zip(sizes, self.first, strict=True))])
+            return 0
+        needed = size - min(size, self.reach - 1 + MAX_UNCOMMITTED)  # the last one that column 0 may hold
+        beside = size - max((end - first for end, first in zip(sizes, self.first, strict=True)), default=0)
+        return step_below(min(needed, beside + VIEW_STEP - 1))
 
     def plan(self, ends: Sequence[int], T: int) -> tuple[list[int], int]:
         """Return `first` and the number of columns for T rows after the `ends` of the lanes."""
@@ -61,7 +68,7 @@ class Columns:
         if self.window is None:
             return first, capacity_for(need)
         kept = min(max(ends), self.reach - 1 + MAX_UNCOMMITTED)
-        return [end - kept for end in ends], kept + T + WINDOW_SLACK
+        return [step_below(end - kept) for end in ends], kept + T + WINDOW_SLACK
 
     def begin(self, ends: Sequence[int], T: int, *, reads_prompt: bool = False, blocks: Blocks = ()) -> None:
         """Prepare the columns of a pass of T rows after the `ends` of the lanes.
@@ -72,7 +79,7 @@ class Columns:
         self.starts = [end - first for end, first in zip(ends, self.first, strict=True)]
         seen = self.reach if reads_prompt else None
         visible = [self.oldest_visible(end, seen) - f for end, f in zip(ends, self.first, strict=True)]
-        self.low, self.high = min(visible), max(self.starts) + T  # columns that some lane sees
+        self.low, self.high = step_below(min(visible)), max(self.starts) + T  # columns that attention reads
         self.is_level = len(set(self.starts)) == 1  # all lanes write the same columns, so one slice does
         self._is_even = self.is_level and len(set(visible)) == 1  # all lanes need the same mask
         self._masks: dict[int | None, mx.array] = {}
@@ -213,9 +220,10 @@ class AttentionCache:
 
     def copy(self, lone: AttentionCache, lane: int, size: int) -> None:
         """Copy the rows of a lane to the cache of one sequence."""
-        low, first = self.columns.oldest[lane], self.columns.first[lane]
-        rows = (slice(lane, lane + 1), slice(None), slice(low - first, size - first))
-        lone.buffers = [mx.contiguous(buffer[rows]) for buffer in self.buffers]
+        oldest, first = self.columns.oldest[lane], self.columns.first[lane]
+        rows = (slice(lane, lane + 1), slice(None), slice(oldest - first, size - first))
+        before = [(0, 0), (0, 0), (oldest - lone.columns.first[0], 0), (0, 0)]
+        lone.buffers = [mx.contiguous(mx.pad(buffer[rows], before)) for buffer in self.buffers]
 
     def fill(self, lane: int, last: int, end: int) -> None:
         """Copy lane `last` to `lane`, up to column `end`."""
@@ -329,6 +337,11 @@ def lanes_without(lane: int, count: int) -> list[int]:
 def capacity_for(rows: int) -> int:
     """Return the capacity of a new buffer for `rows` rows: a quarter more, in steps of 256."""
     return -(-(rows + rows // 4) // 256) * 256
+
+
+def step_below(position: int) -> int:
+    """Return the largest multiple of VIEW_STEP that is at most `position`."""
+    return position // VIEW_STEP * VIEW_STEP
 
 
 def _zeros(like: mx.array, at: Columns) -> mx.array:

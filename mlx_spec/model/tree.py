@@ -158,16 +158,16 @@ class TreeCacheView:
         assert len(self.offset) == N, f"mask of {N} rows for a tree of {len(self.offset)}"
         self.has_masked = True
         window = min((w for w in (window_size, self.window) if w), default=None)
-        older = self._base + self._start if self.window is None else self.window - 1  # that are seen
-        before = min(self._base, older)
+        columns = self._cache.columns
+        first, end = columns.low + columns.first[0], columns.high + columns.first[0]  # that are returned
+        before = max(self._base - first, 0)
         on_path = mx.array(self._tree.ancestors()[self._start :])
         seen = mx.concatenate([mx.ones((N, before), dtype=mx.bool_), on_path], axis=1)
-        if window is None:
-            return seen
-        tree = self._base + mx.array(self._tree.depths)
-        positions = mx.concatenate([mx.arange(self._base - before, self._base), tree])
-        returned = min(self._base + self._start, older) + N
-        return (seen & (tree[self._start :, None] - positions < window))[:, -returned:]
+        if window is not None:
+            tree = self._base + mx.array(self._tree.depths)
+            positions = mx.concatenate([mx.arange(self._base - before, self._base), tree])
+            seen = seen & (tree[self._start :, None] - positions < window)
+        return seen[:, first - end :]
 
 
 class RowwiseRope(ModuleWrapper):

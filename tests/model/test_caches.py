@@ -18,6 +18,7 @@ from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
+    VIEW_STEP,
     WINDOW_SLACK,
     AttentionCache,
     ChunkCache,
@@ -107,13 +108,45 @@ def test_sliding_rows_are_the_last_ones_in_order(window: int, make: Callable[[in
     caches, size = Caches.of_model(Foreign(make(window))), 0
     for T in [1, 3, 40, 1, 1, 300, 2, 1] * 12:
         keys, _ = append(caches, size, size + T)
-        low = max(size - window + 1, 0)
+        low = max(size - window + 1, 0) // VIEW_STEP * VIEW_STEP
         assert mx.array_equal(keys, rows(low, size + T)[0]).item()
         if isinstance(cache := caches.attention[0], ChunkCache):
             assert cache.start_position == low  # Llama 4 builds its mask from there on
         size += T
         low = max(size - window + 1, 0)
         assert mx.array_equal(caches.attention[0].rows(0, size).keys, rows(low, size)[0]).item()
+
+
+@pytest.mark.parametrize("window", [16, 300])
+def test_a_key_has_one_index_alone_in_a_block_and_in_a_batch(window: int) -> None:
+    """Modulo VIEW_STEP: Metal deals keys to partial sums by their index. Mended for half precision."""
+    alone, block, joined = (Caches.of_model(Foreign(RotatingKVCache(window))) for _ in range(3))
+    neighbour, batch, size = window_of(window), Caches(), 700
+    for caches, tokens in ((alone, size), (block, size), (joined, size), (neighbour, 431)):
+        append(caches, 0, tokens)
+    batch.join(neighbour)
+    batch.join(joined)
+    for T in [1, 5, 2, 1, 8] * 40:
+        for caches in (block, batch):
+            caches.begin(T)
+            for cache in caches.attention:  # attention reads the position of index 0 from a multiple on
+                keys, _ = cache.update_and_fetch(
+                    *(mx.concatenate([part] * len(caches.sizes)) for part in rows(size, size + T))
+                )
+                places = [cache.columns.low + first for first in cache.columns.first]
+                assert all(place % VIEW_STEP == 0 for place in places)
+                assert mx.array_equal(keys[-1:, :, size - places[-1] :][:, :, :T], rows(size, size + T)[0])
+            caches.commit([T] * len(caches.sizes))
+        for position in range(size, size + T):
+            append(alone, position, position + 1)
+            assert (alone.attention[0].columns.low + alone.attention[0].columns.first[0]) % VIEW_STEP == 0
+        size += T
+    left = window_of(window)
+    batch.leave(1, left)
+    keys, _ = append(left, size, size + 3)
+    first = left.attention[0].columns.first[0]
+    assert first % VIEW_STEP == 0
+    assert mx.array_equal(keys[:, :, -window - 2 :], rows(size - window + 1, size + 3)[0])
 
 
 def test_no_mask_is_wider_than_the_window() -> None:
@@ -177,7 +210,8 @@ def test_rows_of_a_block_see_each_other(window: int | None, in_all: bool) -> Non
     assert isinstance(short, str) == (window is None and not in_all)  # else "causal" would hide later rows
     caches.commit([20])
     caches.begin(1)
-    assert caches.attention[0].make_mask(1, window_size=window) is None  # of the next pass
+    mask = caches.attention[0].make_mask(1, return_array=True, window_size=window)
+    assert mask.sum().item() == min(41, window or 41)  # of the next pass
 
 
 def test_sliding_buffers_stay_small() -> None:

@@ -16,7 +16,7 @@ from support import tiny
 
 from mlx_spec.model import layer_caches
 from mlx_spec.model.caches import FIRST_LANES, Caches
-from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, WINDOW_SLACK
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, VIEW_STEP, WINDOW_SLACK
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
 from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.types import Features, FeatureSpec
@@ -172,6 +172,7 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
 def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rounds of the same batch move the window to the front of buffers of the same size."""
     monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)
+    monkeypatch.setattr(layer_caches, "VIEW_STEP", 8)
     model = tiny.model_of("sliding")
     target, pairs = (
         TargetBatch(model, FeatureSpec()),
@@ -234,7 +235,9 @@ def test_buffers_follow_the_lengths() -> None:
             mx.eval(cache.update_and_fetch(*(mx.zeros((4, 2, 1, 32)) for _ in range(2))))
         caches.commit([1] * 4)
         assert window.buffers[0].shape[2] <= 16 + MAX_UNCOMMITTED + WINDOW_SLACK
-        assert window.columns.is_level
+        at = window.columns
+        assert max(at.starts) - min(at.starts) < VIEW_STEP
+        assert not any(first % VIEW_STEP for first in at.first)
     for _ in range(3):
         caches.leave(0, None)
     assert full.buffers[0].shape[0] == FIRST_LANES
