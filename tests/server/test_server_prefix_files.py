@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -20,7 +21,7 @@ from support.served import raw as raw_request
 
 from mlx_spec.apps.server.engine import prefix_files
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
-from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, model_key
+from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, StoredPrefix, model_key
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
@@ -174,6 +175,8 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "bit": lambda data: data[:-1000] + bytes([data[-1000] ^ 1]) + data[-999:],
     "header": lambda data: data[:8] + b"x" * 32 + data[40:],
     "other key": lambda data: data.replace(b"model", b"nodel", 1),
+    "exchanged pages": lambda data: data[:-8192] + data[-4096:] + data[-8192:-4096],
+    "exchanged words": lambda data: data[:-16] + data[-8:] + data[-16:-8],
 }
 
 
@@ -188,6 +191,48 @@ def test_damaged_files_are_ignored_with_one_line(
     found = files(plain, tmp_path)
     assert [found.restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1 and "is ignored" in caplog.text and "\n" not in caplog.messages[0]
+
+
+def test_damage_on_the_way_to_the_disk_is_found(
+    plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checksum is that of the buffers."""
+    sync = os.fsync
+
+    def damage(handle: int) -> None:
+        os.pwrite(handle, b"damage", os.fstat(handle).st_size - 100)
+        sync(handle)
+
+    with monkeypatch.context() as worn:
+        worn.setattr(os, "fsync", damage)
+        stored(plain, tmp_path)
+    assert files(plain, tmp_path).restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is None
+    assert "its content was changed" in caplog.text
+
+
+def test_the_engine_thread_reads_no_header(
+    plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a shared folder: files of others are found, and forgotten once they are gone."""
+    readers: list[str] = []
+
+    def read(path: Path) -> StoredPrefix:
+        readers.append(threading.current_thread().name)
+        return read_entry(path)
+
+    read_entry = prefix_files._read_entry
+    monkeypatch.setattr(prefix_files, "_read_entry", read)
+    ours, prompt = files(plain, tmp_path), text_prompt([*PROMPT, 1, 2])
+    assert ours.restore(prompt, 0, plain.open) is None
+    stored(plain, tmp_path)  # by another server
+    for _ in range(500):
+        if restored := ours.restore(prompt, 0, plain.open):
+            break
+        time.sleep(0.01)
+    assert restored is not None and restored.reusable(prompt) == len(PROMPT)
+    assert readers and all(name.startswith("mlx_spec writing") for name in readers)
+    next(tmp_path.iterdir()).unlink()
+    assert ours.restore(prompt, 0, plain.open) is None
 
 
 def test_arrays_of_another_shape_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
