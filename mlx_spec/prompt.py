@@ -8,7 +8,6 @@ something, reads its identity.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +119,9 @@ class Places:
         return found
 
 
+Identity = np.ndarray[Any, np.dtype[np.int64]]  # what caches compare in place of tokens
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt(Sequence[int]):
     """The tokens of a prompt, and its spans in their order."""
@@ -143,17 +145,18 @@ class Prompt(Sequence[int]):
         return self.tokens[index]
 
     @cached_property
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> Identity:
         """Return what caches compare: the tokens, and for each row of a span a number below 0.
 
         The numbers are drawn from the digest, one for each row. So two pictures differ from their first row
         on. A text is its own identity.
         """
-        found = list(self.tokens)
+        found = np.fromiter(self.tokens, np.int64, len(self.tokens))
         for span in self.spans:
             drawn = hashlib.shake_256(span.digest).digest(8 * span.count)
-            found[span.start : span.end] = (-1 - (n >> 1) for n in struct.unpack(f"<{span.count}Q", drawn))
-        return tuple(found) if self.spans else self.tokens
+            found[span.start : span.end] = -1 - (np.frombuffer(drawn, "<u8") >> 1).astype(np.int64)
+        found.setflags(write=False)
+        return found
 
     def whole(self, size: int) -> int:
         """Return the largest number of positions, at most `size`, that cuts no span."""
@@ -171,3 +174,15 @@ class Prompt(Sequence[int]):
 def text_prompt(tokens: Iterable[int]) -> Prompt:
     """Return a prompt of text alone."""
     return Prompt(tuple(tokens))
+
+
+def shared_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """Return the length of the common prefix of two identities, of any integer type."""
+    length, low, step = min(len(a), len(b)), 0, 256
+    while low < length:  # blocks that double: most pairs differ early, and the others are read at full speed
+        high = min(low + step, length)
+        different = a[low:high] != b[low:high]
+        if different.any():
+            return low + int(different.argmax())
+        low, step = high, 2 * step
+    return length

@@ -43,8 +43,12 @@ def prefill(
 
     Yields True after a chunk of one pass. A chunk never cuts a span whose rows see each other, so it may be
     longer; it is then read layer by layer. Rows of a span are computed in steps, too. Yields False after each
-    layer or step, the last one included. May be closed early and called again.
+    layer or step, the last one included, and after each array that a fork still has to copy. May be closed
+    early and called again.
     """
+    for array in target.copies():
+        mx.eval(array)
+        yield False
     end = len(prompt) - 1
     while (low := target.size) < end:
         high = min(low + step(), end)
@@ -118,7 +122,8 @@ class RunningSequence:
     def can_share_prefill(self) -> bool:
         """Return True if one pass may read its prompt and others."""
         reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
-        return self._read_prompt is None and not self.target.is_recurrent and not reads_spans
+        is_alone = self.target.is_recurrent or self.target.has_copies
+        return self._read_prompt is None and not is_alone and not reads_spans
 
     def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[bool]:
         """Read the prompt in chunks of at most `step()` tokens. Yields as the function `prefill` does."""

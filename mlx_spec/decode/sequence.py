@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mlx_spec.model.target import LMTarget
-from mlx_spec.prompt import Prompt
-from mlx_spec.tokenizer import common_prefix
+from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
 
 
@@ -29,13 +30,14 @@ class CachedSequence:
 
     def __init__(self, parts: SequenceParts) -> None:
         self.parts = parts
-        self._identity: list[int] = []  # begins with the identity of the tokens in the target's cache
+        self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
+        self._emitted: list[int] = []  # tokens after it
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
     @property
-    def identity(self) -> list[int]:
+    def identity(self) -> Identity:
         """Return the tokens in the caches, with numbers below 0 for rows that are not text."""
-        return self._identity[: self.parts.target.size]
+        return self._whole_identity()[: self.parts.target.size]
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +49,7 @@ class CachedSequence:
 
         At least one row is left to write, so that a drafter gets features of this prompt.
         """
-        return prompt.whole(min(common_prefix(self.identity, prompt.identity), max(len(prompt) - 2, 0)))
+        return prompt.whole(min(shared_prefix(self.identity, prompt.identity), max(len(prompt) - 2, 0)))
 
     def reusable(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
@@ -58,12 +60,12 @@ class CachedSequence:
         drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
         return CacheState.join({"target": self.parts.target.state(), **drafters})
 
-    def restore(self, identity: Sequence[int], state: CacheState) -> None:
+    def restore(self, identity: Sequence[int] | Identity, state: CacheState) -> None:
         """Take over a state and its identity. This sequence must be new, with the same kinds of parts."""
         self.parts.target.restore(state.part("target"))
         for i, drafter in enumerate(self.parts.drafters):
             drafter.restore(state.part(str(i)))
-        self._identity = list(identity)
+        self._identity = np.array(identity, np.int64)
 
     def rewind_to_prefix(self, prompt: Prompt) -> int:
         """Forget all tokens after the common prefix with `prompt`. Return how many tokens are kept.
@@ -73,20 +75,27 @@ class CachedSequence:
         """
         kept = self.parts.target.rewind(self.shared(prompt))
         self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
-        self._identity = list(prompt.identity)
+        self._identity, self._emitted = prompt.identity, []
         return kept
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that a generation emitted."""
-        self._identity += tokens
+        self._emitted += tokens
 
     def truncate(self, length: int) -> None:
         """Forget all after the first `length` tokens of prompt and output.
 
         The last of them is pending, as at the end of a generation that stopped there.
         """
-        del self._identity[length:]
+        self._identity = self._whole_identity()[:length]
         self.parts.target.rewind(min(max(length - 1, 0), self.parts.target.size))
+
+    def _whole_identity(self) -> Identity:
+        """Return the identity, with tokens that the caches do not hold yet."""
+        if self._emitted:
+            self._identity = np.concatenate([self._identity, np.array(self._emitted, np.int64)])
+            self._emitted = []
+        return self._identity
 
 
 def reusable(reach: Sequence[tuple[int, int]], shared: int) -> int:

@@ -298,6 +298,7 @@ class RankTarget(LMTarget):
     commit = _announced(LMTarget.commit)
     commit_path = _announced(LMTarget.commit_path)
     rewind = _announced(LMTarget.rewind)
+    fork_from = _announced(LMTarget.fork_from)
 
     def state(self) -> CacheState:
         raise InvalidValue("each rank has a part of the caches: they cannot be saved")

@@ -55,7 +55,7 @@ class Checkpoint:
 
     def first_size(self) -> int:
         """Return the smallest size that `rewind` can return to from here."""
-        return max((oldest + reach - 1 for _, oldest, _, reach in self.places.values() if oldest), default=0)
+        return _first_size((oldest, reach) for _, oldest, _, reach in self.places.values())
 
 
 class Caches:
@@ -168,17 +168,18 @@ class Caches:
 
     # --- the past of one sequence
 
-    def can_rewind(self, size: int) -> bool:
-        """Return True if the buffers still have all rows that a query at position `size` can see."""
-        return size <= self.sizes[0] and all(
-            columns.oldest_visible(size, columns.reach) >= columns.oldest[0]
-            for columns in self._columns.values()
-        )
+    @property
+    def has_windows(self) -> bool:
+        """Return True if some layers drop old rows."""
+        return any(window is not None for window in self._columns)
 
-    def rewind(self, size: int) -> None:
-        """Drop all rows of the only sequence from position `size` on."""
-        assert self.can_rewind(size) and not self.recurrent, f"rows before {size} are gone"
-        self.sizes = [size]
+    def first_size(self) -> int:
+        """Return the smallest number of tokens to which the only sequence can be cut back.
+
+        The buffers still have all rows that a query there can see.
+        """
+        places = ((c.oldest[0], c.reach) for c in self._columns.values())
+        return _first_size(places)
 
     def checkpoint(self) -> Checkpoint:
         """Return the place after the last pass."""
@@ -188,6 +189,51 @@ class Caches:
             if window is not None:
                 places[window] = columns.first[0], columns.oldest[0], columns.count, columns.reach
         return Checkpoint(self.sizes[0] + self.uncommitted, places, layers)
+
+    def compact(self, size: int) -> Checkpoint:
+        """Return a place with copies of no more than a query at position `size` sees; of windows and states.
+
+        A window must still have these rows. A recurrent state must be at `size`.
+        """
+        layers, places = list[Arrays](), dict[int | None, tuple[int, int, int, int]]()
+        for window, columns in self._columns.items():
+            if window is not None:
+                oldest = columns.oldest_visible(size, columns.reach)
+                first = step_below(oldest)
+                places[window] = first, oldest, size - first, columns.reach
+        for layer in self.layers:
+            if isinstance(layer, RecurrentCache):
+                arrays = layer.committed if size == self.sizes[0] else layer.cache
+                layers.append([None if array is None else mx.contiguous(array) for array in arrays])
+            elif layer.columns.window is None:
+                layers.append([])
+            else:
+                rows = slice(
+                    places[layer.columns.window][0] - layer.columns.first[0], size - layer.columns.first[0]
+                )
+                layers.append([mx.contiguous(buffer[:, :, rows]) for buffer in layer.buffers])
+        return Checkpoint(size, places, layers)
+
+    def full_rows(self, lane: int, size: int) -> list[list[mx.array]]:
+        """Return the first `size` rows of a lane, by layer; of layers that keep every position."""
+        full = [cache for cache in self.attention if cache.columns.window is None]
+        return [[buffer[lane : lane + 1, :, :size] for buffer in cache.buffers] for cache in full]
+
+    def fork(self, rows: Sequence[Sequence[mx.array]], place: Checkpoint, size: int, more: int) -> None:
+        """Fill caches without tokens: `size` rows as `full_rows` gives them, windows and states of a place.
+
+        The rows are copied when they are evaluated, into buffers with room for `more` rows.
+        """
+        count = capacity_for(size + more)
+        if (columns := self._columns.get(None)) is not None:
+            columns.count = count
+        full = [cache for cache in self.attention if cache.columns.window is None]
+        for cache, parts in zip(full, rows, strict=True):
+            free = [mx.zeros((*part.shape[:2], count - size, part.shape[3]), part.dtype) for part in parts]
+            pairs = zip(parts, free, strict=True)
+            cache.buffers = [mx.concatenate(list(pair), axis=2) for pair in pairs]
+        self.restore(place)
+        self.sizes = [size]
 
     def restore(self, saved: Checkpoint) -> None:
         """Return to a checkpoint. Since then, rows of full attention may only have been appended."""
@@ -356,6 +402,11 @@ class Caches:
                 cache.rearrange(lanes, count, first[:used], self._ends(used))
         columns.oldest = [max(old, new) for old, new in zip(columns.oldest, first, strict=True)]
         columns.first, columns.count, columns.lanes = first, count, lanes
+
+
+def _first_size(windows: Iterable[tuple[int, int]]) -> int:
+    """Return the first position whose query sees no row before the oldest one, of windows with a reach."""
+    return max((oldest + reach - 1 for oldest, reach in windows if oldest), default=0)
 
 
 def _references(layer: LayerCache) -> Arrays:

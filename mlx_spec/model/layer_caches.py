@@ -281,6 +281,11 @@ class RecurrentCache(ArraysCache):
         state: Any = self.cache
         return [array for array in state if array is not None]
 
+    @property
+    def committed(self) -> list[mx.array | None]:
+        """Return the state before the uncommitted rows."""
+        return self._committed
+
     def restore(self, saved: Sequence[mx.array | None]) -> None:
         """Return to a saved state. It counts as committed."""
         state: Any = list(saved)  # the base class has no types

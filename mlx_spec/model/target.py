@@ -40,6 +40,7 @@ MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more ge
 POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 SharedKV = Callable[[], Mapping[str, KVRows]]
+Lane = Callable[[], tuple[Caches, int]]
 
 
 class LMTarget:
@@ -84,6 +85,8 @@ class LMTarget:
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
         self._checkpoints: list[Checkpoint] = []  # places that `rewind` can return to after rows are gone
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
+        self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
+        self._copies: list[mx.array] = []  # rows of another target that are not copied yet
 
     @property
     def size(self) -> int:
@@ -217,21 +220,22 @@ class LMTarget:
             self._drop_passes([keep], self._replay)
         return features
 
-    def detach(self, shared_kv: SharedKV) -> Caches:
+    def detach(self, shared_kv: SharedKV, lane: Lane) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
-        Until `attach`, only `count` may be called, and `shared_kv` returns the K and V.
+        Until `attach`, only `count` may be called. `shared_kv` returns the K and V, and `lane` the place of
+        this target.
         """
         assert not self._uncommitted, "caches are detached after a commit"
         if self._replay.size:
             self._write_replay()
-        self._batch_kv = shared_kv
+        self._batch_kv, self._lane = shared_kv, lane
         self._caches.shifts = [self._places.shift(self._size)]
         return self._caches
 
     def attach(self, replay: mx.array) -> Caches:
         """Return the detached caches. The caller fills them with all tokens except `replay`."""
-        self._batch_kv, self._replay = None, replay
+        self._batch_kv, self._lane, self._replay = None, None, replay
         return self._caches
 
     def count(self, tokens: int, *, reads_prompt: bool = False) -> None:
@@ -295,26 +299,80 @@ class LMTarget:
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Return the number kept, fewer if rows are gone.
 
-        If the rows are gone, the target returns to a checkpoint at or shortly before the end of the last
-        prefill, or to the start.
+        If the rows are gone, the target returns to the last checkpoint from which that is exact, or to the
+        start.
         """
         assert not self._uncommitted, "rewind with uncommitted rows"
         size = min(size, self._last_reusable)
-        if size < self._size and (self._recurrent or not self._shorten(size)):
-            checkpoints = self._checkpoints
-            if not any(self._return_to(checkpoint, size) for checkpoint in reversed(checkpoints)):
+        if size < self._size:
+            place, kept = self._place(size)
+            checkpoints = [each for each in self._checkpoints if each.size <= kept]  # other tokens may follow
+            if not kept:
                 self._reset()
+            elif place is not None:
+                self._caches.restore(place)
+            written = self._caches.sizes[0]
+            self._caches.sizes = [min(kept, written)]
+            self._size, self._replay = kept, self._replay[: max(kept - written, 0)]
             self._checkpoints = checkpoints
-        self._checkpoints = self._reached()  # other tokens may follow now
         self._places = self._places.before(self._size)
         self._from_prompt = min(self._from_prompt, self._size)
         return self._size
 
+    def fork_from(self, origin: LMTarget, size: int, more: int) -> int:
+        """Take over at most the first `size` tokens of a target of the same model. Return the number.
+
+        They are as many as `origin.rewind` would keep. The origin may be in use, and in a batch. This target
+        must be new; it gets room for `more` tokens. Rows are copied by `copies`, or when they are needed.
+        """
+        place, kept = origin._place(min(size, origin._last_reusable))
+        if not kept:
+            return 0
+        caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
+        written = min(kept, caches.sizes[lane] if place is None else place.size)
+        self._caches.fork(caches.full_rows(lane, written), place or caches.compact(written), written, more)
+        self._size, self._from_prompt = kept, min(origin._from_prompt, kept)
+        self._replay = origin._replay[: kept - written]
+        self._places = origin._places.before(kept)
+        self._checkpoints = [each for each in origin._checkpoints if each.size <= kept]
+        self._copies = self._caches.arrays()
+        return kept
+
+    @property
+    def has_copies(self) -> bool:
+        """Return True if rows of the origin of a fork are still to be copied."""
+        return bool(self._copies)
+
+    def copies(self) -> Iterator[mx.array]:
+        """Yield the arrays to evaluate, so that nothing refers to the origin of a fork any more."""
+        while self._copies:
+            yield self._copies.pop()
+
     def reach(self) -> list[tuple[int, int]]:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
-        places = [(self._size, self._caches.checkpoint()), *((each.size, each) for each in self._reached())]
-        ranges = [(size if self._recurrent else place.first_size(), size) for size, place in places]
-        return [(first, min(last, self._last_reusable)) for first, last in ranges]
+        last = self._last_reusable
+        return [(low, min(high, last)) for low, high, _ in self._reached() if low <= last]
+
+    def _place(self, size: int) -> tuple[Checkpoint | None, int]:
+        """Return the place that keeps most of `size` tokens, None for the present one; and how many."""
+        kept = [(min(size, high), place) for low, high, place in self._reached() if low <= size]
+        best = max(kept, key=lambda each: each[0], default=(0, None))
+        return best[1], best[0]
+
+    def _reached(self) -> list[tuple[int, int, Checkpoint | None]]:
+        """Return the ranges of sizes that the present place and the checkpoints give back, and the places.
+
+        Windows and states are not in these caches while a batch has them.
+        """
+        found: list[tuple[int, int, Checkpoint | None]] = []
+        if self._lane is None:
+            written = self._caches.sizes[0]
+            found.append((written if self._recurrent else self._caches.first_size(), self._size, None))
+        elif not self._recurrent and not self._caches.has_windows:
+            found.append((0, self._size, None))
+        for each in self._checkpoints:
+            found.append((each.size if self._recurrent else each.first_size(), each.size, each))
+        return found
 
     @property
     def _last_reusable(self) -> int:
@@ -323,7 +381,7 @@ class LMTarget:
 
     def state(self) -> CacheState:
         """Return the content of the caches ("@0") and of the checkpoints ("@1", ...), all committed."""
-        checkpoints, replay = self._reached(), cast(list[int], self._replay.tolist())
+        checkpoints, replay = self._checkpoints, cast(list[int], self._replay.tolist())
         placed = [number for span in self._places.before(self._size).spans for number in span]
         numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}
         parts = {"all": CacheState(numbers=numbers)}
@@ -343,26 +401,6 @@ class LMTarget:
         for j in range(1, self.MAX_CHECKPOINTS + 1):
             if (part := state.part(f"@{j}")).numbers:
                 self._checkpoints.append(self._caches.load(part))
-
-    def _reached(self) -> list[Checkpoint]:
-        """Return the checkpoints before the present place."""
-        return [each for each in self._checkpoints if each.size <= self._size]
-
-    def _shorten(self, size: int) -> bool:
-        """Drop the rows from position `size` on if that is exact. Return True if it is."""
-        exact = self._caches.can_rewind(size)
-        if exact:
-            self._caches.rewind(size)
-            self._size = size
-        return exact
-
-    def _return_to(self, checkpoint: Checkpoint, size: int) -> bool:
-        """Restore the caches of a checkpoint and shorten them to `size`. Return True if that is exact."""
-        if self._recurrent and checkpoint.size > size:
-            return False
-        self._caches.restore(checkpoint)
-        self._size, self._replay = checkpoint.size, self._replay[:0]
-        return self._recurrent or self._shorten(min(size, checkpoint.size))
 
     def _commit_all(self) -> None:
         """Keep all rows that the caches hold, and the rows of `_replay`."""

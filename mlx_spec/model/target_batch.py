@@ -69,7 +69,7 @@ class TargetBatch:
 
     def join(self, origin: LMTarget) -> None:
         """Move a target into the shared caches."""
-        self._caches.join(origin.detach(partial(self._shared_kv, origin)))
+        self._caches.join(origin.detach(partial(self._shared_kv, origin), partial(self._lane_of, origin)))
         self._origins.append(origin)
         self._replays.append(no_draft().tokens)
 
@@ -168,8 +168,11 @@ class TargetBatch:
         return features
 
     def _shared_kv(self, origin: LMTarget) -> Mapping[str, KVRows]:
-        lane = next(i for i, other in enumerate(self._origins) if other is origin)
-        return {cache.attention_type: cache.rows(lane, origin.size) for cache in self._caches.unquantized}
+        caches, lane = self._lane_of(origin)
+        return {cache.attention_type: cache.rows(lane, origin.size) for cache in caches.unquantized}
+
+    def _lane_of(self, origin: LMTarget) -> tuple[Caches, int]:
+        return self._caches, next(i for i, other in enumerate(self._origins) if other is origin)
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,7 @@ def _state_error(shared: TargetBatch, alone: Sequence[LMTarget]) -> list[mx.arra
     """Return the median error of the recurrent layers, if there are any."""
     by_layer: list[list[mx.array]] = []
     for lane, target in enumerate(alone):
-        right = target.detach(target.shared_kv).recurrent
+        right = target.detach(target.shared_kv, lambda: (Caches(), 0)).recurrent
         target.attach(no_draft().tokens)
         by_layer = by_layer or [[] for _ in right]
         for errors, ours, theirs in zip(by_layer, shared.states(lane), right, strict=True):

@@ -222,7 +222,7 @@ def test_sliding_buffers_stay_small() -> None:
 
 
 @pytest.mark.parametrize("reach", [16, 24])  # some models let tokens of a prompt see further than the window
-def test_rewinding_past_the_slack_is_refused(reach: int) -> None:
+def test_a_window_keeps_the_rows_of_its_slack(reach: int) -> None:
     caches, size = window_of(16), 0
     caches.attention[0].columns.reach = reach
     while size < 2000:
@@ -230,9 +230,7 @@ def test_rewinding_past_the_slack_is_refused(reach: int) -> None:
         size += 5
     first = caches.attention[0].columns.oldest[0] + reach - 1
     assert size - MAX_UNCOMMITTED >= first > 100
-    assert caches.can_rewind(first) and not caches.can_rewind(first - 1)
-    with pytest.raises(AssertionError, match="are gone"):
-        caches.rewind(first - 1)
+    assert caches.first_size() == first
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -383,3 +381,41 @@ def test_sequences_of_one_state_do_not_write_into_each_other(kind: str, size: in
         fresh = LMTarget(model)
         fresh.prefill(text)
         assert_same_logits(target, fresh, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str, kv_bits: int | None) -> None:
+    """At any size, also while the origin has rows that are not committed, or is in a batch."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
+    needs, kept = FeatureSpec(), []
+    for place in ("alone", "queued", "batch"):
+        for size in (90, 70, 12):
+            origin, neighbour = LMTarget(model, kv_bits=kv_bits), LMTarget(model, kv_bits=kv_bits)
+            origin.prefill(prompt[:60])
+            origin.prefill(prompt[60:80])
+            origin.verify(mx.array([*prompt[80:83], 1]))
+            origin.commit(3)  # of a recurrent state, these are replayed
+            batch = TargetBatch(model, needs)
+            if place == "batch":
+                neighbour.prefill(other)
+                batch.join(neighbour)
+                batch.join(origin)
+            elif place == "queued":
+                mx.eval(origin.verify(mx.array(prompt[83:84])))
+            fork = LMTarget(model, kv_bits=kv_bits)
+            kept.append(fork.fork_from(origin, size, 40))
+            assert kept[-1] == fork.size <= min(size, 83)
+            assert fork.size == size or kind in ("recurrent", "sliding", "shared") or size == 90
+            fork.prefill(other[:-1])
+            fresh = LMTarget(model, kv_bits=kv_bits)
+            fresh.prefill((prompt[: kept[-1]] + other)[:-1])
+            assert_same_logits(fork, fresh, other[-1])
+            if place == "batch":
+                batch.leave(1, keep=True)
+            origin.commit(0)
+            whole = LMTarget(model, kv_bits=kv_bits)
+            whole.prefill(prompt[:83])
+            assert origin.size == 83
+            assert_same_logits(origin, whole, 5)
+    assert kept[0] == kept[3] == 83 and max(kept[6:]) >= 58

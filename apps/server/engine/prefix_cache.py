@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.errors import InvalidValue
-from mlx_spec.prompt import Prompt
+from mlx_spec.prompt import Identity, Prompt
 from mlx_spec.types import CacheState
 
 from .prefix_files import PrefixFiles
 
-Snapshot = tuple[list[int], CacheState]  # identity and caches of a sequence, to begin other sequences with
+Snapshot = tuple[Identity, CacheState]  # identity and caches of a sequence, to begin other sequences with
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class PrefixCache:
     def give_back(self, sequence: CachedSequence) -> None:
         """Keep a lent sequence with the tokens that it has now."""
         self._used.remove(sequence)
-        if sequence.identity:
+        if sequence.identity.size:
             self._free.append(sequence)
             if self.files is not None:
                 self.files.offer(sequence)
@@ -114,7 +115,7 @@ class PrefixCache:
         if best is None or not best.shared(prompt):
             return None
         held = best.identity
-        repeats = held[: len(prompt)] == list(prompt.identity)
+        repeats = np.array_equal(held[: len(prompt)], prompt.identity)
         min_shared = 0.5  # share of a sequence's tokens; with less, this is another conversation
         return best if repeats or best.shared(prompt) >= min_shared * len(held) else None
 

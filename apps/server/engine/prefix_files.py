@@ -37,7 +37,7 @@ from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import Pair
-from mlx_spec.prompt import Prompt
+from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState
 
 from ..errors import LOG
@@ -80,7 +80,7 @@ class StoredPrefix:
 
     def covers(self, other: StoredPrefix) -> bool:
         """Return True if this sequence can be rewound to every place of the other one."""
-        return common_length(self.tokens, other.tokens) == len(other.tokens) and all(
+        return shared_prefix(self.tokens, other.tokens) == len(other.tokens) and all(
             any(low <= first and last <= high for low, high in self.reach) for first, last in other.reach
         )
 
@@ -253,10 +253,10 @@ class PrefixFiles:
         """Return the files that save at least MIN_TOKENS tokens of a prompt, the best first."""
         if len(prompt) < known + MIN_TOKENS:
             return []
-        wanted, kept = np.array(prompt.identity[:-2]), dict[str, int]()
+        wanted, kept = prompt.identity[:-2], dict[str, int]()
         for name, entry in self._folder.entries(self._digest):
-            if common_length(entry.tokens[:MIN_TOKENS], wanted) == MIN_TOKENS:  # most files end here
-                kept[name] = reusable(entry.reach, prompt.whole(common_length(entry.tokens, wanted)))
+            if shared_prefix(entry.tokens[:MIN_TOKENS], wanted) == MIN_TOKENS:  # most files end here
+                kept[name] = reusable(entry.reach, prompt.whole(shared_prefix(entry.tokens, wanted)))
         best_first = sorted(kept, key=lambda name: kept[name], reverse=True)
         return [name for name in best_first if kept[name] >= known + MIN_TOKENS]
 
@@ -271,7 +271,7 @@ class PrefixFiles:
             return
         held = _compact(tokens)
         entries = self._folder.entries(self._digest)
-        stored = max((reusable(e.reach, common_length(e.tokens, held)) for _, e in entries), default=0)
+        stored = max((reusable(e.reach, shared_prefix(e.tokens, held)) for _, e in entries), default=0)
         if len(tokens) < max(stored + MIN_TOKENS, growth * stored):
             return
         prefix, state = StoredPrefix(held, sequence.parts.target.reach()), sequence.state()
@@ -322,16 +322,8 @@ def _slots(arrays: Mapping[str, mx.array]) -> dict[str, tuple[Any, ...]]:
     return {re.sub("@[0-9]+", "", n): (a.dtype, *a.shape[:-2], a.shape[-1]) for n, a in arrays.items()}
 
 
-def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens that two sequences have in common at their beginning."""
-    length = min(len(a), len(b))
-    different = a[:length] != b[:length]
-    return int(different.argmax()) if different.any() else length
-
-
-def _compact(tokens: Sequence[int]) -> np.ndarray:
+def _compact(found: Identity) -> np.ndarray:
     """Return an identity as int32 if it fits: rows of pictures are numbers of 64 bits."""
-    found = np.array(tokens, dtype=np.int64)
     return found.astype(np.int32) if (found == found.astype(np.int32)).all() else found
 
 
