@@ -57,7 +57,9 @@ test: lint
 lint: $(READY)-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy mlx_spec
+	for platform in linux darwin; do \
+		$(PY) -m mypy mlx_spec --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
+	done
 
 bench: $(READY)
 	@set -e; for script in $(wildcard $(BENCHMARKS:%=benchmarks/%.py)); do $(PY) $$script; done

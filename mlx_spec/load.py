@@ -29,6 +29,7 @@ from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refu
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
+from mlx_spec.device import memory_for_models, use_device
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NoVision
 from mlx_spec.hub import find
@@ -65,14 +66,15 @@ def load(
     target's own: the drafter in the folder's pair.json, or the one published for the repository, else lookup.
     `num_draft_tokens`, 0 to 16, fixes the draft length; a few plain tokens are decoded to measure the gain.
     By default the policy adapts the length, and the first load on a device takes a second to measure costs.
-    `kv_bits`, 4 or 8, quantizes the K/V of full attention. With `ahead`, the drafter also drafts on the CPU
-    for likely outcomes while the target verifies, as long as that is measured to pay; with
-    `num_draft_tokens`, always. With `draft_ranks`, rank 1 of the two drafts ahead in place of the CPU; run
+    `kv_bits`, 4 or 8, quantizes the K/V of full attention. With `ahead`, the drafter also drafts for likely
+    outcomes while the target verifies, as long as that is measured to pay; with `num_draft_tokens`, always.
+    Where MLX uses a GPU it is refused. With `draft_ranks`, rank 1 of the two drafts ahead, on any device; run
     `draft_for` there. With `ranks`, this is rank 0 and has a part of the target; run `follow` on the others.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
     use_blas()
+    use_device()
     spec = PairSpec(str(target), None if drafter is None else str(drafter), num_draft_tokens, kv_bits, ahead)
     _check_values(spec)
     shown, paths = _located(spec)
@@ -140,6 +142,7 @@ def _measure(pair: Pair) -> None:
 
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
+    use_device()
     folder, config, _ = _find_target(_located(PairSpec(target, NONE))[1], ranks)
     _raise_wired_limit()
     _load_target(folder, config, ranks)
@@ -151,6 +154,7 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
     from mlx_spec.ahead import draft_for_rank_0
     from mlx_spec.tokenizer import read_tokenizer
 
+    use_device()
     shown, paths = _located(spec)
     folder = find(paths.target)
     config = read_config(folder)
@@ -400,4 +404,4 @@ def _raise_wired_limit() -> None:
     import mlx.core as mx
 
     if mx.metal.is_available():
-        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        mx.set_wired_limit(memory_for_models())

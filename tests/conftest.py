@@ -9,8 +9,14 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+from support import mac
 
+from mlx_spec.device import use_device
 from mlx_spec.device.blas import use_blas
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mac", action="store_true", help="imitate a Mac: see support/mac.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,10 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # wakes it, so that a tiny model takes two thirds of the time. Threads and processes inherit the class.
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if config.option.mac and sys.platform != "darwin":  # a worker of xdist begins as a Mac
+        mac.imitate_for_good()
     # Tests compare passes of one row and of several to 1e-5: an optimized BLAS has another kernel for each.
     use_blas(optimized=False)
-    if device := os.environ.get("TEST_DEVICE"):  # cpu or gpu; without it MLX chooses
-        mx.set_default_device(mx.Device({"cpu": mx.cpu, "gpu": mx.gpu}[device]))
+    use_device()
 
 
 def pytest_collection_finish() -> None:

@@ -194,6 +194,18 @@ def few_waits(source: Source) -> Problems:
                 yield f"{source.path}:{node.lineno}: .{node.func.attr}() waits for the device"
 
 
+def one_device(source: Source) -> Problems:
+    """MLX has one default device for all threads, which only the start of a process sets."""
+    for node in source.nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="mx"), attr=name)):
+                sets = name in ("set_default_device", "set_default_stream", "stream", "new_stream")
+                if sets and source.path != "mlx_spec/device/__init__.py":
+                    yield f"{source.path}:{node.lineno}: mx.{name} sets the device of all threads"
+                if name == "device_info" and source.path != "mlx_spec/device/__init__.py":
+                    yield f"{source.path}:{node.lineno}: ask mlx_spec.device, which names the device"
+
+
 def no_families(source: Source) -> Problems:
     """Names of model families in code; docstrings and comments may cite them."""
     if source.path.startswith(FAMILIES_ALLOWED):
@@ -239,6 +251,7 @@ FILE_RULES: tuple[Callable[[Source], Problems], ...] = (
     readable_sizes,
     finished,
     few_waits,
+    one_device,
     no_families,
     sentences,
 )
@@ -349,6 +362,17 @@ def test_imports_go_in_no_circle() -> None:
 def _folder(module: str) -> str:
     """Return the package of a module; a module of the root stands for itself."""
     return module.split(".")[0]
+
+
+def test_tests_need_no_file_that_only_linux_has() -> None:
+    """macOS has no /dev/full and no /proc, so a test that names one says what it does there."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.parent.name != "support" and path.name != "test_house.py":
+            for node in ast.parse(path.read_text()).body:
+                text = ast.unparse(node)
+                is_guarded = "exists()" in text or "sys.platform" in text
+                names = re.search(r"/dev/full|/proc/", text)
+                assert is_guarded or not names, f"{path}:{node.lineno} needs {names and names[0]}"
 
 
 def test_no_test_imports_a_test_or_a_benchmark() -> None:

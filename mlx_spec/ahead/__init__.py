@@ -17,7 +17,7 @@ from mlx_spec.drafters import DrafterSource
 
 
 def drafting_ahead(source: DrafterSource, ranks: Ranks | None) -> DrafterSource:
-    """Return the source of drafters that also draft ahead: on rank 1, or on this machine's CPU without ranks.
+    """Return the source of drafters that also draft ahead: on rank 1, or in a thread without ranks.
 
     Raises InvalidValue if it cannot draft ahead.
     """

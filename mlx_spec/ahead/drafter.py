@@ -2,7 +2,8 @@
 
 While the target verifies a draft, a copy of the drafter drafts for its likely outcomes: how many tokens are
 accepted, and which one follows. If the outcome is among them, the next draft is ready. The copy has its own
-caches and works in its own thread, on the CPU: beside a GPU it costs only bandwidth.
+caches and works in its own thread. MLX has one default device for all threads, so a copy in this process is
+refused where that is a GPU: it would wait for the target's pass, or take the target to the CPU.
 
 The text does not depend on it. Outcomes are guessed by the drafter's logits alone, never by what was drawn
 for them, so a stored draft has the distribution that its `probs` say. With a seed, drafter and target share
@@ -48,8 +49,8 @@ def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
     return [max(round(total * weight / sum(weights)), 1) for weight in weights]
 
 
-class CPUThread:
-    """A thread with its own CPU stream. It ends with the process."""
+class AheadThread:
+    """A thread for drafts, with MLX's stream of a thread. It ends with the process."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -59,13 +60,12 @@ class CPUThread:
         atexit.register(self._end)
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on the CPU stream, after those before it."""
+        """Run a job after those before it."""
         self._jobs.put(job)
 
     def _work(self) -> None:
-        with mx.stream(mx.new_stream(mx.cpu)):
-            while not self._is_ending:
-                self._jobs.get()()
+        while not self._is_ending:
+            self._jobs.get()()
         mx.clear_streams()  # MLX aborts a process that ends with a thread's streams
 
     def _end(self) -> None:
@@ -79,7 +79,7 @@ class Ahead(DrafterWrapper):
     """Drafts for one sequence with `inner`, and ahead with a copy of it in a thread."""
 
     def __init__(
-        self, inner: Drafter, thread: CPUThread, make: Callable[[], DrafterCopy], mean: float
+        self, inner: Drafter, thread: AheadThread, make: Callable[[], DrafterCopy], mean: float
     ) -> None:
         super().__init__(inner)
         self._thread, self._make = thread, make
@@ -154,7 +154,12 @@ def ahead_source(
     Raises InvalidValue if it cannot draft ahead.
     """
     check_ahead(source)
-    thread = CPUThread()
+    if make_copy is None and mx.default_device().type == mx.gpu:
+        raise InvalidValue(
+            "drafting ahead needs a processor beside the target's, and all threads of this process use its "
+            "GPU: do not draft ahead, or let another machine do so (mlx.launch and --draft-rank 1)"
+        )
+    thread = AheadThread()
 
     @cache
     def copied() -> DrafterSource:

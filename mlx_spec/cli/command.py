@@ -147,7 +147,7 @@ class LoadOptions(PairOptions):
         bool,
         flag(
             "--ahead",
-            "also draft on the CPU while the target verifies, as long as that is measured to pay",
+            "without a GPU: also draft while the target verifies, as long as that is measured to pay",
             MODEL_PANEL,
         ),
     ] = False

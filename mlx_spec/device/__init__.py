@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from functools import cache
 
 from mlx_spec.device.blas import use_blas
-from mlx_spec.errors import SpecError
+from mlx_spec.errors import InvalidValue, SpecError
 
 
 class NoBackend(SpecError, ImportError):
@@ -35,6 +36,26 @@ def require_backend() -> None:
             "`ulimit -Hn` shows"
         ) from error
     use_blas()
+    use_device()
+
+
+@cache
+def use_device() -> None:
+    """Compute on the device that MLX_SPEC_DEVICE names, "cpu" or "gpu"; without it MLX chooses.
+
+    MLX has one default device for all threads of a process. So the first call decides, and children inherit
+    the variable. Raises InvalidValue if this machine has no such device.
+    """
+    if not (name := os.environ.get("MLX_SPEC_DEVICE")):
+        return
+    import mlx.core as mx
+
+    devices = {"cpu": mx.Device(mx.cpu), "gpu": mx.Device(mx.gpu)}
+    if (device := devices.get(name)) is None:
+        raise InvalidValue(f"MLX_SPEC_DEVICE={name}: the devices are cpu and gpu; without it MLX chooses")
+    if not mx.is_available(device):
+        raise InvalidValue(f"MLX_SPEC_DEVICE={name}: this MLX has no such device; without it MLX chooses")
+    mx.set_default_device(device)
 
 
 def device_name() -> str:
@@ -48,7 +69,8 @@ def memory_for_models() -> int:
     """Return the bytes that this machine has for weights and caches."""
     import mlx.core as mx
 
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
+    # Metal's GPU has this, whatever the default device is, and its memory is also the CPU's.
+    if (recommended := mx.device_info(mx.gpu).get("max_recommended_working_set_size")) is not None:
+        return int(recommended)
     # Without Metal, weights and caches get three quarters of the memory; the rest is for other programs.
     return int(0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pkgutil import resolve_name
 
 import pytest
+from support.commands import file_that_takes_nothing
 from support.waiting import LIMIT
 from typer.main import get_command
 
@@ -186,20 +187,21 @@ def test_stdout_of_another_encoding(monkeypatch):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_stderr_that_takes_nothing(full, monkeypatch, capsys):
-    """It is closed, or the disk is full: the status tells, and stdout is for results."""
-    with open("/dev/full", "w") as stderr:
+def test_stderr_that_takes_nothing(full, monkeypatch, capsys, tmp_path):
+    """It is closed, or takes no byte: the status tells, and stdout is for results."""
+    with open(file_that_takes_nothing(tmp_path), "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr if full else None)
         assert main(["roofline", "--target=0GB"]) == 1
         sys.stderr.close()
     assert capsys.readouterr().out == ""
 
 
-def test_a_full_disk_is_one_line():
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "mlx_spec", "--version"]
-        found = subprocess.run(command, stdout=full, stderr=-1, text=True, timeout=LIMIT)
-    problem = "mlx-spec: stdout: No space left on device: make room there, or give another place\n"
+def test_a_full_disk_is_one_line(tmp_path):
+    """A limit of 0 for the size of files stands for the full disk, for which macOS has no device."""
+    program = f"ulimit -f 0; exec {sys.executable} -m mlx_spec --version"
+    with open(tmp_path / "full", "w") as full:
+        found = subprocess.run(["bash", "-c", program], stdout=full, stderr=-1, text=True, timeout=LIMIT)
+    problem = "mlx-spec: stdout: File too large: make room there, or give another place\n"
     assert (found.returncode, found.stderr) == (1, problem)
 
 

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.commands import file_that_takes_nothing
 from support.screen import GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen
 from support.waiting import wait_until
 
@@ -143,10 +144,9 @@ def test_reader_that_goes_away(monkeypatch, capfd):
     assert answer_into(write, monkeypatch, capfd) == (0, [])
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_stdout_that_takes_nothing(monkeypatch, capfd):
-    status, (said,) = answer_into(os.open("/dev/full", os.O_WRONLY), monkeypatch, capfd)
-    assert status == 1 and said.startswith("mlx-spec: stdout: No space left on device: ")
+def test_stdout_that_takes_nothing(monkeypatch, capfd, tmp_path):
+    status, (said,) = answer_into(file_that_takes_nothing(tmp_path), monkeypatch, capfd)
+    assert status == 1 and said.startswith("mlx-spec: stdout: Bad file descriptor: ")
 
 
 # --- what is written for programs

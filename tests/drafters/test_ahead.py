@@ -31,7 +31,7 @@ from support.lossless import emitted
 from support.waiting import wait_until
 
 from mlx_spec.ahead import drafter as ahead
-from mlx_spec.ahead.drafter import Ahead, CPUThread
+from mlx_spec.ahead.drafter import Ahead, AheadThread
 from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
 from mlx_spec.ahead.request import DrafterCopy, LocalCopy
 from mlx_spec.decode import Batch
@@ -65,14 +65,14 @@ GREEDY = Sampling().sampler(len(PROMPT), tiny.VOCAB)
 TOKENS = 800  # the wrong store is seen after 700
 
 
-class Inline(CPUThread):
+class Inline(AheadThread):
     """Drafts at once: every draft is ready when the verdict comes."""
 
     def run(self, job: Callable[[], None]) -> None:
         job()
 
 
-class Waiting(CPUThread):
+class Waiting(AheadThread):
     """The real thread; its drafts are waited for."""
 
     def run(self, job: Callable[[], None]) -> None:
@@ -83,14 +83,14 @@ class Waiting(CPUThread):
 
 
 def ahead_in(
-    thread: CPUThread,
+    thread: AheadThread,
     source: DrafterSource,
     make_copy: Callable[[], DrafterCopy] | None = None,
     mean: float = 3,
 ) -> DrafterSource:
     """Return the source of drafters that also draft ahead, in this thread."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ahead, "CPUThread", lambda: thread)
+        patched.setattr(ahead, "AheadThread", lambda: thread)
         return ahead.ahead_source(source, make_copy, mean)
 
 
@@ -131,8 +131,7 @@ def rank_of(source: DrafterSource, vocab: int = tiny.VOCAB) -> Iterator[Any]:
 
     def work() -> None:
         theirs: Any = Line(there, back)
-        with mx.stream(mx.new_stream(mx.cpu)):
-            draft_for_rank_0(theirs, source, vocab)
+        draft_for_rank_0(theirs, source, vocab)
         mx.clear_streams()
 
     thread = threading.Thread(target=work)
@@ -147,7 +146,7 @@ def helped(
     where: str, source: DrafterSource, vocab: int = tiny.VOCAB, mean: float = 3
 ) -> Iterator[DrafterSource]:
     """Give the source of drafters that also draft ahead, at once, in a thread, or on another rank."""
-    threads = {"at once": Inline, "thread": Waiting, "rank": Waiting, "real thread": CPUThread}
+    threads = {"at once": Inline, "thread": Waiting, "rank": Waiting, "real thread": AheadThread}
     with rank_of(source, vocab) if where == "rank" else nullcontext() as ranks:
         make_copy = None if ranks is None else partial(RemoteDrafter, ranks)
         yield ahead_in(threads[where](), source, make_copy, mean)
@@ -417,7 +416,7 @@ def test_a_conversation_that_is_rewound_and_edited() -> None:
 
 
 def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
-    class Never(CPUThread):
+    class Never(AheadThread):
         def run(self, job: Callable[[], None]) -> None:
             self.job = job
 
@@ -433,11 +432,11 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
 
 
 def test_a_process_ends_while_drafts_wait() -> None:
-    """MLX aborted one process in four without the care of `CPUThread`."""
+    """MLX aborted one process in four without the care of `AheadThread`."""
     program = (
-        "import mlx.core as mx; from mlx_spec.ahead.drafter import CPUThread\n"
+        "import mlx.core as mx; from mlx_spec.ahead.drafter import AheadThread\n"
         "def job(): x = mx.ones((64, 64)) @ mx.ones((64, 64)); mx.eval(x)\n"
-        "for thread in [CPUThread() for _ in range(40)]: thread.run(job), thread.run(job)"
+        "for thread in [AheadThread() for _ in range(40)]: thread.run(job), thread.run(job)"
     )
     process = start_python()([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert (process.communicate()[1], process.returncode) == ("", 0)

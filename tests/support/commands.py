@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from mlx_spec.apps import cli
 
 
@@ -11,3 +14,8 @@ def run(*arguments: str) -> int:
         return cli.main(list(arguments))
     except SystemExit as error:
         return int(error.code or 0)
+
+
+def file_that_takes_nothing(folder: Path) -> int:
+    """Return an open file in which every write fails, on any system: it is open for reading only."""
+    return os.open(folder / "nothing", os.O_CREAT | os.O_RDONLY)

@@ -1,0 +1,101 @@
+"""The process of a Mac, imitated: its facts, and the tests that matter most there."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+
+import mlx.core as mx
+import pytest
+from support import mac
+
+import mlx_spec
+from mlx_spec.ahead import drafting_ahead
+from mlx_spec.device import memory_for_models
+from mlx_spec.drafters.lookup import lookup_source
+
+
+def test_freed_buffers_follow_the_rules_of_mlx():
+    """The CPU backend has the same cache of buffers, with smaller pages."""
+    rng, page = random.Random(0), mac.PAGE if mx.is_available(mx.Device(mx.gpu)) else 4096
+    imitated = mac.Allocator(mac.MACS[16], page)
+    limit, small = mx.set_cache_limit(2**30), 16 * page
+    mx.clear_cache()
+    arrays, buffers = dict[int, mx.array](), dict[int, int]()
+    used = mx.get_active_memory()
+    for step in range(300):
+        if arrays and rng.random() < 0.5:
+            key = rng.choice([*arrays])
+            del arrays[key]
+            imitated.free(buffers.pop(key))
+        else:
+            size = rng.randrange(16, 64) * page
+            arrays[step] = mx.zeros((size,), mx.uint8)
+            mx.eval(arrays[step])
+            buffers[step] = imitated.malloc(size)
+        found = mx.get_active_memory() - used, mx.get_cache_memory()
+        assert all(abs(a - b) < small for a, b in zip(found, (imitated.active, imitated.cached), strict=True))
+    mx.set_cache_limit(100 * page)
+    imitated._release(imitated.cached - 100 * page)
+    assert 0 < imitated.cached <= 100 * page and abs(mx.get_cache_memory() - imitated.cached) < small
+    mx.set_cache_limit(limit)
+
+
+def test_freed_buffers_stay_wired_until_the_limit_of_collection():
+    metal = mac.Allocator(mac.MACS[16])
+    metal.set_wired_limit(metal.mac.working_set)
+    for size in range(1, 40):  # scores of attention grow with each chunk, so none is used again
+        metal.free(metal.malloc(size * mac.GIB // 40))
+    assert metal.active == 0 and 9 * mac.GIB < metal.peak_wired < 0.95 * metal.mac.working_set
+    metal.set_wired_limit(0)
+    assert metal.wired == 0 < metal.cached
+    metal.clear_cache()
+    assert metal.held == 0
+    with pytest.raises(ValueError, match="larger than the maximum"):
+        metal.set_wired_limit(metal.mac.working_set + 1)
+
+
+def test_the_default_device_is_one_for_all_threads(monkeypatch):
+    """In this MLX as in the imitation."""
+    before, other = mx.default_device(), mx.Device(mx.cpu, 1)
+    for imitates in (False, True):
+        if imitates:
+            mac.imitate_metal(monkeypatch, mac.MACS[16], mx)
+            assert mx.default_device() == mx.gpu and mx.device_info()["device_name"] == "Apple M4"
+        thread = threading.Thread(target=lambda: mx.set_default_device(other))
+        thread.start()
+        thread.join()
+        assert mx.default_device() == other
+        mx.set_default_device(before)
+    with mx.stream(mx.new_stream(mx.gpu)):
+        assert mx.default_device() == mx.gpu
+    assert mx.default_device() == before
+
+
+def test_a_program_that_a_mac_starts_runs_on_a_mac():
+    code = "import sys, resource as r, mlx.core as mx\n"
+    code += "print(sys.platform, r.getrlimit(r.RLIMIT_NOFILE)[0], mx.default_device())"
+    environment = {"PYTHONPATH": str(mac.START)}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (found.stdout, found.stderr) == ("darwin 256 Device(gpu, 0)\n", "")
+
+
+def test_a_model_is_loaded_whatever_the_default_device_is(monkeypatch):
+    """MLX describes the default device, and a CPU has no working set."""
+    metal = mac.imitate(monkeypatch)
+    for device in (mx.gpu, mx.cpu):
+        mx.set_default_device(device)
+        assert memory_for_models() <= metal.mac.working_set
+        assert mlx_spec.load("demo", "none")
+        assert mx.default_device() == device
+
+
+def test_a_thread_does_not_draft_ahead_beside_a_gpu(monkeypatch):
+    assert drafting_ahead(lookup_source(), None).own_costs is not None
+    mac.imitate(monkeypatch)
+    with pytest.raises(mlx_spec.InvalidValue, match="drafting ahead needs a processor beside the target's"):
+        drafting_ahead(lookup_source(), None)
