@@ -16,11 +16,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import Failure, shutting_down
+from .errors import LOG, Failure, shutting_down
 from .http import error_response, given_keys, is_base_in_browser
 from .settings import (
     ANY_NAME,
     ANY_ORIGIN,
+    LOCAL_PAGES,
     Settings,
     ip_address,
     is_loopback,
@@ -35,8 +36,8 @@ BODY_TIMEOUT_S = 75.0  # between two parts of a body; a client on this machine n
 class PlainPaths:
     """ASGI middleware: normalize paths to single slashes, none at the end, and no scheme and host in front.
 
-    Clients join a base URL and a path with one slash too many. Proxies send an absolute URL; its host
-    replaces the header `host`.
+    Clients join a base URL and a path with one slash too many, or have a base URL without /v1. Proxies send
+    an absolute URL; its host replaces the header `host`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -50,7 +51,10 @@ class PlainPaths:
             if found := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
                 path, host = found[2], found[1].encode("latin-1", "replace")
                 headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]
-            path = "/" + "/".join(filter(None, path.split("/")))
+            parts = list(filter(None, path.split("/")))
+            if parts and parts[0] in ("chat", "completions", "responses", "messages", "models"):
+                parts.insert(0, "v1")
+            path = "/" + "/".join(parts)
             scope = {**scope, "path": path, "headers": headers}
         await self._app(scope, receive, send)
 
@@ -108,6 +112,7 @@ class Guards:
         schemes = ("app", "capacitor", "file", "ionic", "tauri", "vscode-file", "vscode-webview")
         apps = [scheme + ANY_NAME for scheme in schemes]
         self._origins = frozenset([*apps, *map(normal_origin, settings.origins)]) - {""}
+        self._warned: set[str] = set()  # origins of this machine that the log has named
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._max_bytes = settings.limits.body_bytes
 
@@ -165,7 +170,12 @@ class Guards:
         if origin is None or is_same_origin(origin, headers.get("host", "")):
             return {}
         if ANY_ORIGIN not in self._origins and self._origins.isdisjoint(origin_names(origin)):
-            message = "pages of this origin may not use the server: start it with --cors-origin ORIGIN"
+            is_local = LOCAL_PAGES in origin_names(origin)
+            value = LOCAL_PAGES if is_local else "ORIGIN"
+            message = f"pages of this origin may not use the server: start it with --cors-origin {value}"
+            if is_local and origin not in self._warned:  # a browser does not show what the response says
+                self._warned.add(origin)
+                LOG.warning("%s: %s", origin, message)
             raise Failure(403, message, type="permission_error", code="origin_not_allowed")
         shown = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin
         return {"access-control-allow-origin": shown, "vary": "Origin"}

@@ -30,6 +30,7 @@ from mlx_spec.hub.catalog import DEMO, PairSpec
 
 GB = 10**9
 ANY_ORIGIN = "*"
+LOCAL_PAGES = "localhost"  # stands for the pages of all servers on this machine, on any port
 ANY_NAME = "://*"  # after a scheme: all origins that have it
 DEFAULT_PORTS = {"http": 80, "https": 443}
 # Begins the error of a server whose port is taken; the menu bar looks for it.
@@ -105,7 +106,7 @@ def normal_origin(origin: str) -> str:
     SCHEME://* and SCHEME:// stand for all origins with a scheme that no page of the web has.
     """
     no_origin = "null"  # what a browser sends for local files, and for sandboxed frames of any page
-    if origin in (ANY_ORIGIN, no_origin):
+    if origin in (ANY_ORIGIN, LOCAL_PAGES, no_origin):
         return origin
     scheme, separator, name = origin.lower().partition("://")
     is_scheme = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and scheme not in DEFAULT_PORTS
@@ -118,9 +119,11 @@ def normal_origin(origin: str) -> str:
 
 
 def origin_names(origin: str) -> set[str]:
-    """Return the entries of a list of allowed origins that would allow `origin`: itself, and its scheme."""
+    """Return the entries of a list of allowed origins that would allow `origin`: itself and its groups."""
     found = normal_origin(origin)
-    return {found, found.partition("://")[0] + ANY_NAME} if found else set()
+    scheme = found.partition("://")[0]
+    is_local = scheme in DEFAULT_PORTS and is_loopback((_name_and_port(origin) or ("", 0))[0])
+    return {found, scheme + ANY_NAME, *([LOCAL_PAGES] if is_local else [])} if found else set()
 
 
 def is_same_origin(origin: str, host: str) -> bool:
@@ -184,7 +187,7 @@ class Options(LoadOptions):
         Names,
         network_option(
             value="ORIGIN",
-            help="web pages that may use the server, such as http://localhost:3000",
+            help="web pages that may use the server; localhost stands for all pages of this machine",
             default="its own pages, and installed applications",
         ),
     ] = None
@@ -241,7 +244,8 @@ class Options(LoadOptions):
         size = Settings.cache_folder_bytes if self.cache_folder_gb is None else self.cache_folder_gb * GB
         for origin in self.cors_origin or []:
             if not normal_origin(origin):
-                raise BadOptions(f"--cors-origin {origin}: write scheme://host or scheme://host:port, or *")
+                forms = "scheme://host or scheme://host:port, localhost, or *"
+                raise BadOptions(f"--cors-origin {origin}: write {forms}")
         for name in self.allow_host or []:
             if not re.fullmatch(r"[\w.-]+", name) and ip_address(name.strip("[]")) is None:
                 raise BadOptions(f"--allow-host {name}: write the name alone, without scheme and port")

@@ -49,14 +49,15 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        thinking: bool,
+        thinking: bool | None,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt as text, special tokens included.
 
-        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
-        Raises InvalidValue if the template refuses the messages, for example an unknown role.
+        Without `thinking` (None) the template decides whether the model shall think. `tools` are function
+        definitions as in OpenAI's API, `variables` further variables of the template. Raises InvalidValue if
+        the template refuses the messages, for example an unknown role.
         """
         if tools and self.for_tools is not None:
             return self.for_tools.render(messages, thinking=thinking, tools=tools, variables=variables)
@@ -66,7 +67,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            "enable_thinking": thinking,
+            **({} if thinking is None else {"enable_thinking": thinking}),
             "messages": [_with_all_reasoning_keys(message) for message in given],
             "add_generation_prompt": True,
         }

@@ -57,7 +57,7 @@ def render_history(
     template: ChatTemplate,
     messages: Sequence[Message],
     *,
-    thinking: bool,
+    thinking: bool | None,
     tools: Sequence[Message] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> str:
@@ -80,7 +80,7 @@ def render_history(
 
 def _render(
     template: ChatTemplate,
-    thinking: bool,
+    thinking: bool | None,
     variables: Mapping[str, Any] | None,
     messages: Sequence[Message],
     tools: Sequence[Message],

@@ -6,7 +6,7 @@ import filecmp
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,16 @@ class Tokenizer:
         source = self._template.source if self._template else ""
         return self.marks is not None and "enable_thinking" in source
 
+    @cached_property
+    def thinks_unasked(self) -> bool:
+        """Return True if the template turns thinking on where a request says nothing about it."""
+        question = [{"role": "user", "content": "?"}]
+        try:
+            unasked, on = (self.prompt(question, thinking=thinking) for thinking in (None, True))
+        except InvalidValue:  # the template refuses a single question
+            return False
+        return self.thinks and unasked == on
+
     @property
     def may_think(self) -> bool:
         """Return True if answers may hold thinking, which a request may be able to turn on or off."""
@@ -94,17 +104,18 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         *,
-        thinking: bool = False,
+        thinking: bool | None = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         expand: Callable[[str], str] = lambda rendered: rendered,
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the model's answer.
 
-        `tools` are function definitions as in OpenAI's API, `variables` further variables of the template.
-        `expand` changes the rendered text before it is tokenized. The template decides about the thinking of
-        earlier turns. Raises InvalidValue if there is no chat template or it refuses the messages, LostText
-        if it leaves out a text of them.
+        Without `thinking` (None) the template decides whether the model shall think. `tools` are function
+        definitions as in OpenAI's API, `variables` further variables of the template. `expand` changes the
+        rendered text before it is tokenized. The template decides about the thinking of earlier turns. Raises
+        InvalidValue if there is no chat template or it refuses the messages, LostText if it leaves out a text
+        of them.
         """
         if self._template is None:
             raise InvalidValue(

@@ -29,7 +29,7 @@ from support.waiting import wait_until
 
 from mlx_spec.apps.server import http
 from mlx_spec.apps.server.engine import engine_thread
-from mlx_spec.apps.server.engine.answers import Finished
+from mlx_spec.apps.server.engine.answers import Finished, RoundDone
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import ModelCard
 from mlx_spec.apps.server.protocols.ollama import timestamp
@@ -112,7 +112,7 @@ def test_a_conversation_with_everything() -> None:
     )
     ids = json.dumps(CONVERSATION).replace('"a"', '"call_2_0"').replace('"b"', '"call_2_1"')
     tools = ToolUse((Tool("weather", None, CITY),), "required", "weather", parallel=False)
-    assert found.prompt == Chat(tuple(json.loads(ids)), tools)
+    assert found.prompt == Chat(tuple(json.loads(ids)), tools, False)
     assert found.sampling == Sampling(1.0, top_k=0, top_p=1.0, seed=3, frequency_penalty=1)
     assert (found.max_tokens, found.stop, found.keep_alive) == (9, ("x",), 60)
     assert found.format == OutputFormat("json_schema", '{"type": "object"}', "format", strict=False)
@@ -129,7 +129,7 @@ def test_defaults_are_ollamas() -> None:
     ("body", "prompt"),
     [
         ({"prompt": "Hi", "think": "high"}, Chat(HI, None, True, {"reasoning_effort": "high"})),
-        ({"prompt": "Hi", "think": False, "system": "Be brief."}, Chat((BRIEF, *HI))),
+        ({"prompt": "Hi", "think": False, "system": "Be brief."}, Chat((BRIEF, *HI), thinking=False)),
         ({"prompt": "Hi", "raw": True}, RawPrompts(("Hi",))),
         ({"prompt": ""}, RawPrompts(())),
         ({"prompt": "a = ", "suffix": "\nprint(a)"}, RawPrompts((FillIn("a = ", "\nprint(a)"),))),
@@ -324,6 +324,14 @@ def test_an_empty_prompt_loads_and_keep_alive_unloads(monkeypatch: pytest.Monkey
         assert running() == []
         load = other.post(OLLAMA, json={"model": "demo", "keep_alive": "5m"}).json()
         assert (load["done_reason"], load["message"]["content"]) == ("load", "")
+        held = served.begin(engine, served.chat(served.QUESTION), held=True)
+        held.until(RoundDone)
+        notes = other.post(GENERATE, json=unload).json()["mlx_spec"]["notes"]
+        assert notes == ["keep_alive: it goes once no request uses it"]
+        held.go_on()
+        held.all()
+        wait_until(lambda: running() == [])
+        other.post(OLLAMA, json={"model": "demo", "keep_alive": "5m"})
         expires = other.get("/api/ps").json()["models"][0]["expires_at"]
         assert expires < time.strftime("%Y-%m-%dT", time.gmtime(time.time() + 86400 * 2))
         events = served.answer(engine, replace(served.chat(served.QUESTION), keep_alive=0.0))

@@ -66,7 +66,8 @@ def test_prediction():
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({}, False),
+        ({}, None),  # as the template says
+        ({"reasoning": {"summary": "auto"}}, None),
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "minimal"}, False),
         ({"reasoning_effort": "low"}, True),

@@ -119,6 +119,26 @@ def test_other_schemes_can_be_named(option, origins, foreign):
     assert send(Settings(DEMO, origins=(origin,)), origin=foreign).status_code == 403
 
 
+def test_pages_of_this_machine_can_be_allowed(caplog):
+    new = Settings(DEMO, port=1)  # a server that has named no page in its log
+    pages = "http://localhost:3000", "http://127.0.0.1:5173", "https://[::1]:8443"
+    for origin in pages:
+        assert "--cors-origin localhost" in error_of(send(new, origin=origin), 403)["message"]
+        assert f"{origin}: " in caplog.text  # a browser does not show the body
+    (option,) = parse(["--cors-origin", "localhost"]).origins
+    settings = Settings(DEMO, origins=(option,))
+    for origin in pages:
+        response = send(settings, origin=origin)
+        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == origin
+    for origin in (
+        "http://localhost.evil.example",
+        "http://evil.example",
+        "null",
+        "http://localhost@evil.example",
+    ):
+        assert send(settings, origin=origin).status_code == 403
+
+
 @pytest.mark.parametrize("option", ["http://*", "https://*:80", "http://localhost:*", "a b://*", "://*"])
 def test_a_pattern_of_web_pages_is_no_origin(option, capsys):
     with pytest.raises(SystemExit):

@@ -7,14 +7,15 @@ import random
 import re
 
 import pytest
-from support import call_texts
+from support import call_texts, served
 from support.call_texts import SYNTAX, WRITERS, described, parse
 from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, parsed
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
+from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.engine.preparation import find_prompts, prepare
 from mlx_spec.apps.server.engine.tool_formats import (
     ToolCallReader,
@@ -25,7 +26,9 @@ from mlx_spec.apps.server.engine.tool_formats import (
 )
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
+from mlx_spec.apps.server.settings import ServedModel
 from mlx_spec.checkpoint.config import read_config
+from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart
@@ -322,10 +325,44 @@ def test_a_template_without_tools_refuses_them():
     with pytest.raises(Failure, match="tools: the chat template of model 'm' has no tool calls") as failure:
         chat_prompt(Chat(tuple(CONVERSATION[:1]), ToolUse((WEATHER,))), plain, "m")
     assert (failure.value.status, failure.value.param) == (400, "tools")
-    with pytest.raises(Failure) as failure:
-        chat_prompt(Chat(tuple(CONVERSATION)), plain, "m")
-    assert failure.value.param == "messages.1.tool_calls"
     assert chat_prompt(Chat(tuple(CONVERSATION[:1])), plain, "m")
+
+
+def test_a_template_without_tools_shows_calls_as_text():
+    """A client goes on with another model, or after a forced call."""
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+    plain = Tokenizer(tokenizer(), ChatTemplate(source, {}), {1})
+    shown = plain.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), plain, "m").tokens)
+    assert shown.endswith(
+        'assistant: {"name": "get_weather", "arguments": {"city": "Rome"}}|'
+        "user: Result of get_weather: sunny|"
+    )
+    forced = ToolUse((WEATHER,), "required", "weather")
+    shown = plain.decode_raw(chat_prompt(Chat(tuple(CONVERSATION[:1]), forced), plain, "m").tokens)
+    assert shown.startswith("system: You can call these functions")
+    assert '"name": "get_weather"' in shown.split("|user: ")[0]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_forced_call_needs_no_tools_in_the_template(parallel: bool):
+    """Clients ask for an object in this way."""
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+    def load(served_model: ServedModel) -> Pair:
+        pair = load_served(served_model)
+        pair.tokenizer = Tokenizer(tokenizer(), ChatTemplate(source, {}), pair.tokenizer.eos)
+        return pair
+
+    colours = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+    use = ToolUse((WEATHER, Tool("paint", None, colours)), "required", "paint", parallel)
+    with served.working(loader=load) as engine:
+        events = served.answer(engine, served.chat("Name a colour.", tools=use, max_tokens=60))
+        refused = served.answer(engine, served.chat("Name a colour.", tools=ToolUse((WEATHER,))))
+    (call,) = [event for event in events if isinstance(event, ToolCall)]
+    assert call.name == "paint" and json.loads(call.arguments)["colour"] in ("red", "blue")
+    assert served.text_of(events) == ""
+    assert [event.reason for event in events if isinstance(event, ChoiceEnded)] == ["tool_calls"]
+    assert "force a call by tool_choice" in served.failure(refused).message
 
 
 OLLAMA = "/api/chat"

@@ -90,10 +90,10 @@ class RequestChoice:
 
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
-            if part.kind != "call":
-                yield TextDelta(self.index, part.kind, part.text, part.logprobs, part.spans)
-            elif self.calls is not None:
+            if self.calls is not None and part.kind in self.calls.kinds:
                 yield from self.calls.read(part)
+            elif part.kind != "call":
+                yield TextDelta(self.index, part.kind, part.text, part.logprobs, part.spans)
 
     def _finish_reason(self) -> FinishReason:
         if self.answer.finished is not None:
@@ -347,7 +347,8 @@ class Job:
         chat = request.prompt if isinstance(request.prompt, Chat) else None
         markers, last_call = None, None
         if prepared.tool_format is not None and chat is not None and chat.tools:
-            markers, is_free = prepared.tool_format.syntax.marks, sampling.grammar is None
+            is_free = sampling.grammar is None
+            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.marks
             choice.calls = ToolCallReader(
                 choice.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
             )

@@ -30,7 +30,7 @@ from ..requests.request import (
     ToolUse,
 )
 from .models import CompileGrammar
-from .tool_formats import ToolFormat, chat_prompt, find_tool_format
+from .tool_formats import ToolFormat, chat_prompt, format_of
 from .tool_grammar import (
     answer_grammar,
     compile_failure,
@@ -63,7 +63,7 @@ def prepare(
     prompts = find_prompts(request, tokenizer, vision)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
-    tool_format = None if use is None else find_tool_format(tokenizer)
+    tool_format = None if use is None else format_of(use, tokenizer)
     raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
     fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
     controls = tokenizer.controls.intersection(
@@ -160,11 +160,18 @@ def _grammar(
         if format is not request.format:
             raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
-    thinks = isinstance(request.prompt, Chat) and (request.prompt.thinking or not tokenizer.thinks)
-    found = found.thinking(thinks)  # some models think in any case
+    found = found.thinking(isinstance(request.prompt, Chat) and _may_think(request.prompt, tokenizer))
     if use is None or tool_format is None or format is request.format:
         return found
-    if tool_format.open is None:
+    if tool_format.in_headers:
         return found.with_thinking()
     is_free = use.choice == "auto" and request.format is None
-    return found.with_calls(tool_format.open, tool_format.close) if is_free else found
+    if tool_format.open is None or not is_free:
+        return found
+    return found.with_calls(tool_format.open, tool_format.close)
+
+
+def _may_think(chat: Chat, tokenizer: Tokenizer) -> bool:
+    """Return True if the answer may begin with thinking. Some models think in any case."""
+    asked = tokenizer.thinks_unasked if chat.thinking is None else chat.thinking
+    return asked or not tokenizer.thinks

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product, zip_longest
 from typing import Any
@@ -28,7 +28,7 @@ from mlx_spec.vision.vision import Vision
 
 from ..errors import Failure, invalid, unsupported
 from ..requests.parsing import check_schema
-from ..requests.request import Chat, Tool
+from ..requests.request import Chat, Tool, ToolUse
 from .answers import Event, TextDelta, ToolCall
 from .tool_syntaxes import (
     DECODER,
@@ -55,11 +55,21 @@ class ToolFormat:
     """The syntax of one model, with the ids of its tokens."""
 
     syntax: Syntax
-    open: int | None  # token before calls; None if headers of messages mark calls
+    open: int | None  # token before calls; None if headers of messages mark them, or the answer is a call
     close: int | None  # token after calls; None if a call ends with the answer or the next call
     results_in_calls: bool  # the template reads results from the message with the calls ("tool_responses")
     token: Callable[[str], int | None]  # id of a token by its name
     short_ids: bool = False  # the template takes ids of nine letters only
+
+    @property
+    def in_headers(self) -> bool:
+        """Return True if headers of messages mark calls."""
+        return self.open is None and not self.is_answer
+
+    @property
+    def is_answer(self) -> bool:
+        """Return True if the whole answer is a call."""
+        return self.syntax is ANSWER_SYNTAX
 
     def new_id(self) -> str:
         """Return an id for a call to which the model gives none."""
@@ -67,7 +77,7 @@ class ToolFormat:
 
 
 class ToolCallReader:
-    """Reads the tool calls of one choice: parts of kind "call" in, events out.
+    """Reads the tool calls of one choice: parts of the kinds in `kinds` in, events out.
 
     Text that is not a call, or a call that was cut off, becomes text of the answer, without markup that would
     puzzle a user. A cut does not change the finish reason: it stays "length".
@@ -77,6 +87,7 @@ class ToolCallReader:
         self._index, self._format, self._syntax, self._tools = index, format, format.syntax, tools
         self._parts: list[TextPart] = []  # since the opening marker
         self._one = one  # True if the answer ends with its first call
+        self.kinds = ("answer",) if format.is_answer else ("call",)  # of the text to read
         self.complete = 0  # calls so far
 
     def is_last(self, body: str) -> bool:
@@ -84,7 +95,7 @@ class ToolCallReader:
         return self._one and bool(self._syntax.parse(body, self._tools)[0])
 
     def read(self, part: TextPart) -> list[Event]:
-        """Return the events that a part of kind "call" completes."""
+        """Return the events that a part completes."""
         self._parts.append(part)
         return self._take(closed=True) if part.closed else []
 
@@ -140,6 +151,17 @@ def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return _known[tokenizer]
 
 
+def format_of(use: ToolUse, tokenizer: Tokenizer) -> ToolFormat | None:
+    """Return the format of the calls in an answer; None if they have no format that is known.
+
+    If the template writes no calls, a grammar can still force one: the answer is its JSON.
+    """
+    found = find_tool_format(tokenizer)
+    if found is None and use.choice == "required":
+        return ToolFormat(ANSWER_SYNTAX, None, None, False, tokenizer.token_id)
+    return found
+
+
 def chat_prompt(
     chat: Chat,
     tokenizer: Tokenizer,
@@ -153,11 +175,16 @@ def chat_prompt(
     or schema. It also raises if the template refuses the messages or leaves out a text; `param` is their
     field.
     """
-    tools = () if chat.tools is None or chat.tools.choice == "none" else chat.tools.tools
+    use = chat.tools or ToolUse((), "none")
+    tools = () if use.choice == "none" else use.tools
     calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
-    format = find_tool_format(tokenizer) if tools or calls else None
+    format = format_of(use, tokenizer) if tools or calls else None
     if format is None and tools:
         raise _no_calls(model, "tools")
+    if format is not None and format.is_answer:
+        shown = [{"role": "system", "content": _instructions(tools)}, *calls_as_text(chat.messages)]
+        chat = replace(chat, messages=tuple(shown), tools=None, places=("tools", *chat.places))
+        return chat_prompt(chat, tokenizer, model, param, vision)
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
     if format is not None and format.syntax.name == "kimi-k2":
@@ -168,8 +195,8 @@ def chat_prompt(
         return conversation_prompt(messages, tokenizer, vision, **options)
     except LostText as error:
         if error.index in calls and format is None:
-            places = chat.places or [f"messages.{i}" for i in range(len(messages))]
-            raise _no_calls(model, f"{places[calls[0]]}.tool_calls") from error
+            chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))
+            return chat_prompt(chat, tokenizer, model, param, vision)
         lost = None if error.index is None else messages[error.index]
         found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
         place = "tools" if lost is None else next(found, param)
@@ -183,9 +210,33 @@ def chat_prompt(
 def _no_calls(model: str, param: str) -> Failure:
     return unsupported(
         f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not known "
-        "here: leave out the tools, or ask a model that has them",
+        "here: leave out the tools, force a call by tool_choice, or ask a model that has them",
         param,
     )
+
+
+def _instructions(tools: Sequence[Tool]) -> str:
+    """Return the text that shows the tools to a model whose template shows none."""
+    listed = "\n".join(json.dumps(_definition(tool)["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these functions, described as JSON:\n{listed}\n\n"
+        'Answer with one call and nothing else, as JSON: {"name": "...", "arguments": {...}}'
+    )
+
+
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with calls as JSON in the answers, and their results as messages of the user."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            result = f"Result of {message.get('name') or 'the call'}: {message.get('content')}"
+            found.append({"role": "user", "content": result})
+            continue
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        texts = [*filter(None, [message.get("content") if calls else None]), *calls]
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        found.append({**others, "content": "\n".join(texts)} if calls else message)
+    return found
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:
@@ -411,6 +462,8 @@ def _parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     return schema_types(properties[key], schema) or frozenset({"object", "array", "string"})
 
 
+# The answer is a call: for models whose template has no calls, if a request forces one.
+ANSWER_SYNTAX = Syntax("answer", Markers("", ""), _read_hermes)
 SYNTAXES = (
     Syntax("gemma4", Markers("<|tool_call>", "<tool_call|>"), _read_gemma),
     Syntax("hermes", Markers("<tool_call>", "</tool_call>"), _read_hermes, "\n"),

@@ -90,9 +90,12 @@ def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | Non
             "tools",
         )
     rules, form, write = Rules(format.token), format.syntax.form, CALLS[format.syntax.name]
-    optional, combine = is_optional(use, answer), form is not None or write is _hermes_call
+    optional = is_optional(use, answer)
+    combine = form is not None or write in (_hermes_call, _json_call)  # the arguments are JSON
     bodies = [write(_enforceable(tool, optional=optional, combine=combine), rules) for tool in tools]
-    if format.open is None:
+    if format.is_answer:
+        return f"start: {either(bodies)}\n{rules.source()}"
+    if format.in_headers:
         return _messages(use, answer, bodies, rules)
     opening, closing = (f"<[{i}]>" if i is not None else "" for i in (format.open, format.close))
     separator = quoted(format.syntax.separator) + " " if format.syntax.separator else ""
@@ -201,11 +204,15 @@ def _answer(format: OutputFormat) -> str:
 # --- calls of one tool, between the markers
 
 
-def _hermes_call(tool: Tool, rules: Rules) -> str:
-    """Return JSON with the spaces that the template writes. llguidance enforces the schema itself."""
+def _json_call(tool: Tool, rules: Rules) -> str:
+    """Return JSON with the spaces that templates write. llguidance enforces the schema itself."""
     arguments = rules.add("arguments", json_value(tool.parameters))
-    head = '\n{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": '
-    return f'{quoted(head)} {arguments} "}}\\n"'
+    head = '{"name": ' + json.dumps(tool.name, ensure_ascii=False) + ', "arguments": '
+    return f'{quoted(head)} {arguments} "}}"'
+
+
+def _hermes_call(tool: Tool, rules: Rules) -> str:
+    return f'"\\n" {_json_call(tool, rules)} "\\n"'
 
 
 def _gemma_call(tool: Tool, rules: Rules) -> str:
@@ -240,6 +247,7 @@ def _allowed(schema: Mapping[str, Any], required: Sequence[str]) -> dict[str, An
 
 
 CALLS: Mapping[str, Callable[[Tool, Rules], str]] = {
+    "answer": _json_call,
     "gemma4": _gemma_call,
     "hermes": _hermes_call,
     "qwen3-coder": _coder_call,

@@ -41,7 +41,7 @@ export function requestFields() {
     const value = byId(idOf(name)).valueAsNumber;
     if (Number.isFinite(value)) fields[name] = value;
   }
-  if (byId("thinking").checked && chosenCard()?.thinks) fields.chat_template_kwargs = { enable_thinking: true };
+  if (chosenCard()?.thinks) fields.chat_template_kwargs = { enable_thinking: byId("thinking").checked };
   return fields;
 }
 
@@ -58,7 +58,7 @@ function describe() {
   const parts = [temperature ? `temperature ${temperature}` : "temperature 0"];
   if (most) parts.push(`up to ${most} tokens`);
   for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}`);
-  if (thinks) parts.push("thinking");
+  if (thinks?.enable_thinking) parts.push("thinking");
   if (systemMessages().length) parts.push("system prompt");
   byId("settings-summary").textContent = parts.join(" · ");
 }

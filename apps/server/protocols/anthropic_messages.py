@@ -26,6 +26,9 @@ from ..requests.request import Chat, GenerationRequest, PictureFile, ToolChoice,
 from ..requests.thinking_fields import ThinkingField, ThinkingFields
 from ..settings import Settings
 
+# Signs a thinking block. A client takes a block without a signature for one that was broken off, and may send
+# its thinking back as text of the answer. Requests may have any signature.
+SIGNATURE = "mlx_spec"
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 
 
@@ -305,7 +308,8 @@ class MessageWriter(answers.BlockWriter):
 
     def ended(self, block: Json, *, is_cut: bool) -> Iterator[Json]:
         if block["type"] == "thinking":
-            yield self._event("delta", delta={"type": "signature_delta", "signature": ""})
+            block["signature"] = SIGNATURE
+            yield self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE})
         yield self._event("stop")
 
     def _event(self, name: str, **more: Any) -> Json:

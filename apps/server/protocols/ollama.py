@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -153,8 +154,13 @@ class OllamaName(Fields):
 # --- from a body to a request
 
 
-def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread) -> GenerationRequest:
-    """Return the request. Raises Failure (400), with the field that cannot be honoured."""
+def parse(
+    body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread, pinned: Collection[str] = ()
+) -> GenerationRequest:
+    """Return the request. `pinned` models are never unloaded.
+
+    Raises Failure (400), with the field that cannot be honoured.
+    """
     refused = {  # field -> why it is not supported
         "template": "the model's own chat template is used",
         "context": "give the conversation to /api/chat",
@@ -162,7 +168,7 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
     for name in refused.keys() & (body.model_extra or {}).keys():
         raise unsupported(f"{name}: is not supported: {refused[name]}", name)
     options = body.options
-    return start_request(
+    request = start_request(
         options,
         model,
         _prompt(body, _thinks(body, model, engine)),
@@ -172,6 +178,15 @@ def parse(body: OllamaChat | OllamaGenerate, model: str, *, engine: EngineThread
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
     )
+    if not _unloads(request) or not (model in pinned or engine.status().running):
+        return request
+    what = "the model is pinned, so it stays" if model in pinned else "it goes once no request uses it"
+    return replace(request, notes=(*request.notes, f"keep_alive: {what}"))
+
+
+def _unloads(request: GenerationRequest) -> bool:
+    """Return True if a request has no prompt, and unloads the model."""
+    return request.prompt == RawPrompts(()) and request.keep_alive == 0
 
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
@@ -181,7 +196,8 @@ def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
         raise unsupported("think: give true, false, or low, medium, high, max", "think")
     if body.think and can is False:
         raise unsupported(f"think: {model!r} does not support thinking", "think")
-    return body.thinks(None if body.think is None else bool(body.think), default=can is not False)
+    wanted = body.thinks(None if body.think is None else bool(body.think))
+    return can is not False if wanted is None else wanted
 
 
 def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompts:
@@ -383,13 +399,13 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     """Add all routes under `/api/`."""
     checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
     json_lines = "application/x-ndjson"
+    pinned = frozenset(served.name for served in settings.models if served.pinned)
 
     def is_done(request: GenerationRequest) -> bool:  # True to unload a model that is not loaded
-        unloads = request.prompt == RawPrompts(()) and request.keep_alive == 0
-        return unloads and not find_card(engine, request.model).loaded
+        return _unloads(request) and not find_card(engine, request.model).loaded
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
-        parser = partial(parse, engine=engine)
+        parser = partial(parse, engine=engine, pinned=pinned)
         api = Api(body, parser, LinesWriter, json_lines, lambda body: (body, body.options), is_done)
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(OLLAMA_PATH + path, endpoint, methods=["POST"])

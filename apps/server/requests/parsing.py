@@ -303,7 +303,7 @@ def part_texts(
     parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str]:
     """Return the texts of parts, [""] without parts. Raises Failure (400) for other parts than text."""
-    found = enumerate(required(parts, field))
+    found = enumerate(_given(parts, field))
     return [_part_text(part, f"{field}.{i}", types) for i, part in found] or [""]
 
 
@@ -312,7 +312,7 @@ def part_contents(
 ) -> list[str | PictureFile]:
     """Return the texts and pictures of parts, [""] without parts. Raises Failure (400) for other parts."""
     found: list[str | PictureFile] = []
-    for i, part in enumerate(required(parts, field)):
+    for i, part in enumerate(_given(parts, field)):
         place = f"{field}.{i}"
         if part.type not in PICTURES:
             found.append(_part_text(part, place, types))
@@ -322,6 +322,14 @@ def part_contents(
         else:
             found.append(picture(from_data_url, required(part.image_url, f"{place}.image_url"), place))
     return found or [""]
+
+
+def _given(parts: Sequence[ContentPart] | None, field: str) -> Sequence[ContentPart]:
+    """Return the parts. Raises Failure (400) if the field is missing or null."""
+    if parts is None:
+        message = f"{field}: is missing or null: give a text or a list of parts"
+        raise invalid(message, field, "missing_required_parameter")
+    return parts
 
 
 def picture(read: Callable[[str], bytes], source: str, place: str) -> PictureFile:
@@ -432,7 +440,7 @@ class ConversationBuilder:
         text = text or ("The result is the picture that follows." if shown else "")
         self._append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
 
-    def chat(self, tools: ToolUse | None, thinking: bool, variables: Mapping[str, Any]) -> Chat:
+    def chat(self, tools: ToolUse | None, thinking: bool | None, variables: Mapping[str, Any]) -> Chat:
         """Return the conversation to answer."""
         if self._shown:
             self.add("user")

@@ -52,7 +52,7 @@ class Chat:
 
     messages: tuple[Mapping[str, Any], ...]
     tools: ToolUse | None = None
-    thinking: bool = False
+    thinking: bool | None = None  # None: as the template says
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     places: tuple[str, ...] = field(default=(), compare=False)
 

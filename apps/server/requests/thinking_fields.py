@@ -30,17 +30,17 @@ class ThinkingFields(Fields):
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
-    def thinks(self, own: bool | None = None, effort: Effort | None = None, *, default: bool = False) -> bool:
-        """Return True if the model shall think. Raises Failure (400).
+    def thinks(self, own: bool | None = None, effort: Effort | None = None) -> bool | None:
+        """Return True if the model shall think, None if the request says nothing. Raises Failure (400).
 
-        `own` and `effort` come from fields of the protocol. `default` holds if the request says nothing.
+        `own` and `effort` come from fields of the protocol.
         """
         wanted = (self.chat_template_kwargs or {}).get("enable_thinking", self.enable_thinking)
         wanted = own if wanted is None else wanted
         effort = self.reasoning_effort or effort
         if wanted is None:
             no_thinking = ("none", "minimal")  # efforts without thinking
-            return default if effort is None else effort not in no_thinking
+            return None if effort is None else effort not in no_thinking
         if not isinstance(wanted, bool):
             field = "chat_template_kwargs.enable_thinking"
             raise invalid(f"{field}: give true or false", field)
