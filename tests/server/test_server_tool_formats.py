@@ -19,11 +19,10 @@ from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.engine.preparation import find_prompts, prepare
 from mlx_spec.apps.server.engine.tool_formats import (
     ToolCallReader,
-    chat_prompt,
     find_tool_format,
-    results_in_calls,
     without_markup,
 )
+from mlx_spec.apps.server.engine.tool_prompts import chat_prompt, results_in_calls
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.settings import ServedModel

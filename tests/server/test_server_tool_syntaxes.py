@@ -10,8 +10,9 @@ import pytest
 from support.vocabularies import HARMONY, marked
 
 from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
-from mlx_spec.apps.server.engine.tool_formats import ToolCallReader, chat_prompt, find_tool_format, numbered
+from mlx_spec.apps.server.engine.tool_formats import ToolCallReader, find_tool_format
 from mlx_spec.apps.server.engine.tool_grammar import answer_grammar
+from mlx_spec.apps.server.engine.tool_prompts import chat_prompt, numbered
 from mlx_spec.apps.server.engine.tool_syntaxes import CALL_FORMS
 from mlx_spec.apps.server.requests.request import Chat, OutputFormat, Tool, ToolUse
 from mlx_spec.grammar.matcher import compile_grammar

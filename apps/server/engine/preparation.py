@@ -30,13 +30,14 @@ from ..requests.request import (
     ToolUse,
 )
 from .models import CompileGrammar
-from .tool_formats import ToolFormat, chat_prompt, format_of
+from .tool_formats import ToolFormat, format_of
 from .tool_grammar import (
     answer_grammar,
     compile_failure,
     compile_format,
     is_optional,
 )
+from .tool_prompts import chat_prompt
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""Write tools, their calls and results into a prompt, as the chat template takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.prompt import Prompt
+from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.tokenizer.history import LostText
+from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
+from mlx_spec.vision.vision import Vision
+
+from ..errors import Failure, invalid, unsupported
+from ..requests.parsing import check_schema
+from ..requests.request import Chat, Tool, ToolUse
+from .tool_formats import Message, definition, format_of
+
+
+def chat_prompt(
+    chat: Chat,
+    tokenizer: Tokenizer,
+    model: str,
+    param: str = "messages",
+    vision: Vision | NoVision = NO_VISION,
+) -> Prompt:
+    """Return the prompt of a conversation, whose pictures are ready for the tower.
+
+    With the choice "none" it does not list the tools. Raises Failure (400) for tools without a known format
+    or schema. It also raises if the template refuses the messages or leaves out a text; `param` is their
+    field.
+    """
+    use = chat.tools or ToolUse((), "none")
+    tools = () if use.choice == "none" else use.tools
+    calls = [i for i, message in enumerate(chat.messages) if message.get("tool_calls")]
+    format = format_of(use, tokenizer) if tools or calls else None
+    if format is None and tools:
+        raise _no_calls(model, "tools")
+    if format is not None and format.is_answer:
+        shown = [{"role": "system", "content": _instructions(tools)}, *calls_as_text(chat.messages)]
+        chat = replace(chat, messages=tuple(shown), tools=None, places=("tools", *chat.places))
+        return chat_prompt(chat, tokenizer, model, param, vision)
+    folds = format is not None and format.results_in_calls
+    messages = results_in_calls(chat.messages) if folds else chat.messages
+    if format is not None and format.syntax.name == "kimi-k2":
+        messages = numbered(messages)
+    shown = [definition(tool) for tool in tools]
+    try:
+        options = {"thinking": chat.thinking, "tools": shown, "variables": chat.variables}
+        return conversation_prompt(messages, tokenizer, vision, **options)
+    except LostText as error:
+        if error.index in calls and format is None:
+            chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))
+            return chat_prompt(chat, tokenizer, model, param, vision)
+        lost = None if error.index is None else messages[error.index]
+        found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
+        place = "tools" if lost is None else next(found, param)
+        raise invalid(f"{place}: {error}", place) from error
+    except InvalidValue as error:
+        for tool in tools:  # a template cannot write what is not a schema
+            check_schema(tool.name, tool.parameters)
+        raise invalid(str(error), param) from error
+
+
+def _no_calls(model: str, param: str) -> Failure:
+    return unsupported(
+        f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not known "
+        "here: leave out the tools, force a call by tool_choice, or ask a model that has them",
+        param,
+    )
+
+
+def _instructions(tools: Sequence[Tool]) -> str:
+    """Return the text that shows the tools to a model whose template shows none."""
+    listed = "\n".join(json.dumps(definition(tool)["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these functions, described as JSON:\n{listed}\n\n"
+        'Answer with one call and nothing else, as JSON: {"name": "...", "arguments": {...}}'
+    )
+
+
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with calls as JSON in the answers, and their results as messages of the user."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            result = f"Result of {message.get('name') or 'the call'}: {message.get('content')}"
+            found.append({"role": "user", "content": result})
+            continue
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        texts = [*filter(None, [message.get("content") if calls else None]), *calls]
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        found.append({**others, "content": "\n".join(texts)} if calls else message)
+    return found
+
+
+def results_in_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with the results of calls moved into the message that made the calls."""
+    found: list[Message] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        if message.get("role") != "tool" or not before.get("tool_calls"):
+            found.append(message)
+            continue
+        result = {"name": message.get("name"), "response": message.get("content")}
+        found[-1] = {**before, "tool_responses": [*before.get("tool_responses", ()), result]}
+    return found
+
+
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """Return `messages` with the ids that Kimi K2 gives its calls: functions.NAME:NUMBER."""
+    found: list[Message] = []
+    ids: dict[Any, str] = {}
+    count = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
+            calls.append({**call, "id": ids[call.get("id")]})
+            count += 1
+        own = message.get("tool_call_id")
+        answered = {"tool_call_id": ids[own]} if own in ids else {}
+        found.append({**message, **answered, **({"tool_calls": calls} if calls else {})})
+    return found
