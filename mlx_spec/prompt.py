@@ -128,6 +128,7 @@ class Prompt(Sequence[int]):
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...] = ()
+    salt: bytes = b""  # prompts with different salts have no beginning in common
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -149,12 +150,16 @@ class Prompt(Sequence[int]):
         """Return what caches compare: the tokens, and for each row of a span a number below 0.
 
         The numbers are drawn from the digest, one for each row. So two pictures differ from their first row
-        on. A text is its own identity.
+        on. With a salt, the first number is drawn from the salt and the token: whatever compares identities
+        keeps the prompts of several users apart. A text without a salt is its own identity.
         """
         found = np.fromiter(self.tokens, np.int64, len(self.tokens))
         for span in self.spans:
             drawn = hashlib.shake_256(span.digest).digest(8 * span.count)
             found[span.start : span.end] = -1 - (np.frombuffer(drawn, "<u8") >> 1).astype(np.int64)
+        if self.salt and len(found):
+            drawn = hashlib.shake_256(int(found[0]).to_bytes(8, "little", signed=True) + self.salt).digest(8)
+            found[0] = -1 - (int.from_bytes(drawn, "little") >> 1)
         found.setflags(write=False)
         return found
 

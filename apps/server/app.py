@@ -82,7 +82,6 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
         "/v1/chat/completions": openai_chat.API,
         "/v1/completions": openai_completions.API,
         "/v1/messages": anthropic_messages.API,
-        "/v1/responses": openai_responses.make_api(store),
         "/infill": openai_completions.INFILL_API,
         "/race": race.API,
     }
@@ -91,6 +90,8 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
         app.add_route(path, endpoint, methods=["POST"])
     count_tokens = partial(anthropic_messages.count_tokens, engine=engine, settings=settings)
     app.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    respond = partial(openai_responses.respond, engine=engine, settings=settings, store=store)
+    app.add_route("/v1/responses", respond, methods=["POST"])
     count_input = partial(openai_responses.count_input, engine=engine, settings=settings, store=store)
     app.add_route("/v1/responses/input_tokens", count_input, methods=["POST"])
     _add_read_routes(app, engine)

@@ -184,8 +184,8 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     for part in api.checked(body):
         notes = check_unknown(part, settings.allow_extra_parameters)
         request = replace(request, notes=(*request.notes, *notes))
-    if settings.earlier_answers:
-        request = replace(request, key=next(filter(None, given_keys(http_request.headers)), ""))
+    key = given_key(http_request.headers)
+    request = replace(request, key=key, earlier_answers=settings.earlier_answers)
     if api.is_done(request):
         return JSONResponse(api.writer(body, request).whole([]))
     check_limits(request, settings.limits)
@@ -202,6 +202,11 @@ def given_keys(headers: Headers) -> tuple[str, str]:
     """Return the keys of a request, as `x-api-key` and as Bearer token; "" for a missing one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
+
+
+def given_key(headers: Headers) -> str:
+    """Return the key of a request; "" without one."""
+    return next(filter(None, given_keys(headers)), "")
 
 
 class EventStream(StreamingResponse):

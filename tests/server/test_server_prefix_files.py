@@ -396,6 +396,19 @@ def test_a_conversation_goes_on_while_it_is_written(plain: Pair, tmp_path: Path)
 # --- through the server
 
 
+def test_a_key_reuses_its_own_prompts_alone(tmp_path: Path) -> None:
+    """In memory, and from the files of an earlier server."""
+    settings = replace(DEMO, cache_folder=tmp_path / "cache")
+    prompt = "".join(f"What does os.path.join do, and why not {i}? " for i in range(8))
+    cached: list[int] = []
+    for keys in (("alice", "bob", "alice", ""), ("bob", "alice", "carol", "")):
+        with working(settings) as served:
+            found = [closed(answer(served, raw_request(prompt, key=key))).usage for key in keys]
+            cached += [usage.cached_tokens for usage in found]
+    again = found[0].prompt_tokens - 2
+    assert cached == [0, 0, again, 0, again, again, 0, again]
+
+
 def test_a_restart_reads_a_prompt_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

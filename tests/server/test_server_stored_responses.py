@@ -128,6 +128,77 @@ def test_what_is_not_stored_cannot_be_continued(endpoint: Endpoint, stub: Stub):
     assert all("never stored" in missing(endpoint, id) for id in (failed, UNKNOWN))
 
 
+def test_a_turn_stores_what_is_new_in_it(tmp_path: Path, endpoint: Endpoint, stub: Stub):
+    """Also if the responses before it were deleted, and after a restart."""
+    endpoint = stubbed(stub, Settings(DEMO, store=tmp_path))
+    ids, previous = list[str](), None
+    for i in range(12):
+        previous = ask(endpoint, f"question {i:3}", previous)["id"]
+        ids.append(previous)
+    for id in ids[3:5]:
+        assert endpoint.client.delete(f"{RESPONSES}/{id}").is_success
+    wait_until(lambda: sum('"it was deleted"' in f.read_text() for f in tmp_path.glob("resp_*.json")) == 2)
+    sizes = [(tmp_path / f"{id}.json").stat().st_size for id in ids]
+    assert max(sizes[1:]) - min(sizes[1:]) < 40
+    for server in (endpoint, stubbed(stub, Settings(DEMO, store=tmp_path))):
+        ask(server, "z", ids[-1], store=False)
+        texts = [turn["content"] for turn in stub.requests[-1].prompt.messages[::2]]
+        assert texts == [*(f"question {i:3}" for i in range(12)), "z"]
+        assert missing(server, ids[3]) == "it was deleted" and get(server, ids[2])["id"] == ids[2]
+        assert len(get(server, ids[11], rest="/input_items?limit=100")["data"]) == 23
+    for id in (*ids[:3], *ids[5:]):
+        server.client.delete(f"{RESPONSES}/{id}")
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_long_conversation_is_kept_whole(stub: Stub, monkeypatch: Any):
+    """Others make room for it."""
+    monkeypatch.setattr(stored_responses.ResponseStore, "MAX_RESPONSES", 3)
+    endpoint = stubbed(stub, Settings(DEMO))
+    other, ids = ask(endpoint, "other")["id"], [ask(endpoint, "question 0")["id"]]
+    for i in range(1, 6):
+        ids.append(ask(endpoint, f"question {i}", ids[-1])["id"])
+    assert "made room" in missing(endpoint, other)
+    assert [get(endpoint, id)["id"] for id in ids] == ids
+    newest = [ask(endpoint, "new")["id"] for _ in range(3)]
+    assert all("made room" in missing(endpoint, id) for id in ids) and get(endpoint, newest[0])
+
+
+def test_a_response_that_was_deleted_during_the_answer_is_continued(stub: Stub):
+    store = stored_responses.ResponseStore()
+    mine = store.of("key")
+    item = stored_responses.ItemField(role="user", content="Rain?")
+    answers = [
+        {"id": f"resp_{i}", "output": [{"id": "m", "role": "assistant", "content": "Dry"}]} for i in "ab"
+    ]
+    mine.save(answers[0], [item], None)
+    previous = mine.continued("resp_a")
+    mine.delete("resp_a")
+    mine.save(answers[1], [item], previous)
+    roles = [item.role for item in mine.conversation("resp_b", [item])]
+    assert roles == ["user", "assistant", "user", "assistant", "user"]
+
+
+def test_responses_belong_to_their_key(endpoint: Endpoint, stub: Stub):
+    """Another key, or none, gets the error of an id that never was."""
+    first = endpoint.client.post(RESPONSES, json={"input": "x"}, headers={"authorization": "Bearer alice"})
+    id, item = first.json()["id"], first.json()["output"][0]["id"]
+    for headers in ({"authorization": "Bearer bob"}, {"x-api-key": "carol"}, {}):
+        for method, rest in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+            reply = endpoint.client.request(method, f"{RESPONSES}/{id}{rest}", headers=headers)
+            assert "never stored" in error_of(reply, 404)["message"]
+        for body in (
+            {"input": "y", "previous_response_id": id},
+            {"input": [{"type": "item_reference", "id": item}]},
+        ):
+            for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+                error_of(endpoint.client.post(path, json=body, headers=headers), 400)
+    mine = {"x-api-key": "alice"}
+    body = {"input": "y", "previous_response_id": id}
+    assert endpoint.client.post(RESPONSES, json=body, headers=mine).status_code == 200
+    assert endpoint.client.delete(f"{RESPONSES}/{id}", headers=mine).json()["deleted"]
+
+
 # --- routes
 
 
@@ -149,7 +220,8 @@ def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub):
         assert refused["error"]["param"] == query.partition("=")[0]
 
 
-def test_the_client_reads_lists_and_deletes(endpoint: Endpoint):
+def test_the_client_reads_lists_and_deletes(endpoint: Endpoint, monkeypatch: Any):
+    monkeypatch.setitem(endpoint.client.headers, "authorization", "Bearer none")  # for each way to ask
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=endpoint.client)
     first = client.responses.create(model="demo", input="x")
     second = client.responses.create(model="demo", input="y", previous_response_id=first.id)

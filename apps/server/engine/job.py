@@ -340,7 +340,7 @@ class Job:
                 top_logprobs=request.top_logprobs,
                 prediction=prepared.prediction,
                 read_prompt=partial(self._score_prompt, choice, sequence) if is_scored else None,
-                key=request.key,
+                key=request.key if request.earlier_answers else None,
             )
         except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
             raise invalid(str(error), "logit_bias") from error

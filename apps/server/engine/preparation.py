@@ -61,7 +61,8 @@ def prepare(
 
     Raises Failure (400).
     """
-    prompts = find_prompts(request, tokenizer, vision)
+    found = find_prompts(request, tokenizer, vision)
+    prompts = tuple(replace(prompt, salt=request.key.encode()) for prompt in found)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     tool_format = None if use is None else format_of(use, tokenizer)

@@ -23,13 +23,13 @@ from starlette.responses import JSONResponse, Response
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
 from ..errors import Failure, invalid, unsupported
-from ..http import Api, Json, named_event
+from ..http import Api, Json, answer, given_key, named_event
 from ..requests import parameters, parsing
 from ..requests.parsing import Fields, FunctionField
 from ..requests.request import GenerationRequest, Tool, ToolUse
 from ..requests.thinking_fields import ThinkingFields
 from ..settings import Settings
-from .stored_responses import ItemField, ResponseStore
+from .stored_responses import ItemField, KeyResponses, ResponseStore
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
@@ -98,7 +98,7 @@ class ResponsesBody(ThinkingFields, parameters.SharedFields):
 # --- from the body to a request
 
 
-def parse(body: ResponsesBody, model: str, store: ResponseStore) -> GenerationRequest:
+def parse(body: ResponsesBody, model: str, store: KeyResponses) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     _check_supported(body)
     effort = body.reasoning.effort if body.reasoning else None
@@ -133,7 +133,7 @@ async def count_input(
 ) -> Response:
     """Count the tokens of a prompt without answering it."""
     body = await parsing.read_body(http_request, ResponsesBody)
-    request = parse(body, engine.resolve(body.model or None), store)
+    request = parse(body, engine.resolve(body.model or None), store.of(given_key(http_request.headers)))
     parsing.check_limits(request, settings.limits)
     count = await run_in_threadpool(engine.count_tokens, request)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -249,10 +249,11 @@ def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
 class ResponseWriter(answers.BlockWriter):
     """Writes an answer as a response that grows item by item."""
 
-    def __init__(self, body: ResponsesBody, request: GenerationRequest, store: ResponseStore) -> None:
+    def __init__(self, body: ResponsesBody, request: GenerationRequest, store: KeyResponses) -> None:
         super().__init__()
         self._store = None if body.store is False else store
-        self._input = store.conversation(body.previous_response_id, body.input)
+        self._input = store.referenced(body.input)
+        self._previous = store.continued(body.previous_response_id)
         named = _functions(body.tools or ())
         self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
         self._response = _new_response(body, request) | {"output": self.blocks}
@@ -349,7 +350,7 @@ class ResponseWriter(answers.BlockWriter):
         self._response |= {"completed_at": int(time.time())} if status == "completed" else {}
         self._response["timings"] = answers.timings_json(event.timings)
         if self._store is not None:  # before the client knows that it can be continued
-            self._store.save(self._response, self._input)
+            self._store.save(self._response, self._input, self._previous)
         return {"type": f"response.{status}", "response": self._response}
 
     def _fail(self, failure: Failure) -> Iterator[Json]:
@@ -413,6 +414,10 @@ def _usage_json(usage: answers.Usage) -> Json:
     }
 
 
-def make_api(store: ResponseStore) -> Api:
-    """Return the protocol; its requests may refer to the responses in `store`."""
-    return Api(ResponsesBody, partial(parse, store=store), partial(ResponseWriter, store=store))
+async def respond(
+    http_request: Request, *, engine: EngineThread, settings: Settings, store: ResponseStore
+) -> Response:
+    """Answer a request, which may refer to stored responses of its API key."""
+    responses = store.of(given_key(http_request.headers))
+    api = Api(ResponsesBody, partial(parse, store=responses), partial(ResponseWriter, store=responses))
+    return await answer(http_request, engine=engine, settings=settings, api=api)

@@ -104,5 +104,6 @@ class GenerationRequest:
     prompt_param: str = "messages"  # the field of the body that holds the prompt, for error messages
     keep_alive: float | None = None  # seconds without use after which to unload; None: as the settings say
     shows_thinking: bool = True  # the answer contains the thinking, too
-    key: str | None = field(default=None, repr=False)  # its earlier answers may be copied; None: no answers
+    key: str = field(default="", repr=False)  # the API key: nothing of other keys is reused
+    earlier_answers: bool = True  # drafts may be copied from earlier answers to the key
     notes: tuple[str, ...] = ()  # parameters without effect, which the answer names
