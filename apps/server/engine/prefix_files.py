@@ -253,10 +253,8 @@ class PrefixFiles:
         """Return the files that save at least MIN_TOKENS tokens of a prompt, the best first."""
         if len(prompt) < known + MIN_TOKENS:
             return []
-        wanted, kept = prompt.identity[:-2], dict[str, int]()
-        for name, entry in self._folder.entries(self._digest):
-            if shared_prefix(entry.tokens[:MIN_TOKENS], wanted) == MIN_TOKENS:  # most files end here
-                kept[name] = reusable(entry.reach, prompt.whole(shared_prefix(entry.tokens, wanted)))
+        wanted, entries = prompt.identity[:-2], self._folder.entries(self._digest)
+        kept = {n: reusable(e.reach, prompt.whole(shared_prefix(e.tokens, wanted))) for n, e in entries}
         best_first = sorted(kept, key=lambda name: kept[name], reverse=True)
         return [name for name in best_first if kept[name] >= known + MIN_TOKENS]
 
