@@ -156,7 +156,7 @@ class ResponseStore:
         stored = self._stored.get(id)
         return stored if stored is not None and stored.owner == owner and stored.gone is None else None
 
-    def item(self, owner: str, id: str) -> ItemField | None:
+    def answered_item(self, owner: str, id: str) -> ItemField | None:
         """Return an item of an owner's answers."""
         mine = [stored for stored in self._stored.values() if stored.owner == owner and stored.gone is None]
         return next((item for stored in reversed(mine) for item in stored.output if item.id == id), None)
@@ -296,7 +296,7 @@ class KeyResponses:
         if item.type != "item_reference":
             return item
         id = required(item.id, f"{field}.id")
-        if (found := self.store.item(self.owner, id)) is None:
+        if (found := self.store.answered_item(self.owner, id)) is None:
             why = "no stored response has it: send the item itself"
             raise invalid(f"{field}: item {id[:MAX_NAME_CHARS]!r} not found: {why}", field)
         return found
