@@ -24,6 +24,7 @@ from mlx_spec.checkpoint.headers import (
 )
 from mlx_spec.checkpoint.quantizers import is_fp8, obstacle, quantizer
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
+from mlx_spec.checkpoint.ropes import ALWAYS_LONG, STRETCHING, is_split, stated_ropes
 from mlx_spec.errors import BadCheckpoint, NotFound
 
 __all__ = [
@@ -208,20 +209,22 @@ def context_length(config: Config) -> int | None:
         return stated
     if longest is None or "gemma3" in str(text.get("model_type", config.get("model_type"))):
         return longest
-    rope = text.get("rope_scaling") or text.get("rope_parameters")
-    ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
-    return max([longest, *(_stretched(each, longest) for each in ropes if isinstance(each, Mapping))])
+    kind = str(text.get("model_type") or config.get("model_type"))
+    reached = [_reached(rope, longest, kind) for rope in stated_ropes(text).values()]
+    return min(reached) if min(reached, default=longest) < longest else max([longest, *reached])
 
 
-def _stretched(rope: Config, length: int) -> int:
-    """Return the context that a scaled rope reaches, from a context of `length` tokens."""
-    factor, original = rope.get("factor"), integer(rope, "original_max_position_embeddings")
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    # Kinds for which max_position_embeddings is the extended length already.
-    stretched = ("longrope", "su", "llama3", "default", "mrope", "proportional")
-    if kind in stretched or not isinstance(factor, int | float) or not factor >= 1:
-        return length
-    return int((original or length) * factor)
+def _reached(rope: Config, length: int, kind: str) -> int:
+    """Return the context that a rope reaches with exact frequencies, from a context of `length` tokens.
+
+    Those of dynamic NTK change with the length of a text, which would depend on how it is read.
+    """
+    factor, original = rope.get("factor"), rope["original_max_position_embeddings"]
+    if is_split(rope) and kind not in ALWAYS_LONG:
+        return int(original)
+    if rope["rope_type"] in STRETCHING and isinstance(factor, int | float) and factor >= 1:
+        return max(length, int((original or length) * factor))
+    return length
 
 
 def check_weights(folder: Path) -> int:

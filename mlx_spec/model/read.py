@@ -18,8 +18,10 @@ from mlx_lm.utils import load_model
 from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.checkpoint.ropes import without_longrope
 from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.model.ropes import apply_stated_ropes
 
 
 def read_model(
@@ -47,7 +49,10 @@ def read_model(
         )
     try:
         with _searchable(checkpoint) as place:
-            model, found = load_model(place, lazy=lazy, model_config=given, get_model_classes=classes)
+            hidden = without_longrope({**checkpoint.config, **given})
+            model, found = load_model(
+                place, lazy=lazy, model_config={**given, **hidden}, get_model_classes=classes
+            )
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits if a package is missing
         kind = {**checkpoint.config, **given}.get("model_type")
         raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
@@ -55,6 +60,8 @@ def read_model(
         model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype, mx.float32))
     if checkpoint.is_fp8:
         found.pop("quantization_config")
+    found |= {key: {**checkpoint.config, **given}[key] for key in hidden}
+    apply_stated_ropes(model, found)
     unquantized = (nn.Linear, nn.Embedding)  # quantized ones are of other classes
     for name, module in model.named_modules():
         if isinstance(module, unquantized) and mx.issubdtype(module.weight.dtype, mx.integer):

@@ -239,4 +239,5 @@ def rope_owners(model: nn.Module) -> list[nn.Module]:
 def _rotates_rows_independently(rope: Any) -> bool:
     if isinstance(rope, rope_utils.DynamicNTKScalingRoPE):  # its frequencies depend on the longest position
         return False
-    return isinstance(rope, nn.RoPE) or type(rope).__module__ == rope_utils.__name__
+    known = (kind.__module__ == rope_utils.__name__ for kind in type(rope).mro())
+    return isinstance(rope, nn.RoPE) or any(known)
