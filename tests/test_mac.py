@@ -19,7 +19,7 @@ from mlx_spec.drafters.lookup import lookup_source
 
 def test_freed_buffers_follow_the_rules_of_mlx():
     """The CPU backend has the same cache of buffers, with smaller pages."""
-    rng, page = random.Random(0), mac.PAGE if mx.is_available(mx.Device(mx.gpu)) else 4096
+    rng, page = random.Random(0), mac.PAGE if mac.IS_REAL else 4096
     imitated = mac.Allocator(mac.MACS[16], page)
     limit, small = mx.set_cache_limit(2**30), 16 * page
     mx.clear_cache()
@@ -95,7 +95,9 @@ def test_a_model_is_loaded_whatever_the_default_device_is(monkeypatch):
 
 
 def test_a_thread_does_not_draft_ahead_beside_a_gpu(monkeypatch):
-    assert drafting_ahead(lookup_source(), None).own_costs is not None
     mac.imitate(monkeypatch)
+    mx.set_default_device(mx.cpu)
+    assert drafting_ahead(lookup_source(), None).own_costs is not None
+    mx.set_default_device(mx.gpu)
     with pytest.raises(mlx_spec.InvalidValue, match="drafting ahead needs a processor beside the target's"):
         drafting_ahead(lookup_source(), None)

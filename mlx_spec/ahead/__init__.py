@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import mlx.core as mx
+
 from mlx_spec.ahead.drafter import ahead_source
 from mlx_spec.ahead.ranks import RemoteDrafter
 from mlx_spec.ahead.ranks import draft_for_rank_0 as draft_for_rank_0
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters import DrafterSource
+from mlx_spec.errors import InvalidValue
 
 
 def drafting_ahead(source: DrafterSource, ranks: Ranks | None) -> DrafterSource:
@@ -21,4 +24,9 @@ def drafting_ahead(source: DrafterSource, ranks: Ranks | None) -> DrafterSource:
 
     Raises InvalidValue if it cannot draft ahead.
     """
+    if ranks is None and mx.default_device().type == mx.gpu:
+        raise InvalidValue(
+            "drafting ahead needs a processor beside the target's, and all threads of this process use its "
+            "GPU: do not draft ahead, or let another machine do so (mlx.launch and --draft-rank 1)"
+        )
     return ahead_source(source, None if ranks is None else partial(RemoteDrafter, ranks))

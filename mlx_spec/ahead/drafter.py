@@ -154,11 +154,6 @@ def ahead_source(
     Raises InvalidValue if it cannot draft ahead.
     """
     check_ahead(source)
-    if make_copy is None and mx.default_device().type == mx.gpu:
-        raise InvalidValue(
-            "drafting ahead needs a processor beside the target's, and all threads of this process use its "
-            "GPU: do not draft ahead, or let another machine do so (mlx.launch and --draft-rank 1)"
-        )
     thread = AheadThread()
 
     @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import collections
 import errno
+import importlib.machinery
 import importlib.util
 import io
 import itertools
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 
 PAGE = 16_384  # bytes of a page of memory on Apple silicon (vm_page_size)
 GIB = 2**30
+IS_REAL = sys.platform == "darwin"  # this machine is a Mac, so there is nothing to imitate
 
 
 @dataclass(frozen=True)
@@ -371,23 +373,23 @@ def imitate_for_good(mac: Mac | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     path = [str(START), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
+    sys.meta_path.insert(0, _OnImport(patch, mac))  # type: ignore[arg-type]
     if (mx := sys.modules.get("mlx.core")) is not None:
         imitate_metal(patch, mac, mx)
-    else:
-        sys.meta_path.insert(0, _OnImport(patch, mac))  # type: ignore[arg-type]
 
 
 class _OnImport:
-    """Finds `mlx.core`, and changes it once it has been imported."""
+    """Changes `mlx.core` once it has been imported, and finds stand-ins for what only macOS has."""
 
     def __init__(self, patch: Patch, mac: Mac) -> None:
         self._patch, self._mac = patch, mac
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name == "truststore._macos":  # of a client in tests: it loads Apple's Security
+            return importlib.util.spec_from_file_location(name, Path(path[0], "_openssl.py"))
         if name != "mlx.core":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
         run = spec.loader.exec_module
 
