@@ -185,12 +185,13 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
         notes = check_unknown(part, settings.allow_extra_parameters)
         request = replace(request, notes=(*request.notes, *notes))
     key = given_key(http_request.headers)
-    request = replace(request, key=key, earlier_answers=settings.earlier_answers)
+    streams = bool(body.stream)
+    request = replace(request, key=key, earlier_answers=settings.earlier_answers, progress=streams)
     if api.is_done(request):
         return JSONResponse(api.writer(body, request).whole([]))
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
-    if not body.stream:
+    if not streams:
         found = _collect(read_events(engine, request, wakes=LAST_EVENTS, make=api.job))
         events = await _while_connected(http_request.receive, found)
         return JSONResponse(writer.whole(events))
@@ -244,6 +245,11 @@ class EventStream(StreamingResponse):
             LOG.error("a stream failed", exc_info=error)
             for text in self._writer.frames(Failed(internal_error())):
                 yield text
+
+
+def comment(text: str) -> str:
+    """Return a comment of a stream: clients skip it, people and proxies see that it goes on."""
+    return f": {text}\n\n"
 
 
 def named_event(name: str, content: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ from support.served import (
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine import models, tool_grammar
+from mlx_spec.apps.server.engine import engine_thread, models, tool_grammar
 from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
@@ -57,6 +58,7 @@ from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.weights import memory_need
+from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
@@ -206,9 +208,9 @@ def test_a_prompt_is_read_once_for_all_its_choices(
 ) -> None:
     read, prefill = list[int](), LMTarget.prefill
 
-    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
+    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
         read.append(len(tokens))
-        return prefill(target, tokens, spans)
+        return prefill(target, tokens, spans, **more)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
     found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
@@ -225,9 +227,9 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     monkeypatch.setattr("mlx_spec.apps.server.engine.engine_thread.wait", lambda futures, _: wait(futures))
     all_came, prefill = threading.Event(), LMTarget.prefill
 
-    def patiently(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
+    def patiently(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
         all_came.wait(served.TIMEOUT_S)
-        return prefill(target, tokens, spans)
+        return prefill(target, tokens, spans, **more)
 
     monkeypatch.setattr(LMTarget, "prefill", patiently)
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
@@ -348,9 +350,9 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 0.0)
     log, prefill = Log(), LMTarget.prefill
 
-    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
+    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
         log.append(("chunk", len(tokens)))
-        return prefill(target, tokens, spans)
+        return prefill(target, tokens, spans, **more)
 
     monkeypatch.setattr(LMTarget, "prefill", counted)
     answer_all(make_pair("full", context=200), [*((5 + i,) * 60 for i in range(5)), (7,) * 4], log)
@@ -474,10 +476,10 @@ def test_close_fails_requests_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch)
     """The server gives responses two seconds to end; a chunk of a prompt may take longer."""
     begun, go, prefill = threading.Event(), threading.Event(), LMTarget.prefill
 
-    def slowly(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = ()) -> Any:
+    def slowly(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
         begun.set()
         go.wait(served.TIMEOUT_S)
-        return prefill(target, tokens, spans)
+        return prefill(target, tokens, spans, **more)
 
     with working() as engine:
         monkeypatch.setattr(LMTarget, "prefill", slowly)
@@ -500,29 +502,63 @@ def test_a_request_that_two_threads_end_counts_once() -> None:
     assert found == [1.0, None]
 
 
-def test_not_ready_while_the_first_model_loads() -> None:
+@contextmanager
+def loading(settings: Settings = DEMO, error: str | None = None) -> Iterator[tuple[EngineThread, Any]]:
+    """An engine that loads its first model, or fails to, once the function is called."""
     go = threading.Event()
 
     def slowly(one: ServedModel) -> Any:
         go.wait(served.TIMEOUT_S)
+        if error is not None:
+            raise BadCheckpoint(error)
         return load_served(one)
 
-    engine = EngineThread(DEMO, slowly)
+    engine = EngineThread(settings, slowly)
     engine.start()
     try:
-        assert engine.status().state == "loading" and not engine.models()[0].loaded
-        with pytest.raises(Failure, match="loading") as caught:
-            begin(engine, chat(QUESTION))
-        assert caught.value.status == 503 and caught.value.retry_after
-        with pytest.raises(Failure) as unknown:
-            begin(engine, chat(QUESTION, model="other"))
-        assert unknown.value.status == 404
-        go.set()
-        assert engine.wait_loaded(served.TIMEOUT_S)
-        closed(answer(engine, chat(QUESTION, max_tokens=2)))
+        yield engine, go.set
     finally:
         go.set()
         engine.close()
+
+
+def test_requests_wait_while_the_first_model_loads() -> None:
+    with loading(replace(DEMO, limits=replace(DEMO.limits, waiting=1))) as (engine, go):
+        assert engine.status().state == "loading" and not engine.models()[0].loaded
+        streams = [
+            begin(engine, chat(QUESTION, max_tokens=2)) for _ in range(2)
+        ]  # one of them begins at once
+        with pytest.raises(Failure, match="waiting") as full:
+            begin(engine, chat(QUESTION))
+        with pytest.raises(Failure) as unknown:
+            begin(engine, chat(QUESTION, model="other"))
+        assert (full.value.status, unknown.value.status) == (429, 404)
+        assert engine.status().waiting == 2 and not any(stream.sent for stream in streams)
+        go()
+        for stream in streams:
+            closed(stream.all())
+
+
+def test_a_wait_for_the_first_model_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "LOADING_WAIT_S", 0.05)
+    with loading() as (engine, go):
+        late = begin(engine, chat(QUESTION))
+        found = failure(late.all())
+        assert (found.status, found.code) == (503, "loading") and found.retry_after
+        assert not engine.status().waiting
+        go()
+        assert engine.wait_loaded(served.TIMEOUT_S)
+        closed(answer(engine, chat(QUESTION, max_tokens=2)))
+
+
+def test_those_who_wait_are_told_once_that_the_first_model_cannot_be_loaded() -> None:
+    with loading(error="a damaged file") as (engine, go):
+        streams = [begin(engine, chat(QUESTION)) for _ in range(2)]
+        go()
+        for stream in streams:
+            found = failure(stream.all())
+            assert (found.status, found.code) == (503, "model_not_loaded")
+        assert engine.status().problem == "a damaged file" and not engine.status().waiting
 
 
 # --- failures

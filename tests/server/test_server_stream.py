@@ -169,8 +169,36 @@ def test_progress_is_shown_on_request(path):
     found = endpoint.chunks(path, stream_options={"include_draft": True})
     assert found[0]["mlx_spec"] == {"prompt": {"prompt_n": 12, "cached_n": 2, "read_n": 7}}
     assert found[0]["choices"] == [] and stub.requests[0].progress
-    endpoint.chunks(path)
-    assert not stub.requests[1].progress
+    endpoint.post(path)
+    assert [request.progress for request in stub.requests] == [True, False]
+    assert fresh((PromptProgress(12, 2, 7), *said("Hi")))[1].post(path, stream=True).text.startswith("data: ")
+    text = fresh((PromptProgress(2000, 2, 7), *said("Hi")))[1].post(path, stream=True).text
+    assert text.startswith(": 7 of 2000 tokens of the prompt are read\n\ndata: ") and "progress" not in text
+
+
+ASKED = {"return_progress": True}  # by clients of llama.cpp's server
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, ASKED),
+        (TEXT, ASKED),
+        ("/infill", ASKED | {"input_prefix": "x"}),
+        (MESSAGES, {}),
+        (RESPONSES, {}),
+        ("/api/chat", {"messages": HELLO}),
+        ("/api/generate", {"prompt": "x"}),
+    ],
+)
+def test_a_protocol_shows_progress_where_its_clients_read_on(path, more):
+    """The first event of a stream has it, before any text."""
+    text = fresh((PromptProgress(12, 2, 7, 1.5), *said("Hi")))[1].post(path, stream=True, **more).text
+    progress = '"prompt_progress":{"total":12,"cache":2,"processed":7,"time_ms":1500.0}'
+    assert 0 <= text.index(progress) < text.index("Hi")
+    if path == MESSAGES:
+        start = json.loads(text.splitlines()[1].removeprefix("data: "))["message"]["usage"]
+        assert (start["input_tokens"], start["cache_read_input_tokens"]) == (10, 2)
 
 
 def test_a_failure_after_the_headers_ends_the_stream():

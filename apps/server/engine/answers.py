@@ -27,11 +27,12 @@ class PromptRead:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """A chunk of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
+    """A part of the prompt has been read. Sent only to requests with `progress`, before `PromptRead`."""
 
     prompt_tokens: int
     cached_tokens: int
     read_tokens: int  # cached ones included
+    seconds: float = 0.0  # of reading
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,18 @@ class BlockWriter(ABC):
 
 
 # --- as JSON
+
+
+def progress_json(event: PromptProgress) -> dict[str, Any]:
+    """Return how much of a prompt is read, in the field of llama.cpp's server."""
+    return {
+        "prompt_progress": {
+            "total": event.prompt_tokens,
+            "cache": event.cached_tokens,
+            "processed": event.read_tokens,
+            "time_ms": _milliseconds(event.seconds),
+        }
+    }
 
 
 def notes_json(notes: Sequence[str]) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in
 from .preparation import find_prompts
 
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
+LOADING_WAIT_S = (
+    300  # that a request waits for the first model, which may be downloaded first; Ollama's limit
+)
 
 
 class EngineThread:
@@ -70,8 +73,9 @@ class EngineThread:
 
         `send` is called on the engine thread, or by `close`, and must not block.
 
-        Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 while the server loads its
-        first model or shuts down.
+        A request that comes while the first model is loaded waits for it, up to LOADING_WAIT_S.
+
+        Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 if the server shuts down.
         """
         self._models.resolve(request.model)
         with self._changed:
@@ -135,8 +139,6 @@ class EngineThread:
     def _check_open(self) -> None:
         if self._closing:
             raise shutting_down()
-        if self._state == "loading":
-            raise unavailable("the server is loading its model: try again soon", "loading")
         if not self._thread.is_alive():
             raise unavailable("the engine is not running", "not_running")
 
@@ -170,16 +172,39 @@ class EngineThread:
             self._end_all()
 
     def _load_first(self) -> None:
+        threading.Thread(target=self._end_long_waits, name="mlx_spec loading", daemon=True).start()
+        name, failed = self.resolve(None), list[Job]()
         try:
-            self._models.ready(self.resolve(None), ())
+            self._models.ready(name, ())
         except Exception as error:
-            self._problem = str(error.__cause__ or error)
+            self._problem, failure = str(error.__cause__ or error), to_failure(error)
+            with self._changed:  # else each of them would try to load it again
+                failed = [job for job in self._waiting if job.request.model == name]
+            for job in failed:
+                job.fail(failure)
         with self._changed:
+            self._waiting = [job for job in self._waiting if job not in failed]
             if not self._closing:
                 self._state = "failed" if self._problem else "ready"
+            self._changed.notify_all()
         self._parallel = max([self._parallel, *(one.batch.max_running for one in self._models.loaded())])
         self._read_memory()
         self._first_loaded.set()
+
+    def _end_long_waits(self) -> None:
+        """Fail requests that have waited too long for the first model. Runs on its own thread until then."""
+        while True:
+            with self._changed:
+                if self._state != "loading":
+                    return
+                end = time.perf_counter() - LOADING_WAIT_S
+                late = [job for job in self._waiting if job.submitted < end]
+                self._waiting = [job for job in self._waiting if job not in late]
+                if not late:
+                    self._changed.wait(IDLE_INTERVAL_S)
+            for job in late:
+                message = f"the server is still loading its model after {LOADING_WAIT_S} s: try again later"
+                job.fail(unavailable(message, "loading"))
 
     def _wait_for_work(self) -> bool:
         """Return False if the server closes."""

@@ -129,6 +129,7 @@ class Job:
         self._snapshots: dict[int, Snapshot | None] = {}  # caches of read prompts, for their later choices
         self._scores: dict[int, list[TokenLogprob]] = {}  # logprobs of prompts that are echoed
         self._queued_seconds = 0.0
+        self._reported: dict[int, int] = {}  # tokens of each prompt at its last progress
         self._first_token_seconds: float | None = None
         self._longest_pause = 0.0  # seconds between two rounds of a choice
 
@@ -257,7 +258,7 @@ class Job:
         if is_scored:
             choice.caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
         running = self._prepare_choice(choice, choice.caches, is_scored)
-        if self.request.progress and running.unread:
+        if running.unread:
             self._report(choice, running.target.size)
         return running
 
@@ -266,8 +267,8 @@ class Job:
         assert choice.caches is not None
         choice.generation.count_prefill(seconds)
         sequence, cached = choice.entry.sequence, choice.generation.statistics.reused_tokens
-        if self.request.progress and cached < sequence.target.size:
-            self._report(choice, sequence.target.size)
+        if cached < sequence.target.size:
+            self._report(choice, sequence.target.size, is_last=not sequence.unread)
         if sequence.unread:
             return
         cache, number = self.model.prefix_cache, choice.place[0]
@@ -284,8 +285,14 @@ class Job:
         if self.request.max_tokens == 0:
             self._end_choice(choice)
 
-    def _report(self, choice: RequestChoice, read: int) -> None:
-        self.send(PromptProgress(len(choice.prompt), choice.generation.statistics.reused_tokens, read))
+    def _report(self, choice: RequestChoice, read: int, *, is_last: bool = False) -> None:
+        """Send how much of a prompt is read, at its end and whenever that has grown by a hundredth."""
+        number, total = choice.place[0], len(choice.prompt)
+        if self.request.progress and (is_last or 100 * (read - self._reported.get(number, -total)) >= total):
+            self._reported[number] = read
+            statistics = choice.generation.statistics
+            seconds = statistics.prefill_seconds
+            self.send(PromptProgress(total, statistics.reused_tokens, read, seconds))
 
     def _measure(self, choice: RequestChoice) -> None:
         """Measure when the first token came, and the longest pause."""

@@ -266,12 +266,18 @@ class MessageWriter(answers.BlockWriter):
     def read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, or for silence."""
         if not self._message["usage"] and not isinstance(event, answers.Failed):  # the message has not begun
-            read = event if isinstance(event, answers.PromptRead) else answers.PromptRead(0, 0)
-            self._message["usage"] = _usage_json(answers.Usage(read.prompt_tokens, read.cached_tokens, 0, 0))
+            match event:
+                case answers.PromptRead(total, cached) | answers.PromptProgress(total, cached):
+                    usage = answers.Usage(total, cached, 0, 0)
+                case _:
+                    usage = answers.Usage(0, 0, 0, 0)
+            self._message["usage"] = _usage_json(usage)
             yield {"type": "message_start", "message": {**self._message, "content": []}}
         match event:
             case None:
                 yield {"type": "ping"}
+            case answers.PromptProgress():
+                yield {"type": "ping", **answers.progress_json(event)}
             case answers.TextDelta(text=text) if text:
                 yield from self.write(event)
             case answers.ToolCall():

@@ -277,6 +277,8 @@ class LinesWriter:
             yield f"{json_line({'error': event.failure.message})}\n"
             return
         found = self._object([] if event is None else [event])
+        if isinstance(event, answers.PromptProgress):
+            yield f"{json_line(found | answers.progress_json(event))}\n"
         if event is None or isinstance(event, answers.TextDelta | answers.ToolCall | answers.Finished):
             yield f"{json_line(found)}\n"
 

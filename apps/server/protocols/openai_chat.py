@@ -14,14 +14,14 @@ from mlx_spec import __version__
 
 from ..engine import answers
 from ..errors import invalid, unsupported
-from ..http import Api, Json, data_event
+from ..http import Api, Json, comment, data_event
 from ..requests import parameters, parsing
 from ..requests.parsing import Fields, FunctionField, Parts, Texts, part_texts
 from ..requests.request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
 from ..requests.thinking_fields import Effort, ThinkingField, ThinkingFields
 
 DONE = "data: [DONE]\n\n"
-KEEPALIVE = ": keepalive\n\n"
+KEEPALIVE = comment("keepalive")
 
 
 # --- bodies
@@ -58,6 +58,7 @@ class CompletionBody(LimitFields, parameters.SharedFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: ChunkOptions | None = None
+    return_progress: bool | None = None  # as llama.cpp's clients ask for it
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Texts = None
     prediction: PredictionField | None = None
@@ -166,7 +167,6 @@ def parse_request(
         stop=parsing.stop_strings(body.stop),
         n=1 if body.n is None else body.n,
         prediction="".join(expected) or None,
-        progress=body.stream_options is not None and bool(body.stream_options.include_draft),
         **more,
     )
 
@@ -282,9 +282,8 @@ class ChunkWriter(ABC):
     The chunk that ends a choice is held back: the last one also gets the timings, unless the usage has them.
     """
 
-    def __init__(
-        self, prefix: str, object: str, request: GenerationRequest, options: ChunkOptions | None
-    ) -> None:
+    def __init__(self, prefix: str, object: str, request: GenerationRequest, body: CompletionBody) -> None:
+        options = body.stream_options
         self.head: Json = {
             "id": f"{prefix}-{uuid4().hex}",
             "object": object,
@@ -295,6 +294,7 @@ class ChunkWriter(ABC):
         self._notes = answers.notes_json(request.notes)
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_draft = options is not None and bool(options.include_draft)
+        self._with_progress = bool(body.return_progress)
         self._last: Json | None = None  # the chunk that ends a choice, held back
 
     @abstractmethod
@@ -323,9 +323,13 @@ class ChunkWriter(ABC):
             case answers.PromptRead():
                 for choice in self._start():
                     yield data_event(self._chunk([choice]))
-            case answers.PromptProgress():
+            case answers.PromptProgress() if self._with_progress:
+                yield data_event(self._chunk([]) | answers.progress_json(event))
+            case answers.PromptProgress() if self._with_draft:
                 read = {"cached_n": event.cached_tokens, "read_n": event.read_tokens}
                 yield data_event(self._chunk([], prompt={"prompt_n": event.prompt_tokens, **read}))
+            case answers.PromptProgress() if event.prompt_tokens - event.cached_tokens > 1000:  # seconds
+                yield comment(f"{event.read_tokens} of {event.prompt_tokens} tokens of the prompt are read")
             case answers.TextDelta() if event.text or event.logprobs:
                 spans = [vars(span) for span in event.spans]
                 yield from self._send(self._chunk(self._pieces(event), spans=spans))
@@ -387,7 +391,7 @@ class ChatWriter(ChunkWriter):
 
     def __init__(self, body: ChatBody, request: GenerationRequest) -> None:
         object = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__("chatcmpl", object, request, body.stream_options)
+        super().__init__("chatcmpl", object, request, body)
         if body.service_tier is not None:
             self.head["service_tier"] = "default"
         self._n = request.n

@@ -72,7 +72,7 @@ class TextWriter(ChunkWriter):
     """Writes an answer in the form of text completions."""
 
     def __init__(self, body: TextBody, request: GenerationRequest) -> None:
-        super().__init__("cmpl", "text_completion", request, body.stream_options)
+        super().__init__("cmpl", "text_completion", request, body)
         self._with_logprobs = request.top_logprobs is not None
 
     def _piece(self, part: answers.AnswerPart) -> Json:
@@ -158,6 +158,7 @@ class InfillWriter:
 
     def __init__(self, body: InfillBody, request: GenerationRequest) -> None:
         self._model, self._fields = request.model, body.response_fields
+        self._with_progress = bool(body.return_progress)
         self._notes = answers.notes_json(request.notes)
         self._end = answers.AnswerPart(0)  # the last part of a stream, without text
 
@@ -165,6 +166,8 @@ class InfillWriter:
         match event:
             case None:
                 yield KEEPALIVE
+            case answers.PromptProgress() if self._with_progress:
+                yield data_event({"index": 0, "content": "", "stop": False, **answers.progress_json(event)})
             case answers.TextDelta(text=text) if text:
                 yield data_event({"index": 0, "content": text, "stop": False})
             case answers.ChoiceEnded():

@@ -261,6 +261,7 @@ class ResponseWriter(answers.BlockWriter):
         self._numbers = count()
         self._part: Json = {}  # the content part that grows
         self._started = False
+        self._shown = 0.0  # time.monotonic() when the progress of the prompt was last shown
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         for content in self._read(event):
@@ -274,11 +275,15 @@ class ResponseWriter(answers.BlockWriter):
 
     def _read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, without their numbers."""
-        if not self._started or event is None:  # in a silence, too: agents do not count comments as events
+        progress, interval_s = {}, 2.0  # each event holds the whole request
+        if isinstance(event, answers.PromptProgress) and time.monotonic() - self._shown >= interval_s:
+            self._shown, progress = time.monotonic(), answers.progress_json(event)
+        # In a silence, too: agents do not count comments as events.
+        if not self._started or event is None or progress:
             names = ("in_progress",) if self._started else ("created", "in_progress")
             self._started = True
             for name in names:
-                yield {"type": f"response.{name}", "response": {**self._response, "output": []}}
+                yield {"type": f"response.{name}", "response": {**self._response, "output": []}, **progress}
         match event:
             case answers.TextDelta() if event.text or (event.kind == "answer" and event.logprobs):
                 yield from self.write(event)

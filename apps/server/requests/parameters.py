@@ -57,7 +57,7 @@ HARMLESS = frozenset(
         # vLLM, SGLang, llama.cpp, Ollama, LM Studio
         """request_id rid priority cache_salt session_params kv_transfer_params mm_processor_kwargs
         stream_reasoning guided_decoding_backend cache_prompt id_slot
-        slot_id timings_per_token return_progress n_keep n_discard ttl num_ctx num_batch num_gpu
+        slot_id timings_per_token n_keep n_discard ttl num_ctx num_batch num_gpu
         num_thread num_keep numa main_gpu low_vram use_mmap use_mlock logits_all draft_num_predict """
         # Parts of samplers, which are off unless another parameter turns them on.
         """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
