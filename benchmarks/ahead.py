@@ -114,6 +114,7 @@ def decode(
             cost=decision.cost_of(round),
         )
         policy.observe(round)
+        policy.settle()
         answer.rounds.append(round)
     answer.seconds = device.now - start
     return answer

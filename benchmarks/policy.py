@@ -212,6 +212,8 @@ def run_adaptive(batch: Batch) -> Batch:
         decisions = group.decide(members, [range(place) for place in batch.places])
         wanted = [decision.choices[0].limit if decision.choices else 0 for decision in decisions]
         depths = [0] * batch.count if queued else wanted
+        for member in members:
+            member.settle()
         accepted = batch.round(depths)
         rounds = []
         for depth, number in zip(depths, accepted, strict=True):
@@ -262,7 +264,7 @@ class Timed:
     """A policy that is timed with the real clock."""
 
     def __init__(self, policy: Any) -> None:
-        self._policy, self.begin = policy, policy.begin
+        self._policy, self.begin, self.settle = policy, policy.begin, policy.settle
         self.seconds: list[float] = []
 
     def decide(self, history: Sequence[int]) -> Any:

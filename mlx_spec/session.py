@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
@@ -23,7 +23,7 @@ from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import TextKind
-from mlx_spec.types import Cost, DraftLengthPolicy, Reason, Round
+from mlx_spec.types import Cost, DraftLengthPolicy, FinishReason, Reason, Round
 from mlx_spec.vision.conversation import NO_VISION, Part, conversation_prompt, prepared
 from mlx_spec.vision.vision import Vision
 
@@ -61,7 +61,7 @@ class Statistics:
     decode_seconds: float = 0.0  # of all rounds, without the time that the reader of the answer takes
     compared_tokens: int = 0  # tokens of the rounds whose cost in plain tokens is known
     costs: Mapping[Hashable, tuple[int, Cost]] = field(default_factory=dict)  # rounds by shape, and the cost
-    finish_reason: Literal["stop", "length"] | None = None  # None while it goes on, or if interrupted
+    finish_reason: FinishReason | None = None  # None while it goes on, or if interrupted
     reasons: Mapping[Reason, int] = field(default_factory=dict)  # tokens by the reason of their round
 
     @property

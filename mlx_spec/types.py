@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from mlx_spec.prompt import Places
 
+FinishReason = Literal["stop", "length"]
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
 
 
@@ -221,7 +222,7 @@ class Round:
     ahead: bool | None = None  # `Draft.ahead` of its draft
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
     plain_seconds: float | None = None  # time of one plain token here; None if not known
     cost: Cost | None = None  # None if not known
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
@@ -359,7 +360,10 @@ class DraftLengthPolicy(Protocol):
         """Return the decision for the round after `history`. Called first in every round."""
 
     def observe(self, round: Round) -> None:
-        """Learn from a finished round."""
+        """Learn from a finished round what the next decision needs. The device may wait for it."""
+
+    def settle(self) -> None:
+        """Learn the rest. Called while the device computes the next round, if there is one."""
 
 
 class GroupPolicy(Protocol):

@@ -17,13 +17,15 @@ from typing import Literal, cast
 import mlx.core as mx
 
 from mlx_spec.decode.blocks import Accepted, chain_of, limited, matched, round_of, rows_of
-from mlx_spec.decode.running import RunningSequence
+from mlx_spec.decode.running import Ending, RunningSequence
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Decision, Draft, DraftChoice, Features, GroupPolicy, Reason, Round, no_draft
 
 MAX_MISSES = 2  # rounds in a row without the wanted draft; then plain decoding queues tokens ahead again
+
+Emitted = tuple[Round, Ending]  # of a sequence
 
 
 class Group:
@@ -106,7 +108,7 @@ class Group:
     def _drafts_of(self, choices: list[list[DraftChoice]]) -> list[Draft]:
         """Return for each sequence the draft of its first choice that has one. One pass may serve all."""
         drafts = [no_draft()] * len(choices)
-        wanting = [i for i, each in enumerate(choices) if each]
+        wanting = [i for i, each in enumerate(choices) if each] if len(choices) > 1 else []
         requests = [self.sequences[i].request(choices[i][0]) for i in wanting]
         pairs = zip(wanting, requests, strict=True)
         kinds = {(choices[i][0].drafter_index, type(request.drafter)) for i, request in pairs}
@@ -143,14 +145,14 @@ class Group:
             verdicts = self._verdicts(drafts, logits)
             shortlisted = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
         tokens = [draft.tokens for draft in drafts]
-        numbers = iter(_read(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in shortlisted)])))
+        numbers = iter(self._await(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in shortlisted)])))
         lengths = [1 + draft.tokens.size if takes_argmax else 2 for draft in drafts]
         accepted = list[Accepted]()
         read = [list(itertools.islice(numbers, length)) for length in lengths]
         drafted = [list(itertools.islice(numbers, draft.tokens.size)) for draft in drafts]
         for (i, _), is_exact in zip(shortlisted, numbers, strict=True):
             if not is_exact:
-                read[i] = _read(self._verdicts(drafts, logits, exact=i)[0])
+                read[i] = self._await(self._verdicts(drafts, logits, exact=i)[0])
         for sequence, draft, verdict, guesses in zip(self.sequences, drafts, read, drafted, strict=True):
             row, last = matched(verdict, guesses) if takes_argmax else verdict
             rows = range(row + 1) if draft.parents is None else tree_of(draft.parents).paths[row]
@@ -169,15 +171,15 @@ class Group:
                 verdicts.append(sequence.attempt(verify, mx.zeros((2,), mx.int32)))
         return verdicts
 
-    def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Round]:
-        """Keep the rows of the new tokens, drop the others, and emit the tokens. Return the rounds."""
+    def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Emitted]:
+        """Keep the rows of the new tokens, drop the others, and emit the tokens."""
         rounds = [round_of(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
         kept = [rows[: len(tokens)] for rows, tokens in accepted]
         if drafts[0].parents is not None:
             return self._emit(rounds, [self.sequences[0].target.commit_path(kept[0])])
         return self._emit(rounds, self.targets.commit(list(map(len, kept))))
 
-    def _plain(self, *, queue_next: bool) -> list[Round]:
+    def _plain(self, *, queue_next: bool) -> list[Emitted]:
         """Decode one token of each sequence. With `queue_next` the device begins the next ones."""
         queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
         tokens = self.queued
@@ -190,7 +192,7 @@ class Group:
         if queue_next:
             self.queued = self._draw(tokens, unread=1)
             mx.async_eval(tokens, self.queued)
-        numbers = _read(
+        numbers = self._await(
             mx.concatenate([tokens, *(fits for _, _, fits in shortlisted)]) if shortlisted else tokens
         )
         found = numbers[: tokens.size]
@@ -201,7 +203,7 @@ class Group:
                 self.targets.commit([0] * len(self.sequences))
                 self.queued, queue_next = None, False
             draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
-            (found[self.sequences.index(sequence)],) = _read(sequence.attempt(draw, mx.array([0])))
+            (found[self.sequences.index(sequence)],) = self._await(sequence.attempt(draw, mx.array([0])))
         kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
         return self._emit([Round([token], 0, 0, kind) for token in found], features)
 
@@ -222,28 +224,34 @@ class Group:
             self._shortlisted += [(sequence, row, fits) for fits in sequence.sampler.fits]
         return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
 
-    def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Round]:
-        triples = zip(self.sequences, rounds, features, strict=True)
-        return [
-            sequence.attempt(partial(sequence.emit, round, each), round) for sequence, round, each in triples
-        ]
+    def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Emitted]:
+        """Append the tokens of the rounds to the histories."""
+        emitted, failed = list[Emitted](), cast(Ending, (None, ()))
+        for sequence, round, its_features in zip(self.sequences, rounds, features, strict=True):
+            emit = partial(sequence.emit, round.tokens, its_features)
+            emitted.append((round, sequence.attempt(emit, failed)))
+        return emitted
 
     def _observe(
-        self, rounds: Sequence[Round], decisions: Sequence[Decision], seconds: float
+        self, emitted: Sequence[Emitted], decisions: Sequence[Decision], seconds: float
     ) -> list[Round | Exception]:
-        """Show the policies the time and the accepted tokens. Return the round or the error of each."""
+        """Show the policies the time and the accepted tokens. Return the round or the error of each.
+
+        The device waits, if nothing is queued. So policies learn only what the next decision needs.
+        """
         self._rounds += 1
-        if self._rounds % 256 == 0:  # freed buffers of many block lengths pile up
-            mx.clear_cache()
         done, shared = list[Round | Exception](), self._shared_policy
-        longest = max(rounds, key=lambda round: round.nodes or round.drafted)
-        for sequence, round, decision in zip(self.sequences, rounds, decisions, strict=True):
+        longest = max((round for round, _ in emitted), key=lambda round: round.nodes or round.drafted)
+        triples = zip(self.sequences, emitted, decisions, strict=True)
+        for sequence, (round, (finish_reason, logprobs)), decision in triples:
             round = replace(
                 round,
                 seconds=seconds,
                 reason=decision.reason,
+                finish_reason=finish_reason,
                 plain_seconds=decision.plain_seconds,
                 cost=decision.cost_of(longest),
+                logprobs=logprobs,
                 batch_size=len(self.sequences),
             )
             if shared is None:
@@ -252,6 +260,15 @@ class Group:
         if shared is not None:
             shared.observe([None if isinstance(each, Exception) else each for each in done])
         return done
+
+    def _await(self, array: mx.array) -> list[int]:
+        """Begin to compute an array, let the policies settle the last round meanwhile, and read it."""
+        mx.async_eval(array)
+        for sequence in self.sequences:
+            sequence.attempt(sequence.policy.settle, None)
+        if self._rounds % 256 == 255:  # freed buffers of many block lengths pile up
+            mx.clear_cache()
+        return _read(array)
 
     @property
     def _shared_policy(self) -> GroupPolicy | None:

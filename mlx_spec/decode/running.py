@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
@@ -19,9 +18,10 @@ from mlx_spec.types import (
     DraftLengthPolicy,
     DraftRequest,
     Features,
+    FinishReason,
     RequestDrafter,
-    Round,
     Sampler,
+    TokenLogprob,
     no_draft,
 )
 
@@ -31,6 +31,8 @@ from mlx_spec.types import (
 # would change with the load, and the rounding of a prompt's numbers would change with it.
 PREFILL_STEP = 1024
 Result = TypeVar("Result")
+# Why an answer ends with the emitted tokens (None if it goes on), and their log-probabilities.
+Ending = tuple[FinishReason | None, tuple[TokenLogprob, ...]]
 
 
 def prefill(
@@ -112,6 +114,7 @@ class RunningSequence:
         self._read_prompt = read_prompt
         self._on_end = on_end
         self._emitted = 0
+        self._drafting = sampler.drafting
 
     @property
     def unread(self) -> int:
@@ -158,7 +161,7 @@ class RunningSequence:
     def request(self, choice: DraftChoice) -> DraftRequest:
         """Return the request for the draft of a choice."""
         drafter = self._drafters[choice.drafter_index]
-        return DraftRequest(drafter, self.history, choice.limit, self.sampler.drafting)
+        return DraftRequest(drafter, self.history, choice.limit, self._drafting)
 
     def draft(self, choices: Sequence[DraftChoice]) -> Draft:
         """Return the draft of the first drafter that has one."""
@@ -183,19 +186,16 @@ class RunningSequence:
         """Return the tokens up to the first stop token."""
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
 
-    def emit(self, round: Round, features: Features) -> Round:
-        """Append the tokens of a round. Return it with its finish reason and log-probabilities."""
+    def emit(self, tokens: list[int], features: Features) -> Ending:
+        """Append the tokens of a round. Return its finish reason and log-probabilities."""
         position = len(self.history)
-        self.history += round.tokens
-        self._emitted += len(round.tokens)
+        self.history += tokens
+        self._emitted += len(tokens)
         self.observe(features)
-        stopped = round.tokens[-1] in self._stop
-        self.remaining = 0 if stopped else self.remaining - len(round.tokens)
-        return replace(
-            round,
-            finish_reason="stop" if stopped else None if self.remaining else "length",
-            logprobs=self.sampler.logprobs(position, round.tokens),
-        )
+        stopped = tokens[-1] in self._stop
+        self.remaining = 0 if stopped else self.remaining - len(tokens)
+        reason: FinishReason | None = "stop" if stopped else None if self.remaining else "length"
+        return reason, self.sampler.logprobs(position, tokens)
 
     def observe(self, features: Features) -> None:
         """Show the drafters the features of new tokens."""

@@ -95,9 +95,9 @@ def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     The host needs 1 to 2 us to build an operation of the graph. Without an early start the device is idle
     until the graph of the whole pass is built.
     """
-    # Each start ends a command buffer, so a GPU starts several layers at once.
-    every = 8 if mx.default_device().type == mx.gpu else 1
-    inner = [_unwrapped(layer) for layer in layers[every - 1 : -1 : every]]
+    # Each start ends a command buffer, so a GPU starts several layers at once; at first it has nothing to do.
+    first, every = (2, 8) if mx.default_device().type == mx.gpu else (1, 1)
+    inner = [_unwrapped(layer) for layer in layers[first - 1 : -1 : every]]
     switch: EagerSwitch = next(
         (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()
     )

@@ -32,6 +32,9 @@ class DrafterStatistics:
         self._drafts = 0
         self.since = 0  # plain tokens since the last draft
         self._accepted, self._expected = [0.0] * MAX_DRAFT_TOKENS, [0.0] * MAX_DRAFT_TOKENS
+        # Verified drafts, not counted yet: the belief before, accepted tokens, and whether one was rejected.
+        self._uncounted: list[tuple[Sequence[float], int, bool]] = []
+        self._is_due = False  # the rates have to be computed again
         self._compute_rates()
 
     @classmethod
@@ -45,13 +48,26 @@ class DrafterStatistics:
         self._drafts += 1
         step = 1 / min(self._worth + self._drafts, self.MEMORY)
         self.frequencies = [f + step * (b - f) for f, b in zip(self.frequencies, belief, strict=True)]
-        if self._drafts % self.DECLINE_REFRESH == 0:
-            self._compute_rates()
+        self._is_due |= self._drafts % self.DECLINE_REFRESH == 0
 
-    def count(self, position: int, accepted: bool, expected: float) -> None:
-        """Count a verified token at a position of a draft. `expected` is its rate without a decline."""
-        self._accepted[position] += accepted
-        self._expected[position] += expected
+    def posterior(self, belief: Sequence[float], accepted: int, rejected: bool) -> list[float]:
+        """Return the belief after a verified draft, which `settle` will count."""
+        self._uncounted.append((belief, accepted, rejected))
+        levels = list(map(mul, belief, self._likelihoods[rejected][accepted]))
+        total = sum(levels)
+        return [level / total for level in levels]
+
+    def settle(self) -> None:
+        """Count the last drafts by position; compute the rates if they are due."""
+        for levels, accepted, rejected in self._uncounted:
+            for position in range(accepted + rejected):
+                weight = sum(levels)
+                self._accepted[position] += position < accepted
+                self._expected[position] += sum(map(mul, levels, LEVELS)) / weight
+                levels = list(map(mul, levels, self.rates[position]))
+        self._uncounted.clear()
+        if self._is_due:
+            self._compute_rates()
 
     def _compute_rates(self) -> None:
         """Compute acceptance by level and position: drafters may get worse within a draft."""
@@ -66,9 +82,13 @@ class DrafterStatistics:
             self._expected[position] *= keep
         rates = np.minimum(np.outer(list(LEVELS), decline), 0.985)  # [level, position]
         self.rates = [list(map(float, column)) for column in rates.T]  # [position][level]
-        tokens = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
-        tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
-        self.tokens: Floats = tokens  # [level, K]: tokens expected of a round with K draft tokens
+        reach = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
+        reach[:, 1:] = np.cumprod(rates, axis=1)
+        self.tokens: Floats = np.cumsum(reach, axis=1)  # [level, K]: expected of a round with K draft tokens
+        missed = reach[:, :-1] * (1 - rates)
+        # Of n accepted tokens, by level: [if none was rejected, if one was][n]
+        self._likelihoods = [[list(map(float, column)) for column in each.T] for each in (reach, missed)]
+        self._is_due = False
 
 
 class Belief:
@@ -92,13 +112,5 @@ class Belief:
 
     def update(self, accepted: int, rejected: bool) -> None:
         """Learn that `accepted` tokens of a draft were accepted and, if `rejected`, the next one was not."""
-        levels = self.levels
-        for position in range(accepted + rejected):
-            good = position < accepted
-            self.shared.count(position, good, sum(map(mul, levels, LEVELS)))
-            rates = self.shared.rates[position]
-            levels = list(map(mul, levels, rates if good else [1 - r for r in rates]))
-            total = sum(levels)
-            levels = [b / total for b in levels]
-        self.levels = levels
-        self.shared.learn(levels)
+        self.levels = self.shared.posterior(self.levels, accepted, rejected)
+        self.shared.learn(self.levels)

@@ -238,6 +238,14 @@ class AdaptivePolicy:
         for proposal in self._proposals:
             proposal.belief.advance(len(round.tokens))
 
+    def settle(self) -> None:
+        """Finish learning from the last round: what the next decision does without."""
+        self._shared.ratios.settle()
+        if self._costs is not None:
+            self._costs.settle()
+        for proposal in self._proposals:
+            proposal.belief.shared.settle()
+
     def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
         proposal, plain, rows = self._proposals[drafter], costs.plain, round.nodes or round.drafted
         self._shared.ratios.observe_draft(1, (drafter, rows), seconds, costs.measured(drafter, rows))
@@ -419,6 +427,10 @@ class FixedPolicy:
     def _cost(self, drafter: int, rows: int) -> Cost | None:
         assert self._ratios is not None
         return self._ratios.cost(drafter, rows, None)
+
+    def settle(self) -> None:
+        if self._ratios is not None:
+            self._ratios.settle()
 
     def observe(self, round: Round) -> None:
         """Learn the ratio of a round to a plain token, for figures: the draft length does not change."""

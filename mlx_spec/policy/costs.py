@@ -114,6 +114,8 @@ class Costs:
 class CostModel:
     """Seconds of plain tokens and of rounds at one context length."""
 
+    HEAT = 0.01**2  # variance of log seconds: heat changes from one round to the next
+
     def __init__(self, table: Table) -> None:
         self.table, self.longest, self.host = table, table.longest, table.host
         lengths = np.arange(MAX_DRAFT_TOKENS + 1)
@@ -130,6 +132,7 @@ class CostModel:
         self._covariance = 0.05**2 + 0.25**2 * np.outer(slope, slope) + 0.1**2 * near
         self._error = np.zeros(MAX_DRAFT_TOKENS + 1)
         self._paused = False  # the last round was delayed
+        self._unsettled: tuple[float, Floats] | None = None  # weight and direction of the last correction
         self._compute_seconds()
 
     def observe_plain(self, seconds: float) -> None:
@@ -181,8 +184,8 @@ class CostModel:
 
     def _update(self, length: int, observed: float) -> bool:
         """Update the filter, less for a pass that may be delayed. Return True if it probably was."""
-        self._covariance += 0.01**2  # log seconds: heat changes from one round to the next
-        row = self._covariance[length]
+        self.settle()
+        row = self._covariance[length] + self.HEAT
         variance = float(row[length]) + NOISE**2
         surprise = observed - float(self._base[length] + self._error[length])
         density = 1 / (math.pi * (1 + surprise**2 / variance) * math.sqrt(variance))  # Cauchy: heavy tails
@@ -190,9 +193,16 @@ class CostModel:
         weight = density / (density + 0.1) if surprise > 0 else 1.0  # probability of no delay
         gain = row / variance
         self._error += weight * surprise * gain
-        self._covariance -= weight * max(variance - (1 - weight) * surprise**2, 0.0) * np.outer(gain, gain)
+        self._unsettled = weight * max(variance - (1 - weight) * surprise**2, 0.0), gain
         self._compute_seconds()
         return weight < 0.5
+
+    def settle(self) -> None:
+        """Update the covariance after the last round: only the next correction needs it."""
+        if self._unsettled is not None:
+            share, gain = self._unsettled
+            self._covariance += self.HEAT - share * gain[:, None] * gain
+            self._unsettled = None
 
     def _compute_seconds(self) -> None:
         passes = np.exp(self._base + self._error)

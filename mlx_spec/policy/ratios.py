@@ -34,6 +34,7 @@ class Ratios:
         self._late: deque[float] = deque(maxlen=recent)
         self._found: dict[Shape, Cost] = {}  # from ratios, by shape
         self._plain_late = 0.0  # log seconds by which the last plain token exceeded them
+        self._unsettled: list[tuple[Shape, float]] = []  # log ratios that the medians lack
         self._guesses: dict[Shape, float] = {}  # measured costs in plain tokens, or 1
         self._plain: tuple[int, float] | None = None  # the last round, if plain: sequences, log seconds
         self._draft: tuple[int, Shape, float] | None = None  # if it drafted: sequences, shape, log seconds
@@ -46,7 +47,7 @@ class Ratios:
         """
         now, self._timed, self._since = math.log(seconds), self._timed + 1, 0
         if self._draft is not None and self._draft[0] == count:
-            self._learn(self._draft[1], self._draft[2] - now)
+            self._unsettled.append((self._draft[1], self._draft[2] - now))
         self._plain, self._draft = (count, now), None
         if expected is not None:
             self._plain_late = now - math.log(expected)
@@ -57,7 +58,7 @@ class Ratios:
         if expected is not None:
             self._late.append(now - math.log(expected))
         if self._plain is not None and self._plain[0] == count:
-            self._learn(shape, now - self._plain[1])
+            self._unsettled.append((shape, now - self._plain[1]))
         self._plain, self._draft = None, (count, shape, now)
 
     def wants_plain(self) -> bool:
@@ -65,11 +66,17 @@ class Ratios:
 
         At first they follow every 8th round, later every 64th.
         """
-        if self._draft is None or self._draft[0] != 1:
+        if self._draft is None or self._draft[0] != 1 or self._since < 8:
             return False
         found = self._found.get(self._draft[1])
         is_known = self._as_measured or (found is not None and found.error <= self.KNOWN)
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
+
+    def settle(self) -> None:
+        """Compute the medians with the last ratios."""
+        for shape, ratio in self._unsettled:
+            self._learn(shape, ratio)
+        self._unsettled.clear()
 
     def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
         """Return the cost of a round with this many draft tokens, the one with the smallest error.
@@ -82,7 +89,9 @@ class Ratios:
         if shape in self._found:
             costs.append(self._found[shape])
         self._guesses[shape] = measured or 1.0
-        if others := [other for other in self._found if other[0] == drafter]:
+        # Other sizes have a greater error, so they are asked only if this one is hardly known.
+        is_known = any(cost.error <= self.KNOWN for cost in costs)
+        if others := [other for other in self._found if other[0] == drafter and not is_known]:
             near = min(others, key=lambda other: abs(other[1] - rows))
             factor, error = self._guesses[shape] / self._guesses.get(near, 1.0), 0.1 * abs(near[1] - rows)
             costs.append(

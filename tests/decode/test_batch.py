@@ -72,6 +72,8 @@ class RandomLengths:
 
     def observe(self, round: Round) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 class Mixed(Scripted):
     """Drafts the truth, the truth with a wrong token, nothing, or what a drafter says."""

@@ -64,6 +64,37 @@ def test_scripted_drafts_are_lossless(kind: str, kv_bits: int | None) -> None:
     assert 0 < accepted < drafted
 
 
+class Noting(Listed):
+    """Notes in which order the device begins and the policy learns."""
+
+    def __init__(self, events: list[str], *decisions: Decision) -> None:
+        super().__init__(*decisions)
+        self.events = events
+
+    def decide(self, history: Sequence[int]) -> Decision:
+        self.events.append("decide")
+        return super().decide(history)
+
+    def settle(self) -> None:
+        self.events.append("settle")
+
+
+@pytest.mark.parametrize("K", [0, 4])
+def test_what_no_decision_needs_is_learned_while_the_device_computes(
+    K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, truth = tiny.prompt(10), said("full", 10)
+    events, begin = list[str](), mx.async_eval
+    monkeypatch.setattr(one_round.mx, "async_eval", lambda *arrays: events.append("begin") or begin(*arrays))
+    read = one_round._read
+    monkeypatch.setattr(one_round, "_read", lambda array: events.append("read") or read(array))
+    policy = Noting(events, *lengths(K).decisions)
+    rounds(LMTarget(MODELS["full"]), Scripted(prompt + truth), policy, prompt, COUNT)
+    order = [event for event, _ in itertools.groupby(events)]
+    assert len(order) == 4 * len(policy.rounds)
+    assert order == ["decide", "begin", "settle", "read"] * len(policy.rounds)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_those_of_one_plain_forward(kind: str) -> None:
     needs = FeatureSpec(hidden_layers=(0, -1), final_hidden=True)

@@ -59,6 +59,14 @@ def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.
     assert len(started) == len(model.layers) - 1
 
 
+def test_a_gpu_starts_two_layers_and_then_eight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first ones start it has nothing to do; each start costs a command buffer."""
+    model = tiny.full(num_hidden_layers=20)
+    monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
+    hooks.start_layers_early(model.layers)
+    assert [i for i, layer in enumerate(model.layers) if isinstance(layer, EagerLayer)] == [1, 9, 17]
+
+
 def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None:
     """A model that was a target's can still be saved, and loaded into, under its own names."""
     model = tiny.full()

@@ -76,6 +76,8 @@ class Simulation:
                         accepted[i] += 1
             else:
                 self.wait(self.passes(count) + HOST * (not queued))
+            for policy in self.policies:
+                policy.settle()
             queued = not any(wanted)
             self.depths[max(wanted) if drafting else 0] += 1
             done = []

@@ -62,6 +62,7 @@ class Watched:
 
     def __post_init__(self):
         self.policy = self.policies.policy(self.device.clock)
+        self.settle = self.policy.settle
         self.done = self.device.now
 
     def begin(self, request_drafters=()):

@@ -134,6 +134,7 @@ def alternating(rounds, seconds, count=1, ratios=None):
     for _ in range(rounds):
         ratios.observe_plain(1, 1.0)
         ratios.observe_draft(count, SHAPE, seconds)
+        ratios.settle()
     return ratios
 
 

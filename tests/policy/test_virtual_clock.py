@@ -63,7 +63,7 @@ class AfterReading:
 
     def __init__(self, policy, target):
         self.policy, self.target = policy, target
-        self.begin, self.decide = policy.begin, policy.decide
+        self.begin, self.decide, self.settle = policy.begin, policy.decide, policy.settle
         self.times = []
 
     def observe(self, round):

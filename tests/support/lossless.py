@@ -78,6 +78,9 @@ class Listed:
     def observe(self, round: Round) -> None:
         self.rounds.append(round)
 
+    def settle(self) -> None:
+        pass
+
 
 def lengths(*limits: int) -> Listed:
     """Draft with the first drafter up to these numbers of tokens in turn; 0 is a plain round."""

@@ -175,7 +175,9 @@ def decode(
             queue_next = misses >= MAX_MISSES
         if found and queued is None:
             choice, right = found
-            device.read(device.submit(device.passes[len(right) + 1]))
+            done = device.submit(device.passes[len(right) + 1])
+            policy.settle()
+            device.read(done)
             accepted = next((i for i, good in enumerate(right) if not good), len(right))
             round = Round(
                 [0] * (accepted + 1),
@@ -188,6 +190,7 @@ def decode(
         else:
             done = device.submit(device.passes[1]) if queued is None else queued
             queued = device.submit(device.passes[1]) if queue_next and remaining > 1 else None
+            policy.settle()
             device.read(done)
             round = Round([0], 0, 0, "plain" if queued is not None else "drained")
         place += len(round.tokens)
