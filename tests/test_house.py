@@ -49,7 +49,8 @@ LAYERS = (
 # Where the host may wait for the device. A path ending in "/" stands for all files below it.
 SYNCS = {
     "mlx_spec/decode/round.py": "the one copy to the host that decides a round",
-    "mlx_spec/decode/running.py": "ends each step of the rows of a span that is not text",
+    "mlx_spec/decode/running.py": "ends each step of the rows of a span that is not text, or of a copy",
+    "mlx_spec/decode/sequence.py": "ends the copy of caches before their sequence decodes on",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
     "mlx_spec/model/probe.py": "asks a model once whether it reads rows together as one by one",
     "mlx_spec/distributed/ranks.py": "tells rank 0's address, ends the last pass",

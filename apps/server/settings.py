@@ -74,7 +74,8 @@ class Settings:
     aliases: tuple[tuple[str, str], ...] = ()  # another name, and the model that it stands for
     memory_bytes: int | None = None  # for weights and caches; None: a share of the machine's
     idle_seconds: float | None = None  # unload an unpinned model after this time; None: never
-    conversations: int = 8  # sequences kept with their caches, per model
+    # Sequences kept with their caches, per model. Memory is the real limit; this one bounds the host's time.
+    conversations: int = 64
     cache_folder: Path | None = None  # keeps the caches of long prompts across restarts; None: nothing does
     cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
     earlier_answers: bool = True  # lookup copies from earlier answers with the same API key
@@ -220,7 +221,8 @@ class Options(LoadOptions):
         limit_option(value="N", help="answers at a time, in one batch", default="what pays", min=1),
     ] = Limits.running
     conversations: Annotated[
-        int, limit_option(value="N", help="conversations kept with their caches, per model", min=1)
+        int,
+        limit_option(value="N", help="at most this many conversations keep their caches, per model", min=1),
     ] = Settings.conversations
     cache_folder: Annotated[
         Path | None,

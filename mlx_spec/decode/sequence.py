@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import mlx.core as mx
 import numpy as np
 
+from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
@@ -21,6 +24,18 @@ class SequenceParts:
     policy: DraftLengthPolicy
 
 
+@dataclass(frozen=True)
+class Reread:
+    """Tokens of a prompt that are read again, although they were read before, and why.
+
+    "evicted": their caches were dropped for others. "no place": they are in memory, but windows or recurrent
+    states cannot go back to where the prompt parts from them.
+    """
+
+    tokens: int
+    reason: Literal["evicted", "no place"]
+
+
 class CachedSequence:
     """A sequence, and the identity of the tokens that its caches hold.
 
@@ -32,6 +47,7 @@ class CachedSequence:
         self.parts = parts
         self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
         self._emitted: list[int] = []  # tokens after it
+        self.reread: Reread | None = None  # of the prompt that it was last lent for; None if nothing is
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
     @property
@@ -51,9 +67,39 @@ class CachedSequence:
         """
         return prompt.whole(min(shared_prefix(self.identity, prompt.identity), max(len(prompt) - 2, 0)))
 
+    def match(self, prompt: Prompt) -> tuple[int, int]:
+        """Return what `shared` returns, and how many tokens of a prompt `rewind_to_prefix` would keep."""
+        shared = self.shared(prompt)
+        return shared, reusable(self.parts.target.reach(), shared) if shared else 0
+
     def reusable(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
-        return reusable(self.parts.target.reach(), self.shared(prompt))
+        return self.match(prompt)[1]
+
+    def fork_from(self, origin: CachedSequence, prompt: Prompt, *, at_once: bool) -> bool:
+        """Copy what another sequence has of a prompt. This one must be new, with the same kinds of parts.
+
+        Rows are copied at the beginning of a prefill, or now if `at_once`, because the origin is in use: its
+        next pass would copy whole buffers that are still referenced. Returns False, and copies nothing, if a
+        drafter cannot save its caches.
+        """
+        try:
+            states = [drafter.state() for drafter in origin.parts.drafters]
+        except InvalidValue:
+            return False
+        target, shared = self.parts.target, origin.shared(prompt)
+        kept = target.fork_from(origin.parts.target, shared, len(prompt) - shared)
+        self._identity = origin.identity[:kept]
+        for drafter, state in zip(self.parts.drafters, states, strict=True):
+            if at_once:
+                arrays = {name: mx.contiguous(array) for name, array in state.arrays.items()}
+                mx.eval(list(arrays.values()))
+                state = replace(state, arrays=arrays)
+            drafter.restore(state)
+        if at_once:
+            for array in target.copies():
+                mx.eval(array)
+        return True
 
     def state(self) -> CacheState:
         """Return the state of all caches. Raises InvalidValue if a drafter cannot save its caches."""

@@ -102,6 +102,11 @@ class LMTarget:
         return sum(tokens.size for tokens in self._uncommitted)
 
     @property
+    def is_in_pass(self) -> bool:
+        """Return True between two layers of a pass that reads a prompt: its rows cannot be copied."""
+        return bool(self._caches.uncommitted) and not self._uncommitted
+
+    @property
     def is_recurrent(self) -> bool:
         """Return True if its state follows one path, and rollback needs a checkpoint."""
         return self._recurrent

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import timeit
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from support import tiny
 from support.pairs import alone, generate, make_pair
 
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.pair import Pair
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
@@ -19,8 +21,8 @@ from mlx_spec.sampling import Sampling
 GREEDY = Sampling()
 
 
-def prefix_cache(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
-    return PrefixCache(pair.open, count, lambda: limit)
+def cache_of(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
+    return PrefixCache(pair.open, count, lambda: limit, min_fork=8)  # the texts are short
 
 
 def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:
@@ -40,7 +42,7 @@ A, B, C = ([100 + i] * 20 for i in range(3))
 
 
 def test_a_conversation_continues_its_sequence(pair: Pair) -> None:
-    cache = prefix_cache(pair)
+    cache = cache_of(pair)
     a, b = served(pair, cache, A), served(pair, cache, B)
     assert a is not b and len(cache) == 2
     assert served(pair, cache, [*A, 1, 2, 3]) is a
@@ -49,7 +51,7 @@ def test_a_conversation_continues_its_sequence(pair: Pair) -> None:
 
 
 def test_a_sequence_in_use_is_never_lent_again(pair: Pair) -> None:
-    cache = prefix_cache(pair, count=1)
+    cache = cache_of(pair, count=1)
     a = served(pair, cache, A)
     first, second = cache.take(text_prompt(A)), cache.take(text_prompt(A))
     assert first is a and second is not a
@@ -60,7 +62,7 @@ def test_a_sequence_in_use_is_never_lent_again(pair: Pair) -> None:
 
 
 def test_the_oldest_sequence_is_forgotten(pair: Pair) -> None:
-    cache = prefix_cache(pair, count=2)
+    cache = cache_of(pair, count=2)
     a, b = served(pair, cache, A), served(pair, cache, B)
     assert served(pair, cache, [*A, 1]) is a
     served(pair, cache, C)
@@ -72,16 +74,16 @@ def test_the_oldest_sequence_is_forgotten(pair: Pair) -> None:
 
 
 def test_a_request_may_be_repeated_after_a_long_answer(pair: Pair) -> None:
-    cache = prefix_cache(pair)
+    cache = cache_of(pair)
     a = served(pair, cache, [7, 8, 9], 12)
     assert served(pair, cache, [7, 8, 9], 12) is a
     assert served(pair, cache, [7, 8, 5]) is not a  # another conversation
 
 
 def test_bytes_have_a_limit(pair: Pair) -> None:
-    one = prefix_cache(pair)
+    one = cache_of(pair)
     served(pair, one, A)
-    cache = prefix_cache(pair, limit=2 * one.nbytes)
+    cache = cache_of(pair, limit=2 * one.nbytes)
     a, b = served(pair, cache, A), served(pair, cache, B)
     assert cache.nbytes == 2 * one.nbytes
     served(pair, cache, C)
@@ -93,11 +95,93 @@ def test_bytes_have_a_limit(pair: Pair) -> None:
 
 
 def test_a_sequence_is_dropped_after_an_error(pair: Pair) -> None:
-    cache = prefix_cache(pair)
+    cache = cache_of(pair)
     a = served(pair, cache, A)
     assert cache.take(text_prompt(A)) is a
     cache.forget(a)
     assert len(cache) == 0
+
+
+def text(seed: int, size: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, tiny.VOCAB, size).tolist()
+
+
+def test_conversations_that_share_a_beginning_keep_it_both(pair: Pair) -> None:
+    """The second gets a fork, and then each goes on in its own sequence."""
+    cache, start = cache_of(pair), text(1, 60)
+    histories = [start + text(2, 40), start + text(3, 30)]
+    for turn in range(3):
+        for i, history in enumerate(histories):
+            sequence = cache.take(prompt := text_prompt(history))
+            expected = 0 if not i + turn else 60 if not turn else len(history) - 13
+            assert (sequence.shared(prompt), sequence.reread) == (expected, None)
+            generate(pair, sequence, history, 4)
+            cache.give_back(sequence)
+            histories[i] = sequence.identity.tolist() + text(4 + turn, 13)
+    assert len(cache) == 2 and cache.counters.forks == 1 and cache.counters.fork_bytes == sequence.nbytes
+
+
+def test_a_fork_of_a_sequence_in_use(pair: Pair) -> None:
+    cache, start = cache_of(pair), text(1, 60)
+    first = cache.take(one := text_prompt(start + text(2, 40)))
+    rounds = decode(pair.prepare(first.parts, one, max_tokens=8))
+    first.rewind_to_prefix(one)
+    emitted = next(rounds).tokens
+    prompt = text_prompt(start + text(3, 30))
+    second = cache.take(prompt)
+    assert generate(pair, second, prompt, 6) == alone(pair, "full", prompt, 6, GREEDY)
+    emitted += [token for round in rounds for token in round.tokens]
+    assert emitted == alone(pair, "full", one, 8, GREEDY)
+    assert cache.counters.forks == 1
+
+
+def test_without_room_for_a_fork_the_sequence_is_taken_over(pair: Pair) -> None:
+    cache, start = cache_of(pair, count=1), text(1, 60)
+    one = served(pair, cache, start + text(2, 40))
+    held = one.identity
+    assert served(pair, cache, start + text(3, 40)) is one
+    assert one.reread is None
+    served(pair, cache, [*held, 1, 2])
+    assert (one.reread, cache.counters.forks) == (Reread(len(held) - 60, "evicted"), 0)
+    assert cache.counters.reread_evicted == len(held) - 60 == cache.counters.evicted_tokens / 2  # twice
+
+
+def test_a_prompt_without_a_place_to_go_on_from_says_so() -> None:
+    pair = make_pair("recurrent", "none")
+    cache = cache_of(pair)
+    served(pair, cache, text(1, 60) + text(2, 20))
+    sequence = cache.take(text_prompt(text(1, 60)[:40] + text(3, 60)))
+    assert sequence.reread == Reread(40, "no place") and cache.counters.reread_no_place == 40
+
+
+def test_what_costs_least_to_read_again_per_byte_goes_first(pair: Pair) -> None:
+    """A branch with few tokens of its own goes before an older whole conversation."""
+    cache, start = cache_of(pair), text(1, 200)
+    old = served(pair, cache, text(5, 220))
+    branch = served(pair, cache, start + text(2, 30))
+    served(pair, cache, start + text(3, 90))
+    assert len(cache) == 3
+    cache.shrink(10**9 - cache.nbytes + 1)
+    assert len(cache) == 2 and cache.take(text_prompt([*text(5, 220), 1])) is old
+    assert cache.take(text_prompt(start + text(2, 30))) is not branch
+
+
+def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:
+    """8 of 32k tokens, most of which the prompt shares: at most 0.5 ms."""
+    cache, rng = cache_of(pair, count=8), np.random.default_rng(1)
+    shared = rng.integers(0, 250, 32_000)
+    for i in range(8):
+        sequence = cache.take(text_prompt([i]))
+        tokens = shared.copy()
+        tokens[3999 * i + 3999 :] += 1
+        sequence.rewind_to_prefix(text_prompt(tokens.tolist()))
+        sequence.parts.target.count(32_000)
+        cache.give_back(sequence)
+    prompt = text_prompt(shared.tolist())
+    assert len(prompt.identity) == 32_000  # the preparation thread makes it
+    seconds = min(timeit.repeat(lambda: cache.matches(prompt), number=5, repeat=9)) / 5
+    assert [match.shared for match in cache.matches(prompt)] == [3999 * i + 3999 for i in range(8)]
+    assert seconds < 0.5e-3
 
 
 # --- never a wrong token
@@ -121,11 +205,11 @@ def edited(rng: random.Random, history: list[int], answer: list[int]) -> list[in
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent"])
 def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
     rng, pair = random.Random(kind), make_pair(kind, "other", K=3)
-    cache = prefix_cache(pair, count=2)
-    histories = {name: tiny.prompt(12 + 9 * name, seed=3 + name) for name in range(3)}
+    cache = cache_of(pair, count=3)
+    histories = {name: tiny.prompt(12 + 9 * name, seed=3 + name) for name in range(4)}
     reused = 0
-    for _ in range(7):
-        name = rng.randrange(3)
+    for _ in range(10):
+        name = rng.randrange(4)
         prompt = text_prompt(histories[name])
         sequence = cache.take(prompt)
         reused += sequence.shared(prompt) > 0
