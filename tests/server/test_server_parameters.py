@@ -110,6 +110,7 @@ def test_forms_of_response_format(place: str):
         ({"top_k": -1, "seed": -1.0}, {}),
         ({"temperature": 1e-5, "seed": 3}, {"temperature": 0.0, "seed": 3}),  # as vLLM reads it
         ({"extra_body": {"top_k": 5.0, "min_p": 0.5}, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
+        ({"options": {"num_ctx": 8192, "top_k": 5, "min_p": 0.5}, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
         ({"top_k": 9, "top_p": 0}, {"top_k": 1}),
         ({"frequency_penalty": 1, "logit_bias": {"5": 1}}, {"frequency_penalty": 1, "logit_bias": {5: 1}}),
         *((same, same) for same in ({"top_k": 5, "min_p": 0.1, "presence_penalty": 1}, {"min_tokens": 4})),
@@ -267,14 +268,14 @@ def test_every_variable_reaches_the_template(path: str):
 @pytest.mark.parametrize(
     ("given", "thinks", "effort"),
     [
-        ({}, False, None),
+        ({}, None, None),
         ({"effort": "high"}, True, "high"),
         ({"effort": "none"}, False, "none"),
         ({"enabled": True, "max_tokens": 900}, True, None),
         ({"enabled": False}, False, None),
     ],
 )
-def test_thinking_as_openrouter_asks_for_it(given: dict[str, Any], thinks: bool, effort: str | None):
+def test_thinking_as_openrouter_asks_for_it(given: dict[str, Any], thinks: bool | None, effort: str | None):
     found = parsed(CHAT, reasoning=given).prompt
     assert (found.thinking, found.variables.get("reasoning_effort")) == (thinks, effort)
 

@@ -156,12 +156,19 @@ class SharedFields(OpenFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _open_extra_body(cls, given: Any) -> Any:
-        """Move the fields of `extra_body` beside it, as OpenAI's SDK for Python does before it sends them."""
-        extra = given.get("extra_body") if isinstance(given, dict) else None
-        if not isinstance(extra, dict):
+    def _open_groups(cls, given: Any) -> Any:
+        """Move the fields of `extra_body` and `options` beside them.
+
+        OpenAI's SDK for Python does so with `extra_body` before it sends a request. Clients that take the
+        server for Ollama send Ollama's `options` on every route.
+        """
+        if not isinstance(given, dict):
             return given
-        return extra | {name: value for name, value in given.items() if name != "extra_body"}
+        groups = {
+            name: given[name] for name in ("options", "extra_body") if isinstance(given.get(name), dict)
+        }
+        beside = {name: value for name, value in given.items() if name not in groups}
+        return {**groups.get("options", {}), **groups.get("extra_body", {}), **beside}
 
 
 class StreamOptions(Fields):
