@@ -98,6 +98,11 @@ class Features:
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
     places: Places = field(default_factory=Places)  # the target's rotary positions beside pictures
 
+    def part(self, low: int, high: int) -> Features:
+        """Return the features of the rows from `low` up to `high`."""
+        final = None if self.final_hidden is None else self.final_hidden[low:high]
+        return replace(self, hidden=tuple(rows[low:high] for rows in self.hidden), final_hidden=final)
+
 
 @dataclass(frozen=True)
 class CacheState:

@@ -7,10 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from heapq import nlargest
 
-from mlx_spec.decode.running import PREFILL_STEP
+from mlx_spec.decode.running import PREFILL_STEP, PrefillStep
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
-MIN_CHUNK = 8  # prompt tokens in one pass, at least, so that no prompt starves
+# Tokens of a chunk while others decode, read layer by layer. The first is the chunk of a prompt that is read
+# alone: with the same rows a pass rounds in the same way, whatever the load. The others are for devices on
+# which one layer takes too long. They are few, so that few kernels are used.
+CHUNKS = (PREFILL_STEP, 256, 64, 16)
 # Seconds that the first round of sequences is deferred for other prompts, at most. A second is the longest
 # wait that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
 MAX_DEFERRAL_S = 1.0
@@ -19,47 +22,67 @@ Clock = Callable[[], float]
 
 
 class PromptPace:
-    """Chooses how many tokens of a prompt to read between two rounds.
+    """Chooses how much of a prompt to read between two rounds.
 
-    A pause is the time between the ends of two rounds. A chunk takes a part of it. The round, joining
+    A pause is the time between the ends of two rounds. Steps of prompts take a part of it. The round, joining
     sequences and the caller take the rest. The last pauses predict the next ones, and the errors of these
     predictions say how much shorter than the bound to plan (conformal prediction).
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._planned = 0.8  # share of MAX_PAUSE_S that rounds and chunks may take, because times vary
-        # Two prompts may be read in turns, so two chunks are remembered. Not all rounds draft, so four rests
-        # are remembered.
-        self._chunks: deque[tuple[int, float]] = deque(maxlen=2)  # tokens and seconds
-        self._rests: deque[float] = deque(maxlen=4)  # seconds of pauses without their chunks
-        self._smallest: deque[float] = deque(maxlen=4)  # seconds of chunks of at most MIN_CHUNK tokens
+        self._planned = 0.8  # share of MAX_PAUSE_S that rounds and steps may take, because times vary
+        # Seconds of the last steps, by the size of the chunk. Layers differ: in 12 steps are two of full
+        # attention if each sixth layer has it.
+        self._steps: dict[int, deque[float]] = {size: deque(maxlen=12) for size in CHUNKS}
+        self._last_pass: tuple[int, float] | None = None  # rows and seconds
+        self._rests: deque[float] = deque(maxlen=4)  # seconds of pauses without steps; not all rounds draft
         self._errors: deque[float] = deque(maxlen=300)  # seconds of a pause over the expected ones
-        self.reading = 0.0  # seconds of chunks since the last round
-        self._expected = 0.0  # expected seconds of these chunks; infinite if no similar size is known
+        self.reading = 0.0  # seconds of steps since the last round
+        self._expected = 0.0  # expected seconds of these steps; infinite if they cannot be predicted
         self._last_round: float | None = None  # time of its end; None if no sequence decodes
         self._deferred_since: float | None = None  # None unless sequences could decode and are deferred
 
-    def tokens(self) -> int:
-        """Return how many tokens to read next: the time left of a pause over the time of one token.
+    def chunk(self) -> int:
+        """Return how many tokens the next chunk has: the most of which a step takes half of MAX_PAUSE_S.
 
-        While times are unknown, chunks are small. If even those do not fit beside the fastest round, all
-        pauses are too long, and a chunk may take longer than a round: small ones would keep one client
-        waiting and gain the others little. A slow round alone does not allow that.
+        It depends on the device and not on the load. A size that is not known is tried.
         """
-        budget_s, fastest_round_s = self.seconds(), min(self._rests, default=0.0)
-        if min(self._smallest, default=0.0) > MAX_PAUSE_S * self._planned - fastest_round_s:
-            # A pass has a fixed cost, nearly as large as a round's, so a chunk as long as one round would
-            # hold few tokens.
-            budget_s = 2.0 * fastest_round_s
-        # A pass has a fixed cost, so the time of a much larger chunk says little about a small one.
-        if not self._chunks or any(seconds > 2 * budget_s for _, seconds in self._chunks):
-            return MIN_CHUNK
-        tokens = min(math.ceil(tokens * budget_s / seconds) for tokens, seconds in self._chunks)
-        return min(max(tokens, MIN_CHUNK), PREFILL_STEP)
+        fitting = (size for size in CHUNKS if self.step_seconds(size) <= MAX_PAUSE_S / 2)
+        return next(fitting, CHUNKS[-1])
+
+    def step_seconds(self, rows: int) -> float:
+        """Return how long a step of a pass of that many rows takes; 0 if no such step is known.
+
+        Of the last steps the second longest counts, because one may have been delayed. The time of a pass
+        grows at most as its rows do, so smaller chunks give a bound, too. If only larger ones are known, the
+        time is guessed by their rows.
+        """
+        size = _size_of(rows)
+        known = {other: sorted(steps)[-2] for other, steps in self._steps.items() if len(steps) > 1}
+        chosen = [other for other in known if (other <= size) == (size in known)]
+        return min((known[other] * rows / other for other in chosen), default=0.0)
+
+    def shared_rows(self) -> int:
+        """Return how many rows a pass may have that is not read in steps.
+
+        It takes as long as the fastest round, and the time of its rows in the last pass.
+        """
+        if self._last_pass is None:
+            return 0
+        rows, seconds = self._last_pass
+        left_s = self.seconds() - min(self._rests, default=math.inf)
+        return int(max(left_s, 0.0) * rows / seconds)
 
     def seconds(self) -> float:
-        """Return how long to read next: the time left of a pause, which may be negative."""
+        """Return how long to read next: the time left of a pause, which may be negative.
+
+        If the fastest round takes all of it, all pauses are too long. Then steps may take as long as that
+        round: less would keep one client waiting and gain the others little. A slow round alone does not
+        allow that.
+        """
+        if (fastest_round_s := min(self._rests, default=0.0)) >= MAX_PAUSE_S * self._planned:
+            return fastest_round_s
         late = 3  # Of the 300 pauses that are remembered, 1 % may be longer than planned.
         worst = nlargest(late, self._errors)
         p99_error = worst[-1] if len(worst) == late else 1.0
@@ -70,29 +93,26 @@ class PromptPace:
 
         Shared passes cost less, and prompts are read faster while no sequence decodes.
         """
-        if self._last_round is not None or not self._chunks:  # a sequence decodes, or no speed is known
+        if self._last_round is not None or self._last_pass is None:  # one decodes, or no speed is known
             return False
         now = self._clock()
         if self._deferred_since is None:
             self._deferred_since = now
-        tokens, seconds = self._chunks[-1]
-        return now - self._deferred_since + unread * seconds / tokens <= MAX_DEFERRAL_S
+        rows, seconds = self._last_pass
+        return now - self._deferred_since + unread * seconds / rows <= MAX_DEFERRAL_S
 
-    def read(self, rows: int, seconds: float) -> None:
-        """Learn from a pass that read `rows` prompt tokens; 0 if it computed rows of a span.
-
-        Chunks of a similar size predict its time; others do not.
-        """
+    def read(self, step: PrefillStep, seconds: float, parts: int) -> None:
+        """Learn from a step of a prefill; a pass of `parts` layers may be one step."""
         self.reading += seconds
-        if not rows:
+        if not step.rows:
             self._expected = math.inf
             return
-        seconds = max(seconds, 1e-6)
-        alike = self._chunks and all(rows <= 2 * other <= 4 * rows for other, _ in self._chunks)
-        self._expected += rows * max(s / n for n, s in self._chunks) if alike else math.inf
-        self._chunks.append((rows, seconds))
-        if rows <= MIN_CHUNK:
-            self._smallest.append(seconds)
+        pass_s = max(seconds, 1e-6) / step.share
+        expected_s = self.step_seconds(step.rows) * parts * step.share
+        self._expected += expected_s or math.inf
+        size = _size_of(step.rows)
+        self._steps[size].append(pass_s / parts * min(1.0, size / step.rows))
+        self._last_pass = step.rows, pass_s
 
     def end_round(self, goes_on: bool) -> None:
         """Learn from the time since the last round. `goes_on` says if a sequence decodes in the next one."""
@@ -104,3 +124,8 @@ class PromptPace:
             self._rests.append(now - self._last_round - self.reading)
         self._last_round, self._deferred_since = now if goes_on else None, None
         self.reading = self._expected = 0.0
+
+
+def _size_of(rows: int) -> int:
+    """Return the largest chunk of at most that many rows, or the smallest chunk."""
+    return next((size for size in CHUNKS if size <= rows), CHUNKS[-1])

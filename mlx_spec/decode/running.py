@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import mlx.core as mx
@@ -35,22 +35,34 @@ Result = TypeVar("Result")
 Ending = tuple[FinishReason | None, tuple[TokenLogprob, ...]]
 
 
+@dataclass(frozen=True)
+class PrefillStep:
+    """A step of a prefill. It computed a part of a pass, or rows that the pass or a drafter reads."""
+
+    rows: int = 0  # of the pass; 0 if the step was not a part of one
+    share: float = 1.0  # of the pass
+    unobserved: int = 0  # rows of the chunk that the target has and a drafter lacks
+    ends_chunk: bool = False
+
+
 def prefill(
     target: LMTarget,
     drafters: Sequence[Drafter],
     prompt: Prompt,
     step: Callable[[], int] = lambda: PREFILL_STEP,
-) -> Iterator[bool]:
+    in_parts: Callable[[], bool] = lambda: False,
+) -> Generator[PrefillStep, None, None]:
     """Prefill the uncached part of a prompt except its last token, in chunks of `step()` tokens.
 
-    Yields True after a chunk of one pass. A chunk never cuts a span whose rows see each other, so it may be
-    longer; it is then read layer by layer. Rows of a span are computed in steps, too. Yields False after each
-    layer or step, the last one included, and after each array that a fork still has to copy. May be closed
-    early and called again.
+    A chunk is one pass. With `in_parts()`, each layer of the pass and each part of what drafters read is a
+    step. The rounding of its numbers is the same, because it depends on the rows of the pass. A chunk never
+    cuts a span whose rows see each other, so it may be longer; it is then always read in parts. Rows of a
+    span, and arrays that a fork still has to copy, are computed in steps, too. May be closed early and
+    called again.
     """
     for array in target.copies():
         mx.eval(array)
-        yield False
+        yield PrefillStep()
     end = len(prompt) - 1
     while (low := target.size) < end:
         high = min(low + step(), end)
@@ -60,25 +72,57 @@ def prefill(
         if unknown := [span for span in spans if not span.rows.are_computed]:
             for part in unknown[0].rows.steps():
                 mx.eval(part)
-                yield False
+                yield PrefillStep()
             continue
-        comes_in_steps, chunk = spans and target.reads_spans_whole, (prompt[low:high], prompt.spans)
-        ends_prompt = high == end
-        parts: Iterable[Features | None]
-        if comes_in_steps:
-            parts = target.prefill_by_layers(*chunk, ends_prompt=ends_prompt)
+        chunk, parts = (prompt[low:high], prompt.spans), target.prefill_parts
+        if parts > 1 and (in_parts() or (spans and target.reads_spans_whole)):
+            for features in target.prefill_by_layers(*chunk, ends_prompt=high == end):
+                if features is None:
+                    yield PrefillStep(high - low, 1 / parts)
+                    continue
+                yield from _observe_in_parts(drafters, prompt[: high + 1], features, high - low, 1 / parts)
+            last = PrefillStep(ends_chunk=True)
         else:
-            parts = [target.prefill(*chunk, ends_prompt=ends_prompt)]
-        for features in parts:
-            if features is None:
-                yield False
-                continue
+            features = target.prefill(*chunk, ends_prompt=high == end)
             for drafter in drafters:
-                drafter.observe(list(itertools.islice(prompt, high + 1)), features)
+                drafter.observe(list(prompt[: high + 1]), features)
+            last = PrefillStep(high - low, ends_chunk=True)
         # Else freed buffers pile up: scores of attention grow with each chunk, and MLX gives an array only a
         # buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
         mx.clear_cache()
-        yield not comes_in_steps
+        yield last
+
+
+def _observe_in_parts(
+    drafters: Sequence[Drafter],
+    history: Sequence[int],
+    features: Features,
+    rows: int,
+    share: float,
+    most: int = 128,
+) -> Generator[PrefillStep, None, None]:
+    """Show drafters the `features` of a chunk of that many rows, which took a `share` of its pass last.
+
+    They get at most `most` rows in a step. If this is closed, they get all, because they must not fall behind
+    the target.
+    """
+    start = len(history) - 1 - rows
+    lows = iter(range(0, rows, most) if drafters else ())
+
+    def observe(low: int) -> int:
+        high = min(low + most, rows)
+        for drafter in drafters:
+            drafter.observe(list(history[: start + high + 1]), features.part(low, high))
+        return rows - high
+
+    try:
+        yield PrefillStep(rows, share, unobserved=rows if drafters else 0)
+        for low in lows:
+            yield PrefillStep(unobserved=observe(low))
+    except GeneratorExit:
+        for low in lows:
+            observe(low)
+        raise
 
 
 class RunningSequence:
@@ -98,7 +142,7 @@ class RunningSequence:
         max_tokens: int,
         stop: frozenset[int] = frozenset(),
         request_drafters: Sequence[RequestDrafter] = (),
-        read_prompt: Callable[[], Iterator[bool]] | None = None,
+        read_prompt: Callable[[], Iterator[object]] | None = None,
         on_end: Callable[[list[int]], None] | None = None,
     ) -> None:
         if not prompt:
@@ -112,27 +156,36 @@ class RunningSequence:
         self._request_drafters = request_drafters
         self._stop = stop
         self._read_prompt = read_prompt
+        self._last_step = PrefillStep(ends_chunk=True)
         self._on_end = on_end
         self._emitted = 0
         self._drafting = sampler.drafting
 
     @property
     def unread(self) -> int:
-        """Return the tokens of the prompt that the target lacks."""
-        return len(self.history) - 1 - self.target.size
+        """Return the tokens of the prompt that the target or a drafter lacks."""
+        return len(self.history) - 1 - self.target.size + self._last_step.unobserved
 
     @property
     def can_share_prefill(self) -> bool:
         """Return True if one pass may read its prompt and others."""
         reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
+        is_free = self._read_prompt is None and self._last_step.ends_chunk
         is_alone = self.target.is_recurrent or self.target.has_copies
-        return self._read_prompt is None and not is_alone and not reads_spans
+        return is_free and not is_alone and not reads_spans
 
-    def prefill(self, step: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[bool]:
-        """Read the prompt in chunks of at most `step()` tokens. Yields as the function `prefill` does."""
+    def prefill(
+        self,
+        step: Callable[[], int] = lambda: PREFILL_STEP,
+        in_parts: Callable[[], bool] = lambda: False,
+    ) -> Generator[PrefillStep, None, None]:
+        """Read the prompt in chunks of at most `step()` tokens, as the function `prefill` does."""
         if self._read_prompt is not None:
-            return self._read_prompt()
-        return prefill(self.target, self._drafters, self.prompt, step)
+            yield from (PrefillStep(ends_chunk=True) for _ in self._read_prompt())
+            return
+        for made in prefill(self.target, self._drafters, self.prompt, step, in_parts):
+            self._last_step = made
+            yield made
 
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_spec.decode import running
 from mlx_spec.decode.pace import MAX_PAUSE_S, Clock, PromptPace
 from mlx_spec.decode.round import Group
-from mlx_spec.decode.running import RunningSequence
+from mlx_spec.decode.running import PrefillStep, RunningSequence
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
@@ -73,7 +73,7 @@ class Batch:
         self._ids = itertools.count()
         self._entries: dict[int, Entry] = {}  # all, by id
         self._waiting: list[Entry] = []  # entries that have not begun
-        self._reading: dict[Entry, Iterator[bool]] = {}  # entries whose prompts are read, with their prefill
+        self._reading: dict[Entry, Generator[PrefillStep, None, None]] = {}  # their prompts are read
         self._decoding: dict[RunningSequence, Entry] = {}
         self._groups: list[Group] = []  # of decoding sequences
         self._results: list[tuple[int, Result]] = []  # of this step
@@ -168,9 +168,12 @@ class Batch:
 
     def _begin_entry(self, entry: Entry) -> None:
         entry.sequence = entry.begin()
-        self._reading[entry] = entry.sequence.prefill(self._chunk)
+        self._begin_reading(entry)
         if not entry.sequence.unread:
             self._end_chunk(entry, 0.0)
+
+    def _begin_reading(self, entry: Entry) -> None:
+        self._reading[entry] = entry.sequence.prefill(self._chunk, lambda: self.is_decoding)
 
     def _attempt(self, entry: Entry, action: Callable[[], object]) -> None:
         """Do something for an entry. If that fails, it leaves with the error."""
@@ -204,17 +207,23 @@ class Batch:
                 self._attempt(entry, partial(self._end_chunk, entry, seconds))
 
     def _read_chunk(self, entry: Entry) -> None:
-        """Read a chunk. If it comes in steps, take as many as fit if each takes as long as the last."""
-        target, start = entry.sequence.target, self._clock()
-        size, most_s = target.size, self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
-        is_whole = False
-        while not is_whole and target.size == size:
+        """Read a chunk. If it comes in steps, take as many as fit, also of the next chunks."""
+        start, parts = self._clock(), entry.sequence.target.prefill_parts
+        most_s = self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
+        while True:
             began = self._clock()
-            is_whole = next(self._reading[entry], True)
-            if self._clock() - start + self._clock() - began > most_s:
-                break
-        # The time of the last step of a chunk says nothing about the next chunk.
-        self._pace.read(target.size - size if is_whole else 0, self._clock() - start)
+            step = next(self._reading[entry], PrefillStep(ends_chunk=True))
+            seconds = self._clock() - began
+            self._pace.read(step, seconds, parts)
+            is_part = step.share < 1 and not step.unobserved
+            if is_part and self._pace.chunk() < step.rows and not entry.sequence.prompt.spans:
+                # On this device its steps take too long: it is read again in smaller chunks.
+                self._reading[entry].close()
+                self._begin_reading(entry)
+            is_pass = step.rows > 0 and step.share == 1
+            next_s = max(seconds, self._pace.step_seconds(step.rows) if step.rows else 0.0)
+            if is_pass or not entry.sequence.unread or self._clock() - start + next_s > most_s:
+                return
 
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
         """Read `first` and the shortest other prompts in one pass, without their last tokens.
@@ -224,7 +233,9 @@ class Batch:
         """
         # Beyond 512 rows, padding included, computing takes longer than reading the weights on any Mac, so
         # separate passes cost no more.
-        chosen, count, most = list[Entry](), 0, min(self._chunk(), 512)
+        chosen, count, most = list[Entry](), 0, 512
+        if self.is_decoding:
+            most = min(most, self._pace.shared_rows())
         for entry in order:
             if entry.sequence.can_share_prefill:
                 unread = entry.sequence.unread
@@ -253,7 +264,8 @@ class Batch:
         for each, its_features in zip(sequences, features, strict=False):
             each.attempt(partial(each.observe, its_features), None)
         mx.clear_cache()
-        self._pace.read(max(map(len, prompts)) * len(prompts), self._clock() - start)
+        parts = sequences[0].target.prefill_parts
+        self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, parts)
         return chosen if features else []
 
     def _end_chunk(self, entry: Entry, seconds: float) -> None:
@@ -263,8 +275,8 @@ class Batch:
         entry.on_progress(seconds)
 
     def _chunk(self) -> int:
-        """Return how many tokens of a prompt to read next, so that the pause between two rounds is short."""
-        return self._pace.tokens() if self.is_decoding else running.PREFILL_STEP
+        """Return how many tokens the next chunk of a prompt has."""
+        return self._pace.chunk() if self.is_decoding else running.PREFILL_STEP
 
     # --- who decodes
 

@@ -300,6 +300,11 @@ class RankTarget(LMTarget):
     rewind = _announced(LMTarget.rewind)
     fork_from = _announced(LMTarget.fork_from)
 
+    @property
+    def prefill_parts(self) -> int:
+        """Return 1: other passes between two layers would mix the collectives of the ranks."""
+        return 1
+
     def state(self) -> CacheState:
         raise InvalidValue("each rank has a part of the caches: they cannot be saved")
 

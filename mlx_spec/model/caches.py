@@ -117,8 +117,7 @@ class Caches:
 
     def arrays(self) -> list[mx.array]:
         """Return all arrays, to evaluate or to count."""
-        states = [array for cache in self.recurrent for array in cache.arrays()]
-        return [*states, *(buffer for cache in self.attention for buffer in cache.buffers)]
+        return [array for layer in self.layers for array in layer.arrays()]
 
     # --- passes
 

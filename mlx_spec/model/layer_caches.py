@@ -135,6 +135,10 @@ class AttentionCache:
         self.offset: int | mx.array = 0
         self.buffers: list[mx.array] = []  # keys and values [lanes, H, columns, D]; none before any row
 
+    def arrays(self) -> list[mx.array]:
+        """Return its buffers after the last pass."""
+        return self.buffers
+
     @property
     def attention_type(self) -> str:
         """Return the name of its attention in configurations."""

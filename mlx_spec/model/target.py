@@ -138,6 +138,11 @@ class LMTarget:
         features, points = self._begin_prefill(tokens, spans, ends_prompt)
         return self._end_prefill(len(tokens), features, points)
 
+    @property
+    def prefill_parts(self) -> int:
+        """Return the number of parts of `prefill_by_layers`, 1 if a prompt is read in whole passes only."""
+        return len(self._caches.layers) + 1
+
     def prefill_by_layers(
         self, tokens: Sequence[int], spans: Sequence[Span] = (), *, ends_prompt: bool = True
     ) -> Iterator[Features | None]:
@@ -147,8 +152,8 @@ class LMTarget:
         """
         features, points = self._begin_prefill(tokens, spans, ends_prompt)
         try:
-            for cache in self._caches.attention:  # its K and V depend on the layers before, which run first
-                mx.eval(cache.buffers)
+            for cache in self._caches.layers:  # its arrays depend on the layers before, which run first
+                mx.eval(cache.arrays())
                 yield None
             yield self._end_prefill(len(tokens), features, points)
         finally:

@@ -14,8 +14,8 @@ import pytest
 from support import tiny
 from support.lossless import Scripted
 
-from mlx_spec.decode.pace import MAX_DEFERRAL_S, MAX_PAUSE_S, MIN_CHUNK, PromptPace
-from mlx_spec.decode.running import PREFILL_STEP, RunningSequence
+from mlx_spec.decode.pace import CHUNKS, MAX_DEFERRAL_S, MAX_PAUSE_S, PromptPace
+from mlx_spec.decode.running import PREFILL_STEP, PrefillStep, RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
@@ -26,13 +26,14 @@ from mlx_spec.types import Decision, DraftChoice, DraftLengthPolicy, Features, F
 
 MODEL = tiny.full(num_hidden_layers=1)  # what passes take is counted
 LAYERS = 34
+PARTS = LAYERS + 1  # of a pass
 LONG = 1500  # tokens of the prompt that is read while others decode
 ROWS = 7  # sequences that decode meanwhile
 
 TOO_SLOW = "a round takes all of the time"
 # Milliseconds of a pass by its rows and its position, and the steps in which the long prompt should be read.
 DEVICES: dict[str, tuple[Callable[[int, int], float], int]] = {
-    "each row costs the same": (lambda rows, at: 2.2 * rows, 65),
+    "each row costs the same": (lambda rows, at: 2.2 * rows, 70),
     "a pass is dear, rows are not": (lambda rows, at: 25 + 0.3 * rows, 25),
     "rows cost almost nothing": (lambda rows, at: 35 + 0.01 * rows, 30),
     "attention grows": (lambda rows, at: rows * (1 + at / 500), 80),
@@ -58,9 +59,20 @@ class CountedTarget(LMTarget):
         super().__init__(MODEL, sight=Sight(pad_token=0))
         self.clock = clock
 
+    prefill_parts = PARTS
+
     def prefill(self, tokens: Sequence[int], spans: Sequence[Span] = (), **options: Any) -> Features:
         self.clock.count(len(tokens), self.size)
         return super().prefill(tokens, spans, **options)
+
+    def prefill_by_layers(
+        self, tokens: Sequence[int], spans: Sequence[Span] = (), **options: Any
+    ) -> Iterator[Features | None]:
+        milliseconds = self.clock.milliseconds(len(tokens), self.size) / LAYERS
+        for _ in range(LAYERS):
+            self.clock.now += milliseconds / 1000
+            yield None
+        yield LMTarget.prefill(self, tokens, spans, **options)
 
     def verify(self, tokens: mx.array) -> mx.array:
         self.clock.count(tokens.size, self.size)
@@ -73,14 +85,6 @@ class LayeredTarget(CountedTarget):
     @property
     def reads_spans_whole(self) -> bool:
         return True
-
-    def prefill_by_layers(
-        self, tokens: Sequence[int], spans: Sequence[Span] = (), **options: Any
-    ) -> Iterator[Features | None]:
-        for _ in range(LAYERS):
-            self.clock.now += self.clock.milliseconds(len(tokens), self.size) / 1000 / LAYERS
-            yield None
-        yield LMTarget.prefill(self, tokens, spans, **options)
 
 
 class CountedShared(TargetBatch):
@@ -200,7 +204,7 @@ def test_prompts_of_a_burst_begin_together_if_they_are_read_soon(
     while not (found := batch.step()):
         pass
     own = milliseconds(min(lengths[0], PREFILL_STEP), 0) * -(-lengths[0] // PREFILL_STEP)
-    first = milliseconds(MIN_CHUNK, 0) + 2 * milliseconds(together, 0)  # a chunk, a round, and a queued one
+    first = milliseconds(CHUNKS[-1], 0) + 2 * milliseconds(together, 0)  # a chunk, a round, and a queued one
     assert clock() <= MAX_DEFERRAL_S + (own + first) / 1000
     assert len(found) == together
     for _ in range(100):
@@ -222,41 +226,53 @@ def test_the_bound_is_kept_where_times_vary(round_ms: float, token_ms: float) ->
     for _ in range(300):  # nothing is read
         take(round_ms)
         pace.end_round(goes_on=True)
+    done = 0.0  # share of a chunk
     while written < 10 * LONG:
-        start, count = clock.now, pace.tokens()
-        take(2 + token_ms * count)
-        pace.read(count, clock.now - start)
-        written += count
+        start, most_s, rows, seconds = clock.now, pace.seconds(), pace.chunk(), 0.0
+        while not seconds or clock.now - start + max(seconds, pace.step_seconds(rows)) <= most_s:
+            began = clock.now
+            take((2 + token_ms * rows) / PARTS)
+            seconds = clock.now - began
+            pace.read(PrefillStep(rows, 1 / PARTS), seconds, PARTS)
+            done += 1 / PARTS
+            if done > 0.999:
+                written, done, rows = written + rows, 0.0, pace.chunk()
         take(round_ms)
         pace.end_round(goes_on=True)
         pauses.append(clock.now - start)
     assert sorted(pauses)[int(0.99 * len(pauses))] <= MAX_PAUSE_S
-    assert len(pauses) < 10 * LONG / MIN_CHUNK
+    assert len(pauses) < 10 * LONG / 8
 
 
-def sizes_of(rounds: Sequence[float]) -> list[int]:
-    """Return the chunks, of 2 ms a token, that are read before rounds which take so many milliseconds."""
+def chunks(token_ms: float, round_ms: Callable[[int], float], count: int = 12) -> list[int]:
+    """Return the sizes of chunks that are read between rounds which take so many milliseconds."""
     clock, sizes = Clock(lambda rows, at: rows), list[int]()
     pace = PromptPace(clock)
-    for milliseconds in rounds:
-        sizes.append(pace.tokens())
-        start = clock.now
-        clock.now += 2 * sizes[-1] / 1000
-        pace.read(sizes[-1], clock.now - start)
-        clock.now += milliseconds / 1000
+    for _ in range(2):
+        pace.read(PrefillStep(1100), 1100 * token_ms / 1000, PARTS)  # as a whole, while none decoded
+    for i in range(count):
+        sizes.append(pace.chunk())
+        for _ in range(PARTS):
+            pace.read(PrefillStep(sizes[-1], 1 / PARTS), sizes[-1] * token_ms / PARTS / 1000, PARTS)
+        clock.now += round_ms(i) / 1000
         pace.end_round(goes_on=True)
     return sizes
 
 
-def test_one_slow_round_makes_no_chunk_larger() -> None:
-    sizes = sizes_of([40.0] * 6 + [150.0] + [40.0] * 6)
-    assert max(sizes) == sizes[6] and sizes[6] in (20, 21)  # (80 - 40) / 2
-    assert sizes[7:11] == [MIN_CHUNK] * 4
+@pytest.mark.parametrize("token_ms,size", [(0.2, 1024), (1.6, 1024), (2.0, 256), (8.0, 64), (90.0, 16)])
+def test_the_load_does_not_change_the_size_of_a_chunk(token_ms: float, size: int) -> None:
+    """Else the rounding of a prompt's numbers, and so the text, would depend on who else decodes."""
+    loads = [lambda i: 5.0, lambda i: 95.0, lambda i: 30.0 if i % 4 else 150.0]
+    assert [set(chunks(token_ms, load)) for load in loads] == [{size}] * 3
 
 
-def test_rounds_that_vary_make_no_chunk_larger() -> None:
-    """8 tokens fit beside a usual round. Because some rounds are late, chunks took 60 ms."""
-    assert set(sizes_of(([30.0] * 19 + [90.0]) * 15)[-40:]) == {MIN_CHUNK}
+def test_one_late_step_does_not_change_the_size_of_a_chunk() -> None:
+    pace = PromptPace(Clock(lambda rows, at: rows))
+    for seconds in (0.02, 0.02, 0.3, 0.02):
+        pace.read(PrefillStep(PREFILL_STEP, 1 / PARTS), seconds, PARTS)
+    assert pace.chunk() == PREFILL_STEP
+    pace.read(PrefillStep(PREFILL_STEP, 1 / PARTS), 0.3, PARTS)  # not late: as in each sixth layer
+    assert pace.chunk() == 64
 
 
 def test_nothing_is_probed_while_a_prompt_is_read() -> None:

@@ -304,9 +304,9 @@ def test_a_prompt_with_scores_is_read_whole(engine: EngineThread) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    """A chunk comes between two rounds, and the short one has fewer rounds than the long one has chunks."""
-    for module in ("running", "pace"):  # how much a chunk holds depends on its seconds, up to this
-        monkeypatch.setattr(f"mlx_spec.decode.{module}.PREFILL_STEP", 16)
+    """A step comes between two rounds, and the short one has fewer rounds than the long one has chunks."""
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
+    monkeypatch.setattr("mlx_spec.decode.pace.MAX_PAUSE_S", 0.0)
     short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25), held=True)
     short.until(RoundDone)
     long = begin(engine, chat("And now " + 4 * LONG, max_tokens=4))
