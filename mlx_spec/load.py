@@ -6,6 +6,7 @@ that need MLX.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from mlx_spec import demo
 from mlx_spec.checkpoint.config import (
     TOKENIZERS,
     context_length,
+    critical_lengths,
     fingerprint,
     read_checkpoint,
     read_config,
@@ -114,12 +116,29 @@ def load(
     model = _load_target(folder, config, ranks) if model is None else model
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision)
     try:
-        pair.check()  # refuses targets without exact rollback now, not in an answer
+        # Refuses targets without exact rollback now, not in an answer.
+        _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
         _measure(pair)
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
+
+
+def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) -> None:
+    """Check a pair, also where its texts reach these lengths, unless that was done before on this machine."""
+    from mlx_spec.device import device_name
+    from mlx_spec.policy import saved_costs
+
+    versions = [version(name) for name in ("mlx", "mlx-lm", "mlx-spec")]
+    key = [fingerprint(folder), device_name(), *versions, kv_bits, lengths, pair.drafter_names]
+    checked = saved_costs.folder() / f"checked-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    was_checked = checked.exists()
+    pair.check([] if was_checked else lengths)
+    if lengths and not was_checked:
+        with contextlib.suppress(OSError):  # the next load checks again
+            checked.parent.mkdir(parents=True, exist_ok=True)
+            checked.touch()
 
 
 def _measure(pair: Pair) -> None:

@@ -169,9 +169,9 @@ class Pair:
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
         return SequenceParts(target, drafters, self.policies.policy(gains=gains, available=available))
 
-    def check(self) -> None:
-        """Refuse a target that cannot take back rows exactly. Raises NotRewindable."""
-        check_rows(self._model, lambda: self.open().target)
+    def check(self, lengths: Sequence[int] = ()) -> None:
+        """Refuse a target that cannot take back rows exactly, at these lengths, too. Raises NotRewindable."""
+        check_rows(self._model, lambda: self.open().target, lengths)
 
     def calibrate(
         self, context: int | None = None, *, again: bool = False, most_s: float = math.inf

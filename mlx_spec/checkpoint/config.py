@@ -37,6 +37,7 @@ __all__ = [
     "TensorInfo",
     "check_weights",
     "context_length",
+    "critical_lengths",
     "fingerprint",
     "has_weights",
     "indexed_tensors",
@@ -50,6 +51,7 @@ __all__ = [
     "vocab_size",
 ]
 
+LONGEST = "max_position_embeddings"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 
 
@@ -225,6 +227,13 @@ def _reached(rope: Config, length: int, kind: str) -> int:
     if rope["rope_type"] in STRETCHING and isinstance(factor, int | float) and factor >= 1:
         return max(length, int((original or length) * factor))
     return length
+
+
+def critical_lengths(config: Config) -> list[int]:
+    """Return the lengths of a text at which a model may begin to compute otherwise, and its context."""
+    context, ropes = context_length(config), stated_ropes(text_config(config)).values()
+    found = {context, *(rope[key] for rope in ropes for key in (f"original_{LONGEST}", LONGEST))}
+    return sorted(n for n in found if isinstance(n, int) and 16 <= n <= (context or n))
 
 
 def check_weights(folder: Path) -> int:

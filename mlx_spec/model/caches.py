@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.layer_caches import (
+    MAX_UNCOMMITTED,
     AttentionCache,
     Blocks,
     ChunkCache,
@@ -179,6 +180,21 @@ class Caches:
         """
         places = ((c.oldest[0], c.reach) for c in self._columns.values())
         return _first_size(places)
+
+    def move_to(self, size: int, most: int = 128) -> None:
+        """Let the only sequence hold `size` tokens. Rows that nothing wrote repeat those that it has.
+
+        It is for checks: every layer sees at most the last `most` tokens, also in full attention.
+        """
+        written = self.sizes[0]
+        for columns in self._columns.values():
+            columns.window = columns.reach = min(columns.window or most, most)
+            columns.first = columns.oldest = [step_below(size - min(size, columns.window + MAX_UNCOMMITTED))]
+            columns.count = size - columns.first[0]
+        for cache in self.attention:
+            rows = (mx.arange(cache.columns.count) + cache.columns.first[0]) % written
+            cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
+        self.sizes = [size]
 
     def checkpoint(self) -> Checkpoint:
         """Return the place after the last pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.errors import BadCheckpoint, NotRewindable
-from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target import POSITION_ERRORS, LMTarget
 
 
 def rounding_of(model: nn.Module) -> float:
@@ -21,28 +21,69 @@ def rounding_of(model: nn.Module) -> float:
     return 0.05 if types & {mx.bfloat16, mx.float16} else 0.01
 
 
-def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
+def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence[int] = ()) -> None:
     """Verify rows together, one by one and after a rollback. Raises NotRewindable if they differ.
 
-    Raises BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
-    `make` returns new targets of the model. The median error counts. Single rows may have a larger one,
-    because another expert is chosen at a near tie; a wrong mask or position spoils most rows.
+    `make` returns new targets of the model. It does the same where a text reaches each of `lengths`, because
+    rotary embeddings, masks and scales of some models change with the position. Raises BadCheckpoint for
+    logits that are not numbers: all comparisons with them would pass.
     """
     prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
     kept = 2  # rows that a rollback keeps
-    together, alone = make(), make()
-    for target in (together, alone):
+    target = make()
+    target.prefill(prompt)
+    block = target.verify(mx.array(rows))
+    target.commit(kept)
+    again = target.verify(mx.array(rows[kept:]))
+    target.commit(0)
+    if target.rewind(len(prompt)) < len(prompt):
+        target = make()
         target.prefill(prompt)
-    block = together.verify(mx.array(rows))
+    single = _one_by_one(target, rows)
+    rounding = rounding_of(model)
+    _compare(mx.concatenate([block, again]), mx.concatenate([single, single[kept:]]), rounding)
+    for length in lengths:
+        _check_length(target, length, rounding)
+
+
+def _check_length(target: LMTarget, length: int, rounding: float) -> None:
+    """Compare passes of a target that cross a length. The rows before them are few, and not of a text.
+
+    A model that builds masks by itself may expect more rows: it is not compared.
+    """
+    for rows, is_last in (([2, 1], False), ([2, 1, 3, 1, 2, 3, 1, 2], True)):
+        target.move_to(length - len(rows) // 2)
+        try:
+            block = target.verify(mx.array(rows))
+            target.commit(0)
+            single = _one_by_one(target, rows)
+        except POSITION_ERRORS:
+            target.commit(0)
+            return
+        try:
+            _compare(block, single, rounding, f" at a length of {length} tokens")
+            return
+        except NotRewindable:  # of two rows, one may have another expert
+            if is_last:
+                raise
+
+
+def _one_by_one(target: LMTarget, rows: Sequence[int]) -> mx.array:
+    """Return the logits [T, V] of rows in a pass for each."""
     single = []
     for row in rows:
-        single.append(alone.verify(mx.array([row])))
-        alone.commit(1)
-    together.commit(kept)
-    again = together.verify(mx.array(rows[kept:]))
-    together.commit(0)
-    right = mx.concatenate([*single, *single[kept:]]).astype(mx.float32)
-    found = mx.concatenate([block, again]).astype(mx.float32)
+        single.append(target.verify(mx.array([row])))
+        target.commit(1)
+    return mx.concatenate(single)
+
+
+def _compare(found: mx.array, right: mx.array, rounding: float, where: str = "") -> None:
+    """Raise NotRewindable if logits [T, V] differ, and BadCheckpoint if they are not numbers.
+
+    The median error counts. Single rows may have a larger one, because another expert is chosen at a near
+    tie; a wrong mask or position spoils most rows.
+    """
+    right, found = right.astype(mx.float32), found.astype(mx.float32)
     if mx.isnan(right).any():
         raise BadCheckpoint(
             "the logits of this target are not numbers: its weights are damaged, or its activations exceed "
@@ -52,8 +93,8 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget]) -> None:
     largest = mx.maximum(mx.abs(right).max(axis=-1), 1e-30)  # of weights that are all zeros, 0
     errors = mx.abs(found - right).max(axis=-1) / largest
     error = float(mx.sort(errors)[errors.size // 2])
-    if not error <= rounding_of(model):  # nor where it is not a number
+    if not error <= rounding:  # nor where it is not a number
         raise NotRewindable(
-            "in this target a token depends on those that are read in the same pass (logits differ by "
-            f"{error:.1%}): drafts would change its text; use it with mlx-lm"
+            f"in this target a token depends on those that are read in the same pass{where} (logits differ "
+            f"by {error:.1%}): drafts would change its text; use it with mlx-lm"
         )

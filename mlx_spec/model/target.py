@@ -230,6 +230,11 @@ class LMTarget:
             self._drop_passes([keep], self._replay)
         return features
 
+    def move_to(self, size: int) -> None:
+        """Hold `size` tokens that nothing wrote, to check passes there; see `Caches.move_to`."""
+        self._caches.move_to(size)
+        self._size = size
+
     def detach(self, shared_kv: SharedKV, lane: Lane) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 

@@ -1,0 +1,80 @@
+"""The check at load: passes of several rows equal single passes, at all lengths that matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support import pairs, tiny, tiny_configs
+
+from mlx_spec.checkpoint.config import critical_lengths
+from mlx_spec.errors import NotRewindable
+from mlx_spec.load import load
+from mlx_spec.model.probe import check_rows
+from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import Pair
+
+LONGEST = 32
+DYNAMIC = {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text", "deepseek_v3", "qwen3_next"])
+def test_angles_that_depend_on_the_length_of_a_pass_are_refused_at_that_length(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"rope_scaling": DYNAMIC, "max_position_embeddings": LONGEST}
+    monkeypatch.setitem(tiny_configs.SPECIAL, kind, {**tiny_configs.SPECIAL.get(kind, {}), **settings})
+    model = tiny_configs.tiny_model(kind, 0.2)
+    check_rows(model, lambda: LMTarget(model))
+    with pytest.raises(NotRewindable, match="at a length of 32 tokens"):
+        check_rows(model, lambda: LMTarget(model), [LONGEST])
+
+
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_other_models_pass_at_every_length(kind: str) -> None:
+    model = tiny.model_of(kind)
+    check_rows(model, lambda: LMTarget(model, kv_bits=tiny.bits_of(kind)), [20, 127, 2040, 131_072])
+
+
+def test_a_scratch_sequence_far_in_a_text_has_its_positions() -> None:
+    """Each row is rotated by its position, so the logits of the same rows change with it."""
+    model = tiny_configs.tiny_model("llama, no windows", 0.2)
+    found = []
+    for size in (40, 40, 1000):
+        target = LMTarget(model)
+        target.prefill([1, 2, 3])
+        target.move_to(size)
+        found.append(target.verify(mx.array([4, 5])))
+        assert target.size == size
+    assert mx.array_equal(found[0], found[1]) and not mx.allclose(found[0], found[2], atol=1e-3)
+
+
+def test_the_lengths_are_the_context_and_what_a_rope_names() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert critical_lengths({"max_position_embeddings": 8192}) == [8192]
+    assert critical_lengths({"max_position_embeddings": 40_960, "rope_scaling": yarn}) == [
+        32_768,
+        40_960,
+        131_072,
+    ]
+    assert critical_lengths({}) == []
+
+
+def test_a_checkpoint_is_checked_at_other_lengths_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[list[int]] = []
+    check = Pair.check
+
+    def spy(pair: Pair, lengths: Any = ()) -> None:
+        checked.append(list(lengths))
+        check(pair, lengths)
+
+    monkeypatch.setattr("mlx_spec.policy.saved_costs.folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(Pair, "check", spy)
+    folder = pairs.save(tiny_configs.tiny_model("llama", 0.2), tmp_path / "target")
+    for drafter in ("none", "none", "lookup"):
+        load(folder, drafter, num_draft_tokens=0)
+    assert checked == [[2048], [], [2048]]
