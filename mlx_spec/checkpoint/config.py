@@ -24,7 +24,7 @@ from mlx_spec.checkpoint.headers import (
 )
 from mlx_spec.checkpoint.quantizers import is_fp8, obstacle, quantizer
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
-from mlx_spec.checkpoint.ropes import ALWAYS_LONG, STRETCHING, is_split, stated_ropes
+from mlx_spec.checkpoint.ropes import ALWAYS_LONG, is_split, stated_ropes, stretch_of
 from mlx_spec.errors import BadCheckpoint, NotFound
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "vocab_size",
 ]
 
-LONGEST = "max_position_embeddings"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 
 
@@ -221,19 +220,18 @@ def _reached(rope: Config, length: int, kind: str) -> int:
 
     Those of dynamic NTK change with the length of a text, which would depend on how it is read.
     """
-    factor, original = rope.get("factor"), rope["original_max_position_embeddings"]
+    original = int(rope["original_max_position_embeddings"] or length)
     if is_split(rope) and kind not in ALWAYS_LONG:
-        return int(original)
-    if rope["rope_type"] in STRETCHING and isinstance(factor, int | float) and factor >= 1:
-        return max(length, int((original or length) * factor))
-    return length
+        return original
+    return max(length, int(original * stretch_of(rope)))
 
 
 def critical_lengths(config: Config) -> list[int]:
-    """Return the lengths of a text at which a model may begin to compute otherwise, and its context."""
+    """Return the shortest texts that a model may compute otherwise than shorter ones, and the longest."""
     context, ropes = context_length(config), stated_ropes(text_config(config)).values()
-    found = {context, *(rope[key] for rope in ropes for key in (f"original_{LONGEST}", LONGEST))}
-    return sorted(n for n in found if isinstance(n, int) and 16 <= n <= (context or n))
+    limits = {rope[f"{key}max_position_embeddings"] for rope in ropes for key in ("original_", "")}
+    found = {context, *(limit + 1 for limit in limits if isinstance(limit, int))}
+    return sorted(n for n in found if n is not None and 16 <= n <= (context or n))
 
 
 def check_weights(folder: Path) -> int:

@@ -16,11 +16,8 @@ from mlx_spec.checkpoint.repairs import TEXT_CONFIGS
 
 # Kinds for which frequencies are known here. Others are as the class of the model computes them.
 SCALED = ("linear", "llama3", "yarn", "deepseek_yarn", "longrope", "su", "proportional")
-# Kinds that reach `factor` times the context of training with the same frequencies at every length.
-STRETCHING = ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
 # Model types whose classes in mlx-lm take long factors for texts of every length, as vLLM does.
 ALWAYS_LONG = ("phi3", "phi3small", "phimoe", "minicpm3")
-LONGROPE = ("longrope", "su")
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,18 @@ class Rotation:
 def rope_kind(rope: Config) -> str:
     """Return the kind of a rope in config.json."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def is_longrope(rope: Config) -> bool:
+    """Return True for a rope with factors for short texts and for long ones."""
+    return rope_kind(rope) in ("longrope", "su")
+
+
+def stretch_of(rope: Config) -> float:
+    """Return how many times the context of training a rope reaches with the same angles at every length."""
+    factor = rope.get("factor")
+    stretches = rope_kind(rope) in ("linear", "yarn", "deepseek_yarn", "telechat3-yarn")
+    return max(1.0, factor) if stretches and isinstance(factor, int | float) else 1.0
 
 
 def stated_ropes(text: Config) -> dict[str | None, dict[str, Any]]:
@@ -77,7 +86,7 @@ def is_split(rope: Config) -> bool:
     """Return True if transformers turns texts beyond the context of training by other angles."""
     longest, original = rope["max_position_embeddings"] or 0, rope["original_max_position_embeddings"] or 0
     differs = rope.get("short_factor") != rope.get("long_factor")
-    return rope["rope_type"] in LONGROPE and longest > original and differs
+    return is_longrope(rope) and longest > original and differs
 
 
 def without_longrope(config: Config) -> dict[str, Any]:
@@ -97,7 +106,7 @@ def without_longrope(config: Config) -> dict[str, Any]:
     unscaled = {
         name: {**rope, "type": "default", "rope_type": "default"}
         for name, rope in ropes.items()
-        if rope_kind(rope) in LONGROPE
+        if is_longrope(rope)
     }
     return unscaled if key is None or not unscaled else {key: {**text, **unscaled}}
 

@@ -186,14 +186,15 @@ class Caches:
 
         It is for checks: every layer sees at most the last `most` tokens, also in full attention.
         """
-        written = self.sizes[0]
         for columns in self._columns.values():
+            held = self.sizes[0] - columns.first[0]
             columns.window = columns.reach = min(columns.window or most, most)
-            columns.first = columns.oldest = [step_below(size - min(size, columns.window + MAX_UNCOMMITTED))]
-            columns.count = size - columns.first[0]
-        for cache in self.attention:
-            rows = (mx.arange(cache.columns.count) + cache.columns.first[0]) % written
-            cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
+            columns.first = [step_below(size - min(size, columns.window + MAX_UNCOMMITTED))]
+            columns.oldest, columns.count = list(columns.first), size - columns.first[0]
+            rows = mx.arange(columns.count) % held
+            for cache in self.attention:
+                if cache.columns is columns:
+                    cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
         self.sizes = [size]
 
     def checkpoint(self) -> Checkpoint:

@@ -24,7 +24,7 @@ def rounding_of(model: nn.Module) -> float:
 def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence[int] = ()) -> None:
     """Verify rows together, one by one and after a rollback. Raises NotRewindable if they differ.
 
-    `make` returns new targets of the model. It does the same where a text reaches each of `lengths`, because
+    `make` returns new targets of the model. It does the same in passes that end at each of `lengths`, because
     rotary embeddings, masks and scales of some models change with the position. Raises BadCheckpoint for
     logits that are not numbers: all comparisons with them would pass.
     """
@@ -47,12 +47,12 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence
 
 
 def _check_length(target: LMTarget, length: int, rounding: float) -> None:
-    """Compare passes of a target that cross a length. The rows before them are few, and not of a text.
+    """Compare passes of a target that end at a length. The rows before them are few, and not of a text.
 
     A model that builds masks by itself may expect more rows: it is not compared.
     """
     for rows, is_last in (([2, 1], False), ([2, 1, 3, 1, 2, 3, 1, 2], True)):
-        target.move_to(length - len(rows) // 2)
+        target.move_to(length - len(rows))
         try:
             block = target.verify(mx.array(rows))
             target.commit(0)

@@ -28,8 +28,8 @@ def test_angles_that_depend_on_the_length_of_a_pass_are_refused_at_that_length(
     monkeypatch.setitem(tiny_configs.SPECIAL, kind, {**tiny_configs.SPECIAL.get(kind, {}), **settings})
     model = tiny_configs.tiny_model(kind, 0.2)
     check_rows(model, lambda: LMTarget(model))
-    with pytest.raises(NotRewindable, match="at a length of 32 tokens"):
-        check_rows(model, lambda: LMTarget(model), [LONGEST])
+    with pytest.raises(NotRewindable, match="at a length of 33 tokens"):
+        check_rows(model, lambda: LMTarget(model), [LONGEST, LONGEST + 1])
 
 
 @pytest.mark.parametrize("kind", pairs.KINDS)
