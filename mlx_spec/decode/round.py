@@ -212,7 +212,7 @@ class Group:
 
         `unread` is 1 if the histories lack the written tokens, because the host has not read them, else 0.
         """
-        logits = self.targets.verify(tokens, [1] * len(self.sequences))
+        logits = self.targets.verify(tokens, [1] * len(self.sequences), early=not unread)
         self._shortlisted = []
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)

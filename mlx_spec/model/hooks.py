@@ -58,9 +58,9 @@ class EagerSwitch:
         self.is_on = False
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self, is_on: bool = True) -> Iterator[None]:
         """Start layers early for one forward pass."""
-        self.is_on = True
+        self.is_on = is_on
         try:
             yield
         finally:

@@ -202,12 +202,15 @@ class LMTarget:
         """Let `rewind` return to this place, also after its rows are gone."""
         self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-self.MAX_CHECKPOINTS :]
 
-    def verify(self, tokens: mx.array) -> mx.array:
-        """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first."""
+    def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
+        """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
+
+        With `early` the device begins while the pass is built; without, it still has another one to compute.
+        """
         assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
         if self._replay.size > MAX_REPLAY_TOKENS:
             self._write_replay()
-        with self._eager.on():
+        with self._eager.on(early):
             logits = self._write(tokens)
         self._uncommitted.append(tokens)
         return logits

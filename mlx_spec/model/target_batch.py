@@ -27,9 +27,9 @@ class SingleTarget:
     def __init__(self, target: LMTarget) -> None:
         self.target = target
 
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+    def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
         """Write the tokens of the only sequence."""
-        return self.target.verify(tokens)
+        return self.target.verify(tokens, early=early)
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
         """Keep the first rows of the only block."""
@@ -105,8 +105,11 @@ class TargetBatch:
         mx.eval(self._caches.arrays(), hidden)
         return features
 
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
-        """Write uncommitted tokens [R]; `sizes` are the rows of each target. Return their logits [R, V]."""
+    def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
+        """Write uncommitted tokens [R]; `sizes` are the rows of each target. Return their logits [R, V].
+
+        `early` is as in `LMTarget.verify`.
+        """
         if self._caches.uncommitted:  # the last pass was interrupted
             self._caches.commit([0] * len(sizes))
         if max(replay.size for replay in self._replays) > MAX_REPLAY_TOKENS:
@@ -123,10 +126,16 @@ class TargetBatch:
             ]
             tokens = mx.concatenate(self._rows) if any(starts) else tokens
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        return self._write(tokens, ends, starts)
+        return self._write(tokens, ends, starts, early=early)
 
     def _write(
-        self, tokens: mx.array, sizes: Sequence[int], starts: Sequence[int], *, reads_prompt: bool = False
+        self,
+        tokens: mx.array,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        *,
+        reads_prompt: bool = False,
+        early: bool = True,
     ) -> mx.array:
         """Write tokens in one padded pass; `sizes` are the rows of each target.
 
@@ -138,7 +147,7 @@ class TargetBatch:
             ends = zip(sizes, itertools.accumulate(sizes), strict=True)
             index = [[min(end - size + j, end - 1) for j in range(T)] for size, end in ends]
             tokens = tokens[mx.array(index)]
-        with self._eager.on():
+        with self._eager.on(early):
             logits: mx.array = self._model(tokens.reshape(-1, T), cache=self._caches.for_model())
         self._captured = take_outputs(self._captures)
         logits = logits.reshape(-1, logits.shape[-1])

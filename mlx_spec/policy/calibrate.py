@@ -113,7 +113,7 @@ def measure(
         token, before = pending, None
         try:
             for _ in range(RUN):
-                token, _ = sampler.draw(target.verify(token), history, token[:0])
+                token, _ = sampler.draw(target.verify(token, early=before is None), history, token[:0])
                 mx.async_eval(token)
                 if before is not None:
                     before.tolist()

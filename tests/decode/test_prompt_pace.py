@@ -74,9 +74,9 @@ class CountedTarget(LMTarget):
             yield None
         yield LMTarget.prefill(self, tokens, spans, **options)
 
-    def verify(self, tokens: mx.array) -> mx.array:
+    def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         self.clock.count(tokens.size, self.size)
-        return super().verify(tokens)
+        return super().verify(tokens, early=early)
 
 
 class LayeredTarget(CountedTarget):
@@ -96,9 +96,9 @@ class CountedShared(TargetBatch):
         self.clock.count(max(sizes) * len(sizes), 0)
         return super().prefill(tokens, sizes)
 
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
+    def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
         self.clock.count(tokens.size, 0)
-        return super().verify(tokens, sizes)
+        return super().verify(tokens, sizes, early=early)
 
 
 class Probing:

@@ -130,8 +130,8 @@ def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest
 
 
 class Failing(TargetBatch):
-    def verify(self, tokens: mx.array, sizes: Sequence[int]) -> mx.array:
-        super().verify(tokens, sizes)
+    def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
+        super().verify(tokens, sizes, early=early)
         raise InvalidValue("this pass fails")
 
 

@@ -41,7 +41,7 @@ def test_an_early_start_changes_no_logits(kind: str, monkeypatch: pytest.MonkeyP
     blocks = [[5], [6, 7, 8], [9], [3, 4, 5, 6, 7], [2]]
     early = logits(LMTarget(model), prompt, blocks)
     mx.eval(early)
-    monkeypatch.setattr(hooks.EagerSwitch, "on", lambda switch: nullcontext())
+    monkeypatch.setattr(hooks.EagerSwitch, "on", lambda switch, is_on: nullcontext())
     assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
 
 
@@ -56,6 +56,7 @@ def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.
     assert len(started) == len(model.layers) - 1
     target.commit(1)
     target.prefill([6, 7, 8])
+    target.verify(mx.array([5], dtype=mx.int32), early=False)  # another pass runs
     assert len(started) == len(model.layers) - 1
 
 

@@ -35,7 +35,7 @@ class SlowTarget:
         self.clock, self.seconds_per_row, self.uncommitted, self.passes = clock, seconds_per_row, 0, 0
         self.first, self.seen, self.done = first, Counter(), 0.0
 
-    def verify(self, tokens):
+    def verify(self, tokens, early=True):
         rows = tokens.shape[0]
         if self.uncommitted:
             assert rows == 1, "only tokens are queued"

@@ -31,7 +31,7 @@ class TimedTarget:
         self.size += len(tokens)
         return Features()
 
-    def verify(self, tokens):
+    def verify(self, tokens, early=True):
         rows = tokens.shape[0]
         self.rows += [self.device.submit(self.device.passes[rows])] * rows
         return mx.broadcast_to(mx.eye(VOCAB_SIZE)[0], (rows, VOCAB_SIZE))
