@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import threading
 import mlx.core as mx
 import pytest
 from support import mac
+from support.waiting import wait_until
 
 import mlx_spec
 from mlx_spec.ahead import drafting_ahead
-from mlx_spec.device import memory_for_models
+from mlx_spec.device import NoBackend, memory_for_models, require_backend
+from mlx_spec.device.awake import Awake
 from mlx_spec.drafters.lookup import lookup_source
 
 
@@ -101,3 +104,32 @@ def test_a_thread_does_not_draft_ahead_beside_a_gpu(monkeypatch):
     mx.set_default_device(mx.gpu)
     with pytest.raises(mlx_spec.InvalidValue, match="drafting ahead needs a processor beside the target's"):
         drafting_ahead(lookup_source(), None)
+
+
+def test_a_mac_is_kept_awake_by_a_program_that_ends_with_this_one(tmp_path, monkeypatch):
+    calls = mac.caffeinate(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    awake = Awake()
+    for _ in range(2):
+        with awake:
+            awake.hold()  # it is held already
+            wait_until(calls.exists)
+            process = awake._process
+            assert process is not None and process.poll() is None
+        assert process.returncode is not None and calls.read_text() == f"-i -w {os.getpid()}\n"
+        calls.unlink()
+    monkeypatch.setattr(sys, "platform", "linux")
+    with (elsewhere := Awake()):
+        assert elsewhere._process is None
+
+
+def test_below_macos_14_one_line_names_the_system(monkeypatch):
+    """MLX has no wheel for it, so nothing can be installed that would work."""
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    for version, says in (
+        ("13.6.1", "MLX needs macOS 14 or later, and this is macOS 13.6.1"),
+        ("14.5", "pip install mlx"),
+    ):
+        mac.imitate_system(monkeypatch, mac.Mac(system=version))
+        with pytest.raises(NoBackend, match=says):
+            require_backend()

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support.waiting import LIMIT
 
 import mlx_spec
@@ -124,3 +125,35 @@ def test_no_backend_is_one_line(command, cause, tmp_path):
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
     assert line.startswith(f"mlx-spec: no MLX backend ({' '.join(cause.split())}): pip install ")
+
+
+@pytest.mark.parametrize(
+    ("machine", "system", "said"),
+    [
+        ("arm64", "13.6.1", "MLX needs macOS 14 or later, and this is macOS 13.6.1: update it"),
+        (
+            "x86_64",
+            "14.5",
+            "MLX needs Apple silicon, and this is x86_64: use a native Python and shell on such a Mac",
+        ),
+    ],
+)
+def test_a_mac_without_mlx_is_named_before_anything_is_installed(machine, system, said, tmp_path):
+    for name, answer in (("uname", machine), ("sw_vers", system)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {answer}\n")
+        (tmp_path / name).chmod(0o700)
+    words = [str(ROOT / ".ci" / "set-up"), "venv", "metal", "venv/.ready-metal"]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run(*words, cwd=tmp_path, PATH=path, SET_UP_PYTHON=sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said}\n")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_packages_for_tests_do_not_hold_back_those_of_users():
+    """What `[test]` adds must take the huggingface_hub that an install without it gets."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for line in (*extras["clients"], *extras["test"]):
+        pin = Requirement(line)
+        for need in map(Requirement, () if pin.name == "mlx-spec" else requires(pin.name) or ()):
+            is_meant = need.name.replace("_", "-") == "huggingface-hub" and not need.marker
+            assert not is_meant or version(pin.name) not in pin.specifier or "2.4.0" in need.specifier, pin

@@ -12,16 +12,28 @@ class MlxSpec < Formula
   depends_on macos: :sonoma
   depends_on "python@3.12"
 
+  # The libraries in wheels have identifiers with @rpath, and no room for the longer ones that Homebrew would write.
+  preserve_rpath
+
   def install
     # MLX comes as a wheel with its Metal kernels: building it from source takes Xcode.
     system Formula["python@3.12"].opt_bin/"python3.12", "-m", "venv", libexec
-    system libexec/"bin/python", "-m", "pip", "install", "--quiet", "#{buildpath}[server,menubar]"
+    # Without the menu bar: macOS 26 draws no item for a framework build of Python, which Homebrew's is.
+    system libexec/"bin/python", "-m", "pip", "install", "--quiet", "#{buildpath}[server]"
     bin.install_symlink libexec/"bin/mlx-spec"
+  end
+
+  def caveats
+    <<~EOS
+      The menu bar needs another build of Python than Homebrew's:
+        uv tool install --managed-python 'mlx-spec[server,menubar]'
+    EOS
   end
 
   service do
     run [opt_bin/"mlx-spec", "serve"]
     keep_alive true
+    process_type :interactive # launchd slows background processes
     log_path var/"log/mlx-spec.log"
     error_log_path var/"log/mlx-spec.log"
   end

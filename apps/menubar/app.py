@@ -175,7 +175,7 @@ class App:
     def _list_models(self) -> None:
         """List models in a separate process, because reading checkpoints imports much."""
         done = subprocess.run(
-            [sys.executable, "-m", "mlx_spec", "models", "--json"],
+            [sys.executable, "-P", "-m", "mlx_spec", "models", "--json"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -7,10 +7,11 @@ from typing import Any
 
 from mlx_spec.errors import NotFound
 
-from .menu import Click, Item, Menu
+from .menu import Action, Click, Item, Menu
 
 try:
     import AppKit
+    import objc
     from PyObjCTools import AppHelper
 except ImportError as error:
     raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
@@ -26,6 +27,14 @@ class Clicks(AppKit.NSObject):
         self.view.clicked(sender.tag())
 
 
+class MenuBarDelegate(AppKit.NSObject):
+    """Hears that macOS wants to end the program: at logout and shutdown, or after a Quit from elsewhere."""
+
+    @objc.typedSelector(b"Q@:@")  # an NSApplicationTerminateReply, not an object
+    def applicationShouldTerminate_(self, sender: Any) -> int:
+        return int(self.view.asked_to_terminate())
+
+
 class CocoaView:
     """Draws a menu. `run` belongs to the main thread; the other methods may be called from any."""
 
@@ -33,7 +42,9 @@ class CocoaView:
         self._notify = notify
         self._on_click: Callable[[Click], None] | None = None
         self._clicks = Clicks.alloc().init()
-        self._clicks.view = self
+        self._delegate = MenuBarDelegate.alloc().init()
+        self._clicks.view = self._delegate.view = self
+        self._is_terminating = self._is_closed = False
         self._shape: list[Any] = []  # of the menu that is drawn: kinds of entries, and submenus
         self._natives: list[Any] = []  # NSMenuItem of each Item, in order
         self._item_clicks: list[Click | None] = []
@@ -42,6 +53,7 @@ class CocoaView:
         """Show the menu until it is closed. Call `on_start` once on the main thread when the loop runs."""
         self._on_click = on_click
         self._app = AppKit.NSApplication.sharedApplication()
+        self._app.setDelegate_(self._delegate)
         # Set once, before the item is made. Other programs switch from a regular program to an accessory
         # (Caffeine#14, codeburn#147).
         self._app.setActivationPolicy_(AppKit.NSApplicationActivationPolicyAccessory)
@@ -78,6 +90,14 @@ class CocoaView:
         click = self._item_clicks[tag]
         if click is not None and self._on_click is not None:
             self._on_click(click)
+
+    def asked_to_terminate(self) -> int:
+        """Quit as after a click, and let macOS wait: it would end the process without a return of `run`."""
+        if self._is_closed or self._on_click is None:
+            return int(AppKit.NSTerminateNow)
+        self._is_terminating = True
+        self._on_click(Click(Action.QUIT))
+        return int(AppKit.NSTerminateLater)
 
     def _draw(self, menu: Menu) -> None:
         """Change the items in place if the structure is the same: an open menu then stays open."""
@@ -127,6 +147,9 @@ class CocoaView:
             )
 
     def _stop(self) -> None:
+        self._is_closed = True
+        if self._is_terminating:
+            self._app.replyToApplicationShouldTerminate_(True)  # does not return: macOS ends the process
         self._app.stop_(None)
         # The loop only notices the stop after its next event.
         event = AppKit.NSEvent.otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_(  # noqa: E501

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import plistlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -51,8 +52,10 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
         raise InvalidValue(f"use --api-key-file: --api-key would stand in {file} for all to read")
     content = {
         "Label": LABEL,
-        "ProgramArguments": [sys.executable, "-m", "mlx_spec.menubar", *passed],
+        # -P: without it a folder `mlx_spec` in the working folder would be run.
+        "ProgramArguments": [sys.executable, "-P", "-m", "mlx_spec.menubar", *passed],
         "WorkingDirectory": str(Path.cwd()),  # paths among the options may be relative
+        "EnvironmentVariables": _environment(),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 10,  # seconds between two starts, the least that launchd allows
@@ -66,6 +69,20 @@ def write_agent(file: Path, passed: Sequence[str], log: Path) -> None:
         write_atomically(file, plistlib.dumps(content).decode())
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written: {error.strerror}") from error
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of this process that decide where models are and how they are fetched and run.
+
+    launchd gives an agent none of a shell. Secrets stay out of the file.
+    """
+    kept = re.compile(r"(HF|HUGGINGFACE|XDG|MLX|SSL)_\w+|(https?|all|no)_proxy", re.IGNORECASE)
+    secret = re.compile(r"TOKEN$|KEY$", re.IGNORECASE)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if kept.fullmatch(name) and not secret.search(name) and not re.search(r"://[^/]*@", value)
+    }
 
 
 def install_agent(file: Path, passed: Sequence[str], log: Path, launchctl: str = "launchctl") -> None:

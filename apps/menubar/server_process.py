@@ -18,6 +18,7 @@ from typing import Any
 
 from mlx_spec.hub.catalog import PairSpec
 
+from ..server.ports import connect_host, is_answered
 from ..server.settings import CANNOT_LISTEN
 from .menu import Figures, Phase, State
 
@@ -34,7 +35,7 @@ class Address:
     @property
     def connect_host(self) -> str:
         """Return the host for clients on this machine: loopback if the server listens everywhere."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+        return connect_host(self.host)
 
     @property
     def url(self) -> str:
@@ -90,7 +91,7 @@ def is_free(address: Address) -> bool:
         socket.create_server((address.host, address.port), family=family).close()
     except OSError as error:  # other errors, such as an unknown host, are for the server to report
         return error.errno not in (errno.EADDRINUSE, errno.EACCES)
-    return True
+    return not is_answered(address.host, address.port)
 
 
 def candidates(address: Address) -> list[Address]:
@@ -232,7 +233,7 @@ def launch(
         log.replace(log.with_suffix(".1.log"))
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "mlx_spec", "serve", *options, *pair, "--port", str(port)],
+            [sys.executable, "-P", "-m", "mlx_spec", "serve", *options, *pair, "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -41,6 +42,7 @@ from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
 from .errors import LOG, Failure
 from .http import answer, answer_error
 from .page import race
+from .ports import is_answered
 from .protocols import (
     anthropic_messages,
     ollama,
@@ -271,6 +273,8 @@ def _bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         backlog = 128  # connections that wait to be accepted
+        if port and is_answered(host, port):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=dual)
     except UnicodeError as error:  # a name that IDNA cannot encode
         raise InvalidValue(f"{CANNOT_LISTEN} {host}: that is not a name; choose another --host") from error

@@ -21,7 +21,10 @@ def require_backend() -> None:
         import mlx.core  # noqa: F401
     except ImportError as error:
         if platform.system() == "Darwin":
+            system = platform.mac_ver()[0]
+            is_old = system.partition(".")[0] in ("11", "12", "13")
             way = "pip install mlx, with a native Python on Apple silicon"
+            way = f"MLX needs macOS 14 or later, and this is macOS {system}: update it" if is_old else way
         else:
             way = (
                 "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import mac
 
 import mlx_spec
 from mlx_spec.apps import bench, report, selftest
@@ -36,6 +37,16 @@ def test_the_block_names_machine_versions_text_and_speeds(tiny, monkeypatch, cap
     assert arms == ["plain", "K", "K", "adaptive"]
     for secret in (str(Path.home()) + "/", *questions):
         assert secret not in out
+
+
+def test_on_a_mac_the_block_ends_with_what_only_a_mac_can_tell(monkeypatch, capsys):
+    mac.imitate_system(monkeypatch, mac.MACS[16])
+    monkeypatch.setattr(report, "load", lambda **_: (_ for _ in ()).throw(mlx_spec.NotFound("no such model")))
+    assert main([]) == 1  # also if the rest fails
+    lines = capsys.readouterr().out.splitlines()
+    asked = [line[2:].split(":")[0] for line in lines if line.startswith("- ")]
+    assert asked == [question.split(":")[0] for question in report.undecided()]
+    assert len(asked) > 15 and lines[-1] == "```"
 
 
 def test_what_fails_is_in_the_block_without_its_place(tmp_path, monkeypatch, capsys):

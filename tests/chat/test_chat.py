@@ -13,8 +13,10 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import mac
 from support.commands import file_that_takes_nothing
 from support.screen import GOLDEN, LIMIT, PAIR, STATUS, TINY, Screen
 from support.waiting import wait_until
@@ -29,6 +31,7 @@ from mlx_spec.apps.chat.saved import Journal
 from mlx_spec.apps.chat.settings import from_options
 from mlx_spec.apps.chat.terminal import Terminal
 from mlx_spec.cli.command import parse
+from mlx_spec.device import awake
 from mlx_spec.model.target import LMTarget
 
 
@@ -121,6 +124,13 @@ def test_bad_prompt_is_one_line(arguments, stdin, said, monkeypatch, capfd):
     assert answer(monkeypatch, *TINY, *arguments, stdin=stdin) == 1
     out, err = capfd.readouterr()
     assert out == "" and re.match(f"mlx-spec: .*{said}", only_line(err))
+
+
+def test_a_mac_stays_awake_while_an_answer_is_written(monkeypatch, capfd, tmp_path):
+    calls = mac.caffeinate(tmp_path, monkeypatch)
+    monkeypatch.setattr(awake, "sys", SimpleNamespace(platform="darwin"))
+    assert answer(monkeypatch, *TINY, "--prompt=hello", "--max-tokens=9") == 0
+    assert calls.read_text() == f"-i -w {os.getpid()}\n"
 
 
 def test_closed_stdout(monkeypatch, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import plistlib
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_install_and_remove(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     content = plistlib.loads(file.read_bytes())
     assert content["Label"] == macos.LABEL == file.stem
-    assert content["ProgramArguments"] == [sys.executable, "-m", "mlx_spec.menubar", "--target=a"]
+    assert content["ProgramArguments"] == [sys.executable, "-P", "-m", "mlx_spec.menubar", "--target=a"]
     assert content["RunAtLoad"] is True and content["KeepAlive"] == {"SuccessfulExit": False}
     assert content["ThrottleInterval"] == 10 and content["LimitLoadToSessionType"] == "Aqua"
     assert content["StandardOutPath"] == content["StandardErrorPath"] == str(log)
@@ -93,3 +94,22 @@ def test_no_key_is_written_to_the_agent(tmp_path, given):
         macos.write_agent(tmp_path / macos.AGENT, given, tmp_path / "log")
     assert list(tmp_path.iterdir()) == []
     macos.write_agent(tmp_path / macos.AGENT, ("--api-key-file", "key"), tmp_path / "log")
+
+
+def test_the_agent_finds_the_models_of_the_shell_and_no_secret(tmp_path, monkeypatch):
+    kept = {
+        "HF_HOME": "/Volumes/models",
+        "XDG_STATE_HOME": "/state",
+        "MLX_SPEC_DEVICE": "cpu",
+        "https_proxy": "http://a:1",
+    }
+    others = {
+        "HF_TOKEN": "hf_secret",
+        "HTTP_PROXY": "http://me:secret@a:1",
+        "OPENAI_API_KEY": "secret",
+        "PS1": "$",
+    }
+    monkeypatch.setattr(os, "environ", kept | others)
+    macos.write_agent(tmp_path / macos.AGENT, (), tmp_path / "log")
+    text = (tmp_path / macos.AGENT).read_bytes()
+    assert plistlib.loads(text)["EnvironmentVariables"] == kept and b"secret" not in text

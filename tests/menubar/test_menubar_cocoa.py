@@ -18,7 +18,8 @@ from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, 
 
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
 ALLOWED = {
-    "NSApplication": "sharedApplication setActivationPolicy_ run stop_ postEvent_atStart_",
+    "NSApplication": "sharedApplication setActivationPolicy_ setDelegate_ run stop_ postEvent_atStart_ "
+    "replyToApplicationShouldTerminate_",
     "NSUserDefaults": "standardUserDefaults removeObjectForKey_",
     "NSStatusBar": "systemStatusBar statusItemWithLength_",
     "NSStatusItem": "setAutosaveName_ setVisible_ button setMenu_",
@@ -40,6 +41,8 @@ CONSTANTS = {
     "NSControlStateValueOn": 1,
     "NSEventTypeApplicationDefined": 15,
     "NSImageLeft": 2,
+    "NSTerminateLater": 2,
+    "NSTerminateNow": 1,
     "NSPasteboardTypeString": "public.utf8-plain-text",
     "NSVariableStatusItemLength": -1.0,
     "NSWindowOcclusionStateVisible": VISIBLE,
@@ -130,7 +133,10 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
         callLater=lambda seconds, work, *given: found.later.append((seconds, lambda: work(*given))),
     )
     tools.__dict__.update(AppHelper=helper)
-    for name, module in (("AppKit", kit), ("PyObjCTools", tools), ("PyObjCTools.AppHelper", helper)):
+    bridge = ModuleType("objc")
+    bridge.__dict__.update(typedSelector=lambda signature: lambda method: method)
+    modules = {"AppKit": kit, "PyObjCTools": tools, "PyObjCTools.AppHelper": helper, "objc": bridge}
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules.pop("mlx_spec.apps.menubar.cocoa", None)
     yield found
@@ -214,6 +220,27 @@ def test_a_click_is_the_command_of_its_item(screen):
         screen.main.put(press)
 
     assert ran(screen, SMALL, then=click) == [Click(Action.STOP), Click(Action.DRAFTER, "none")]
+
+
+def test_the_system_waits_until_a_quit_has_ended_the_server(screen):
+    """`terminate:` never returns from `run`, so the view is closed before macOS is told to go on."""
+    replies: list[int] = []
+
+    def log_out(view: Any) -> None:
+        ((delegate,),) = screen.of("setDelegate_")
+        screen.main.put(lambda: replies.append(delegate.applicationShouldTerminate_(None)))
+        screen.main.put(lambda: replies.append(len(screen.of("replyToApplicationShouldTerminate_"))))
+
+    assert ran(screen, SMALL, then=log_out) == [Click(Action.QUIT)]
+    assert replies == [2, 0]  # later, and not before the view was closed
+    assert screen.of("replyToApplicationShouldTerminate_") == [(True,)]
+    ((delegate,),) = screen.of("setDelegate_")
+    assert delegate.applicationShouldTerminate_(None) == 1  # it has nothing to end any more
+
+
+def test_a_quit_from_the_menu_asks_the_system_nothing(screen):
+    ran(screen, SMALL)
+    assert screen.of("replyToApplicationShouldTerminate_") == []
 
 
 def test_a_menu_of_the_same_shape_is_changed_in_place(screen):

@@ -145,7 +145,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(STAND_IN)
-    monkeypatch.chdir(package.parent)
+    path = [str(package.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
 def ask(port: int) -> None:
@@ -248,6 +249,25 @@ def test_a_refusal_is_shown_and_not_tried_again(watched, port):
     assert "there is no folder /nowhere" in one.state.problem
     one.server.tick()
     assert one.state.phase is Phase.FAILED and not one.retries
+
+
+def test_a_port_is_not_free_if_somebody_answers_though_it_can_be_bound(port, monkeypatch):
+    """BSD lets 127.0.0.1 be bound beside all addresses; Linux does not, so the bind is left out here."""
+    with socket.create_server(("0.0.0.0", port)), monkeypatch.context() as bsd:
+        bsd.setattr(socket, "create_server", lambda *_, **__: socket.socket())
+        assert not is_free(Address(HOST, port)) and not is_free(Address("0.0.0.0", port))
+        assert is_free(Address(HOST, port + 1))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_folder_of_the_same_name_is_not_run(watched, port, tmp_path, monkeypatch):
+    """`python -m` would look in the working folder first."""
+    (tmp_path / "mlx_spec").mkdir()
+    (tmp_path / "mlx_spec" / "__init__.py").write_text("raise SystemExit('mlx-spec: the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    one = watched(port)
+    one.server.start(None)
+    one.reach(Phase.RUNNING)
 
 
 def test_an_address_of_another_machine_is_not_called_taken(port):

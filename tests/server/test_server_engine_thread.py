@@ -13,11 +13,12 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from support import served
+from support import mac, served
 from support.pairs import make_pair
 from support.served import (
     DEMO,
@@ -216,6 +217,15 @@ def test_a_prompt_is_read_once_for_all_its_choices(
     found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
     assert sum(read) <= found.usage.prompt_tokens + 6 * 2
     assert found.timings.statistics.batch_size > 2
+
+
+def test_a_mac_stays_awake_while_a_request_runs(
+    plain: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = mac.caffeinate(tmp_path, monkeypatch)
+    monkeypatch.setattr(plain._awake, "_program", str(tmp_path / "caffeinate"))
+    closed(answer(plain, chat(QUESTION, sampling=ENDLESS, max_tokens=5)))
+    wait_until(lambda: calls.exists() and plain._awake._process is None)
 
 
 def test_choices_and_requests_that_come_at_once_begin_together(

@@ -333,6 +333,10 @@ def test_a_signal_ends_streams_with_an_error_and_the_server_without_a_word():
                     assert response.status_code == 200
                     lines = response.iter_lines()
                     assert next(lines).startswith("data: ")
+                    process.send_signal(signal.SIGSTOP)  # as if the machine fell asleep
+                    time.sleep(0.5)
+                    process.send_signal(signal.SIGCONT)
+                    assert next(filter(None, lines)).startswith("data: ")
                     began = time.monotonic()
                     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # an impatient user
                         process.send_signal(number)

@@ -359,6 +359,27 @@ def _without_linux(real: Any) -> Any:
     return call
 
 
+def caffeinate(folder: Path, patch: Patch) -> Path:
+    """Return the file into which a stand-in for the program that puts off sleep writes its options.
+
+    It is found in PATH, and not ended before it has written.
+    """
+    from mlx_spec.device.awake import Awake
+    from support.waiting import wait_until
+
+    program, calls, release = folder / "caffeinate", folder / "calls", Awake.release
+    program.write_text(f'#!/bin/sh\necho "$@" > {calls}.new\nmv {calls}.new {calls}\nexec sleep 60\n')
+    program.chmod(0o700)
+
+    def release_once_written(awake: Awake) -> None:
+        wait_until(lambda: awake._process is None or calls.exists())
+        release(awake)
+
+    patch.setattr(Awake, "release", release_once_written)
+    patch.setitem(os.environ, "PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return calls
+
+
 # --- programs that tests start
 
 

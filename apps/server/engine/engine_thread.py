@@ -16,6 +16,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_spec.device.awake import Awake
 from mlx_spec.grammar.sandbox import SANDBOX
 
 from ..errors import queue_full, shutting_down, to_failure, unavailable
@@ -56,6 +57,7 @@ class EngineThread:
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read_at = 0.0  # time.monotonic()
         self._last_busy = 0.0  # time.monotonic() when a request last waited or ran
+        self._awake = Awake()
         self._status = Status("loading")
         self.metrics = Metrics(self.status)
 
@@ -228,7 +230,9 @@ class EngineThread:
         now = time.monotonic()
         if self._running or self._is_wanted():
             self._last_busy = now
+            self._awake.hold()
         elif (silence_s := now - self._last_busy) >= IDLE_INTERVAL_S:
+            self._awake.release()
             self._models.check_costs(self._is_wanted, max(0.2, silence_s / 20))
 
     def _is_wanted(self) -> bool:
@@ -364,6 +368,7 @@ class EngineThread:
     def _end_all(self) -> None:
         """Fail all requests without an answer, and give all memory back."""
         self._preparers.shutdown(wait=False, cancel_futures=True)
+        self._awake.release()
         SANDBOX.close()
         for job in tuple(self._running):
             job.fail(shutting_down())
