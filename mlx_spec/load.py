@@ -31,7 +31,7 @@ from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refu
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
-from mlx_spec.device import memory_for_models, use_device
+from mlx_spec.device import bound_freed_buffers, resident, use_device
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NoVision
 from mlx_spec.hub import find
@@ -86,7 +86,7 @@ def load(
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.tokenizer import read_tokenizer
 
-    _raise_wired_limit()
+    bound_freed_buffers(size)
     model = None
     if is_dequantized(config) and ranks is None:
         model = _load_target(folder, config)
@@ -116,9 +116,10 @@ def load(
     model = _load_target(folder, config, ranks) if model is None else model
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision)
     try:
-        # Refuses targets without exact rollback now, not in an answer.
-        _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
-        _measure(pair)
+        with resident(info.target_bytes):
+            # Refuses targets without exact rollback now, not in an answer.
+            _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
+            _measure(pair)
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
@@ -162,8 +163,8 @@ def _measure(pair: Pair) -> None:
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
     use_device()
-    folder, config, _ = _find_target(_located(PairSpec(target, NONE))[1], ranks)
-    _raise_wired_limit()
+    folder, config, size = _find_target(_located(PairSpec(target, NONE))[1], ranks)
+    bound_freed_buffers(size // ranks.size)
     _load_target(folder, config, ranks)
     return ranks.follow()
 
@@ -416,11 +417,3 @@ def _vision(folder: Path, tokenizer: Tokenizer, ranks: Ranks | None) -> Vision |
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """Return the number of columns of the logits, padding included."""
     return vocab_size(config) or max(tokenizer.vocabulary().values()) + 1
-
-
-def _raise_wired_limit() -> None:
-    """On a Mac, keep the weights resident as far as the system recommends."""
-    import mlx.core as mx
-
-    if mx.metal.is_available():
-        mx.set_wired_limit(memory_for_models())

@@ -16,7 +16,7 @@ from mlx_spec.decode.measuring import measure_costs, scratch_text
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
-from mlx_spec.device import memory_for_models
+from mlx_spec.device import memory_for_models, resident
 from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
@@ -215,11 +215,12 @@ class Pair:
             self._measuring = self.calibrate(most_s=0.2)  # seconds: users notice a longer wait
         if self._measuring is None:
             return
-        while (following := self._next_pass or next(self._measuring, None)) is not None:
-            if is_wanted() or following.seconds > most_s:
-                self._next_pass = following
-                return
-            self._next_pass = None
+        with resident():
+            while (following := self._next_pass or next(self._measuring, None)) is not None:
+                if is_wanted() or following.seconds > most_s:
+                    self._next_pass = following
+                    return
+                self._next_pass = None
         self._measuring = None
 
     def prepare(

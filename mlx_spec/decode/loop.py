@@ -6,6 +6,7 @@ from collections.abc import Collection, Generator, Sequence
 
 from mlx_spec.decode.round import Group
 from mlx_spec.decode.running import RunningSequence
+from mlx_spec.device import resident
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import SingleTarget
 from mlx_spec.prompt import text_prompt
@@ -40,18 +41,19 @@ def generate(
 
 def decode(sequence: RunningSequence) -> Generator[Round, None, None]:
     """Yield the rounds of one sequence, as `generate` does."""
-    group = Group([sequence], SingleTarget(sequence.target))
-    try:
-        for _ in sequence.prefill():
-            pass
-        sequence.begin()
-        while sequence.remaining > 0:
-            (result,) = group.step()
-            if isinstance(result, Exception):
-                raise result
-            if sequence.remaining == 0:
-                group.close()
-            yield result
-    finally:
-        group.close()
-        sequence.end()
+    with resident():
+        group = Group([sequence], SingleTarget(sequence.target))
+        try:
+            for _ in sequence.prefill():
+                pass
+            sequence.begin()
+            while sequence.remaining > 0:
+                (result,) = group.step()
+                if isinstance(result, Exception):
+                    raise result
+                if sequence.remaining == 0:
+                    group.close()
+                yield result
+        finally:
+            group.close()
+            sequence.end()

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_spec.decode.blocks import Accepted, chain_of, limited, matched, round_of, rows_of
 from mlx_spec.decode.running import Ending, RunningSequence
+from mlx_spec.device import resident
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
@@ -268,6 +269,7 @@ class Group:
             sequence.attempt(sequence.policy.settle, None)
         if self._rounds % 256 == 255:  # freed buffers of many block lengths pile up
             mx.clear_cache()
+            resident.grow()
         return _read(array)
 
     @property

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_spec.device import resident
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Prompt
@@ -90,6 +91,7 @@ def prefill(
         # Else freed buffers pile up: scores of attention grow with each chunk, and MLX gives an array only a
         # buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
         mx.clear_cache()
+        resident.grow()
         yield last
 
 

@@ -18,6 +18,7 @@ from mlx_spec.decode import running
 from mlx_spec.decode.pace import MAX_PAUSE_S, Clock, PromptPace
 from mlx_spec.decode.round import Group
 from mlx_spec.decode.running import PrefillStep, RunningSequence
+from mlx_spec.device import resident
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
@@ -148,8 +149,9 @@ class Batch:
 
     def run(self) -> Iterator[tuple[int, Result]]:
         """Yield what `step` returns until no sequence is left."""
-        while self._entries:
-            yield from self.step()
+        with resident():
+            while self._entries:
+                yield from self.step()
 
     # --- who begins
 

@@ -8,7 +8,21 @@ import resource
 from functools import cache
 
 from mlx_spec.device.blas import use_blas
+from mlx_spec.device.memory import Stay, bound_freed_buffers, memory_for_models, most_scores, resident
 from mlx_spec.errors import InvalidValue, SpecError
+
+__all__ = [
+    "NoBackend",
+    "Stay",
+    "bound_freed_buffers",
+    "device_name",
+    "memory_for_models",
+    "most_scores",
+    "require_backend",
+    "resident",
+    "use_blas",
+    "use_device",
+]
 
 
 class NoBackend(SpecError, ImportError):
@@ -66,14 +80,3 @@ def device_name() -> str:
     import mlx.core as mx
 
     return str(mx.device_info()["device_name"])
-
-
-def memory_for_models() -> int:
-    """Return the bytes that this machine has for weights and caches."""
-    import mlx.core as mx
-
-    # Metal's GPU has this, whatever the default device is, and its memory is also the CPU's.
-    if (recommended := mx.device_info(mx.gpu).get("max_recommended_working_set_size")) is not None:
-        return int(recommended)
-    # Without Metal, weights and caches get three quarters of the memory; the rest is for other programs.
-    return int(0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -32,6 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.files import one_line
+from mlx_spec.device import Stay
 from mlx_spec.distributed.shard import shard
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.model.hooks import parts_of
@@ -109,11 +110,16 @@ class Ranks:
         self.model, self.parts = model, parts_of(model)
         shard(model, config, self.group)
 
-    def receive(self) -> list[Any]:
-        """Wait for a message of another rank and return it; empty once this rank's work has ended."""
+    def receive(self, on_silence: Callable[[], None] = lambda: None) -> list[Any]:
+        """Wait for a message of another rank and return it; empty once this rank's work has ended.
+
+        `on_silence` is called whenever none has come for a second.
+        """
         while not self._has_ended:
-            with suppress(queue.Empty):
+            try:
                 return self._received.get(timeout=BEAT_S)[1]
+            except queue.Empty:
+                on_silence()
         return []
 
     def send(self, *message: Any) -> None:
@@ -188,9 +194,12 @@ class Ranks:
 
         kinds: dict[str, Callable[..., RankTarget | RankTargetBatch]]
         kinds = {"target": RankTarget, "group": RankTargetBatch}
+        stay = Stay()
         while True:
+            message = self.receive(stay.release)
+            stay.hold()
             with suppress(SpecError):  # rank 0 raises the same error and reports it
-                match self.receive():
+                match message:
                     case ["end", int(status)]:
                         return status
                     case ["batch_support"]:

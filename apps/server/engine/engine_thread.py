@@ -16,6 +16,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_spec.device import Stay
 from mlx_spec.device.awake import Awake
 from mlx_spec.grammar.sandbox import SANDBOX
 
@@ -58,6 +59,7 @@ class EngineThread:
         self._memory_read_at = 0.0  # time.monotonic()
         self._last_busy = 0.0  # time.monotonic() when a request last waited or ran
         self._awake = Awake()
+        self._stay = Stay()  # models stay resident while requests wait or run
         self._status = Status("loading")
         self.metrics = Metrics(self.status)
 
@@ -165,6 +167,8 @@ class EngineThread:
         try:
             self._load_first()
             while self._wait_for_work():
+                if self._running or self._is_wanted():
+                    self._stay.hold()
                 self._admit()
                 self._take_turns()
                 self._expire_models()
@@ -233,6 +237,7 @@ class EngineThread:
             self._awake.hold()
         elif (silence_s := now - self._last_busy) >= IDLE_INTERVAL_S:
             self._awake.release()
+            self._stay.release()
             self._models.check_costs(self._is_wanted, max(0.2, silence_s / 20))
 
     def _is_wanted(self) -> bool:
@@ -378,6 +383,7 @@ class EngineThread:
         for job in left:
             job.fail(shutting_down())
         self._models.close()
+        self._stay.release()
         with self._changed:  # last, because the process may end once the state is "closed"
             self._state = "closed"
         self._read_memory()
