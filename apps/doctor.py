@@ -72,7 +72,7 @@ def _run(options: Options) -> int:
         checks.append(check)
         if not options.json:
             show_folded(f"{check.state:<6} {check.name:<10}  {check.text}")
-    problem, found, lines = None, None, list[str]()
+    problem, found, lines, parts = None, None, list[str](), dict[str, str]()
     if any(check.name == "backend" and check.state == "wrong" for check in checks):
         problem = "without MLX nothing can be tested"
     else:
@@ -88,6 +88,7 @@ def _run(options: Options) -> int:
             "ok": is_fine,
             "problem": problem,
             "checks": [dataclasses.asdict(check) for check in checks],
+            "exact": parts.get("exact"),
             "self_test": None if found is None else dataclasses.asdict(found),
             "certificate": "\n".join(lines) or None,
         }
@@ -100,7 +101,7 @@ def _run(options: Options) -> int:
 
 
 def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
-    """Run the self-test. Return target and drafter in words, and the result."""
+    """Run the self-test. Return target, drafter and the row class in words, and the result."""
     from mlx_spec.cli.progress import StageProgress
 
     from . import selftest
@@ -110,7 +111,7 @@ def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
     window = None if target is None else target.window
     found = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
     words = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)
-    return {"target": words[0], "drafter": words[1]}, found
+    return {"target": words[0], "drafter": words[1], "exact": pair.rows.words}, found
 
 
 def _inspected(name: str | None, role: Literal["target", "drafter"]) -> CheckpointInfo | None:
@@ -225,7 +226,7 @@ def _models() -> Check:
 
 
 def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
-    """Return the lines of the certificate, each of at most 76 columns. `parts` are target and drafter."""
+    """Return the lines of the certificate, each of at most 76 columns. `parts` are in words."""
     title, date = "mlx-spec doctor", now.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [LINE, f"{title}{date:>{WIDTH - len(title)}}", LINE]
     for label, text in _rows(parts, found, checks):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,12 +44,15 @@ if TYPE_CHECKING:
 
     from mlx_spec.distributed.ranks import Ranks
     from mlx_spec.drafters import DrafterSource
+    from mlx_spec.model.row_class import RowClass
     from mlx_spec.pair import Pair
-    from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+    from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.vision.vision import Vision
 
 WITHOUT = 'drafter="none" decodes without one'
+
+_log = logging.getLogger("mlx_spec")
 
 
 def load(
@@ -118,7 +122,10 @@ def load(
     try:
         with resident(info.target_bytes):
             # Refuses targets without exact rollback now, not in an answer.
-            _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
+            activations = _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
+            if activations != mx.float32:
+                quantization += f", activations in {str(activations).rpartition('.')[2]}"
+                pair.rows = _row_class(pair, _key(folder, (), quantization, spec))
             _measure(pair)
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
@@ -126,8 +133,11 @@ def load(
     return pair
 
 
-def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) -> None:
-    """Check a pair, also where its texts reach these lengths, unless that was done before on this machine."""
+def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) -> mx.Dtype:
+    """Check a pair, also where its texts reach these lengths, unless that was done before on this machine.
+
+    Returns the type of the activations.
+    """
     from mlx_spec.device import device_name
     from mlx_spec.policy import saved_costs
 
@@ -135,11 +145,36 @@ def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) ->
     key = [fingerprint(folder), device_name(), *versions, kv_bits, lengths, pair.drafter_names]
     checked = saved_costs.folder() / f"checked-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     was_checked = checked.exists()
-    pair.check([] if was_checked else lengths)
+    activations = pair.check([] if was_checked else lengths)
     if lengths and not was_checked:
         with contextlib.suppress(OSError):  # the next load checks again
             checked.parent.mkdir(parents=True, exist_ok=True)
             checked.touch()
+    return activations
+
+
+def _row_class(pair: Pair, key: Key) -> RowClass:
+    """Return the row class of a target, measured now if no file of this device has it."""
+    from mlx_spec.policy import BadCosts, saved_costs
+
+    file = saved_costs.folder() / saved_costs.file_name(key)
+    try:
+        return saved_costs.read_rows(file, key)
+    except NotFound:
+        pass
+    except (BadCosts, Mismatch) as error:
+        _log.warning("%s: it is not used and will be replaced", error)
+    print(f"measuring which passes of {_short(pair)} agree bit by bit, once", file=sys.stderr, flush=True)
+    rows = pair.measured_rows()
+    try:
+        saved_costs.write_rows(file, key, rows)
+    except BadCosts as error:
+        _log.warning("%s: row classes will be measured again", error)
+    return rows
+
+
+def _short(pair: Pair) -> str:
+    return pair.info.target.rstrip("/").rpartition("/")[2]
 
 
 def _measure(pair: Pair) -> None:
@@ -148,8 +183,7 @@ def _measure(pair: Pair) -> None:
 
     policies = pair.policies
     is_first = isinstance(policies, AdaptivePolicies) and bool(policies.names) and policies.costs is None
-    name = pair.info.target.rstrip("/").rpartition("/")[2]  # short, because the line is rewritten
-    text = f"measuring what {name} takes on this machine, once"
+    text = f"measuring what {_short(pair)} takes on this machine, once"  # short: the line is rewritten
     is_terminal = sys.stderr.isatty()
     if is_first and not is_terminal:
         print(text, file=sys.stderr, flush=True)
@@ -355,8 +389,7 @@ def _policies(
     target: Path, offered: list[DrafterSource], quantization: str, spec: PairSpec
 ) -> AdaptivePolicies | FixedPolicy:
     """Return the maker of policies: adaptive, or with the draft length that the user fixed."""
-    from mlx_spec.device import device_name
-    from mlx_spec.policy import FixedPolicy, Key, saved_costs
+    from mlx_spec.policy import FixedPolicy, saved_costs
     from mlx_spec.policy.batch import BatchPolicies
     from mlx_spec.policy.ratios import Ratios
     from mlx_spec.types import Reason
@@ -369,12 +402,20 @@ def _policies(
         return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=ahead, ratios=Ratios())
     folders = {name: source.folder for source in offered for name in source.names}
     prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
-    key = Key(device_name(), fingerprint(target), prints, quantization, spec.kv_bits, version("mlx"))
+    key = _key(target, prints, quantization, spec)
     copying = [name for name, folder in folders.items() if folder is None]
     own = {source.name: source.own_costs for source in offered if source.own_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
     names, folder = list(folders), saved_costs.folder()
     return BatchPolicies(names, copying, own_costs=own, together=together, key=key, folder=folder)
+
+
+def _key(target: Path, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:
+    """Return the conditions that measured costs or row classes hold for."""
+    from mlx_spec.device import device_name
+    from mlx_spec.policy import Key
+
+    return Key(device_name(), fingerprint(target), drafters, quantization, spec.kv_bits, version("mlx"))
 
 
 def _quantization(config: Mapping[str, Any]) -> str:

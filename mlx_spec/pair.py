@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -25,6 +26,8 @@ from mlx_spec.drafters.model_free import for_request
 from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
+from mlx_spec.model.row_bits import measure_rows
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -81,6 +84,7 @@ class Pair:
         self._kv_bits = kv_bits
         self._ranks = ranks
         self._vision = vision
+        self.rows = RowClass()  # of passes that agree bit by bit; without limits until they are measured
         self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
         self._measuring: Generator[Slice, None, None] | None = None  # an unfinished `calibrate`
         self._next_pass: Slice | None = None  # of that measurement
@@ -110,7 +114,9 @@ class Pair:
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
         given = (self._kv_bits, self._ranks, self._vision)
-        return Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
+        pair = Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
+        pair.rows = self.rows
+        return pair
 
     def with_policies(self, policies: AdaptivePolicies | FixedPolicy) -> Pair:
         """Return a pair with the same drafters and another choice of draft lengths."""
@@ -169,9 +175,18 @@ class Pair:
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
         return SequenceParts(target, drafters, self.policies.policy(gains=gains, available=available))
 
-    def check(self, lengths: Sequence[int] = ()) -> None:
-        """Refuse a target that cannot take back rows exactly, at these lengths, too. Raises NotRewindable."""
-        check_rows(self._model, lambda: self.open().target, lengths)
+    def check(self, lengths: Sequence[int] = ()) -> mx.Dtype:
+        """Refuse a target that cannot take back rows exactly, at these lengths, too.
+
+        Returns the type of its activations. Raises NotRewindable.
+        """
+        return check_rows(self._model, lambda: self.open().target, lengths)
+
+    def measured_rows(self) -> RowClass:
+        """Measure which passes agree bit by bit with plain decoding. It takes about 30 passes."""
+        if self._ranks is not None:
+            return RowClass(doubt=f"it is split over {self._ranks.size} machines")
+        return measure_rows(self._model, self._target(), self.info.vocab_size, self.info.context_length)
 
     def calibrate(
         self, context: int | None = None, *, again: bool = False, most_s: float = math.inf

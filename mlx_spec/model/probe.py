@@ -21,12 +21,12 @@ def rounding_of(model: nn.Module) -> float:
     return 0.05 if types & {mx.bfloat16, mx.float16} else 0.01
 
 
-def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence[int] = ()) -> None:
-    """Verify rows together, one by one and after a rollback. Raises NotRewindable if they differ.
+def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence[int] = ()) -> mx.Dtype:
+    """Verify rows together, one by one and after a rollback. Return the type of the activations.
 
     `make` returns new targets of the model. It does the same in passes that end at each of `lengths`, because
-    rotary embeddings, masks and scales of some models change with the position. Raises BadCheckpoint for
-    logits that are not numbers: all comparisons with them would pass.
+    rotary embeddings, masks and scales of some models change with the position. Raises NotRewindable if rows
+    differ, and BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
     """
     prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
     kept = 2  # rows that a rollback keeps
@@ -39,11 +39,13 @@ def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence
     if target.rewind(len(prompt)) < len(prompt):
         target = make()
         target.prefill(prompt)
+    types = {array.dtype for array in target.caches.arrays()}
     single = _one_by_one(target, rows)
     rounding = rounding_of(model)
     _compare(mx.concatenate([block, again]), mx.concatenate([single, single[kept:]]), rounding)
     for length in lengths:
         _check_length(target, length, rounding)
+    return next((dtype for dtype in (mx.bfloat16, mx.float16) if dtype in types), mx.float32)
 
 
 def _check_length(target: LMTarget, length: int, rounding: float) -> None:

@@ -112,6 +112,11 @@ class LMTarget:
         return self._recurrent
 
     @property
+    def caches(self) -> Caches:
+        """Return the caches, to look at them."""
+        return self._caches
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
         return sum(array.nbytes for array in self._caches.arrays())

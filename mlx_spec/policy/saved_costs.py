@@ -1,17 +1,23 @@
-"""Files of measured costs, one per device and pair, for the processes that follow."""
+"""Files of what was measured, for the processes that follow: costs of a pair, and the row class of a target.
+
+There is one file for each device and pair, or target.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_path
 
 from mlx_spec.checkpoint.files import one_line, write_atomically
 from mlx_spec.errors import Mismatch, NotFound
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy.costs import BadCosts, Table
 
 
@@ -43,7 +49,35 @@ def file_name(key: Key) -> str:
 
 def write(file: Path, key: Key, measured: str, table: Table) -> None:
     """Write costs with the date they were measured on. Raises BadCosts if the file cannot be written."""
-    content = {"key": asdict(key), "measured": measured, "table": asdict(table)}
+    _write(file, {"key": asdict(key), "measured": measured, "table": asdict(table)})
+
+
+def write_rows(file: Path, key: Key, rows: RowClass) -> None:
+    """Write the row class of a target. Raises BadCosts if the file cannot be written."""
+    _write(file, {"key": asdict(key), "rows": asdict(rows)})
+
+
+def read(file: Path, key: Key) -> tuple[Table, str]:
+    """Return the table in a file and the date it was measured on.
+
+    Raises NotFound, BadCosts, or Mismatch if the key differs: it names both sides.
+    """
+    match _read(file, key):
+        case {"measured": str(measured), "table": dict() as table}:
+            return Table.from_json(table, len(key.drafters)), measured
+    raise BadCosts(f"{file} does not hold costs: its key, date or table is missing")
+
+
+def read_rows(file: Path, key: Key) -> RowClass:
+    """Return the row class in a file. Raises as `read` does."""
+    found = _read(file, key)
+    try:
+        return RowClass.from_json(found["rows"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadCosts(f"{file} does not hold a row class ({one_line(error)})") from error
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +87,8 @@ def write(file: Path, key: Key, measured: str, table: Table) -> None:
         raise BadCosts(f"{file} cannot be written ({reason}): check its folder") from error
 
 
-def read(file: Path, key: Key) -> tuple[Table, str]:
-    """Return the table in a file and the date it was measured on.
-
-    Raises NotFound, BadCosts, or Mismatch if the key differs: it names both sides.
-    """
+def _read(file: Path, key: Key) -> Mapping[str, Any]:
+    """Return the content of a file with this key."""
     try:
         found = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -69,7 +100,7 @@ def read(file: Path, key: Key) -> tuple[Table, str]:
     match found:
         case {"key": {"format": int(other)}} if other != key.format:
             raise BadCosts(f"{file} is of format {other}, this version reads {key.format}")
-        case {"key": dict() as saved, "measured": str(measured), "table": dict() as table}:
+        case {"key": dict() as saved}:
             different = [
                 f"{name} {_shown(saved.get(name))}, here it is {_shown(here)}"
                 for name, here in json.loads(json.dumps(asdict(key))).items()
@@ -77,7 +108,8 @@ def read(file: Path, key: Key) -> tuple[Table, str]:
             ]
             if different:
                 raise Mismatch(f"{file} was measured with {'; '.join(different)}")
-            return Table.from_json(table, len(key.drafters)), measured
+            content: Mapping[str, Any] = found
+            return content
     raise BadCosts(f"{file} does not hold costs: its key, date or table is missing")
 
 

@@ -1,0 +1,207 @@
+"""Measure the row class of a target: compare the bits of passes of several rows with those of plain passes.
+
+Whole passes show what reaches the logits and the caches. A small model rounds so seldom that they may agree
+by luck. So each distinct linear layer also runs alone, with many random rows, and attention runs alone over
+as many keys as its kernels distinguish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_spec.model.layers_alone import Attention, Layer, bits, recorded
+from mlx_spec.model.row_class import MAX_ROWS, RowClass
+from mlx_spec.model.target import LMTarget
+
+# Numbers of keys from which on attention on a GPU may take another kernel (dispatch by keys in
+# mlx/backend/metal/scaled_dot_product_attention.cpp).
+EDGES = (1024, 4096, 8192, 16384, 32768, 65536)
+RECORDED = 5  # rows of the pass that shows which layers there are: no axis of a model is as short
+
+
+def measure_rows(
+    model: nn.Module,
+    target: LMTarget,
+    vocab_size: int,
+    context_length: int | None = None,
+    context: int = 24,
+) -> RowClass:
+    """Return the row class of a target on this device. `target` is new, and has no class.
+
+    Whole passes follow `context` tokens. If no draft agrees with plain decoding, the class says why.
+    """
+    is_gpu = mx.default_device().type == mx.gpu
+    tokens = np.random.default_rng(0).integers(0, vocab_size, context + MAX_ROWS).tolist()
+    target.prefill(tokens[:context])
+    layers, attentions = recorded(model, partial(_one_pass, target, tokens[context:][:RECORDED]), RECORDED)
+    alone = Alone(
+        layers,
+        attentions,
+        8 if is_gpu else MAX_ROWS,  # on a GPU attention takes a kernel for matrices from 9 rows on
+        [edge for edge in (EDGES if is_gpu else EDGES[:1]) if edge < (context_length or edge + 1)],
+        sorted({w for cache in target.caches.attention if (w := cache.columns.window) is not None}),
+        keeps_edges=is_gpu,
+    )
+    best, drafted, rows = RowClass(doubt=_doubt(target)), 0, 0
+    for base in (1,) if target.is_recurrent else (1, 2):
+        found = alone.measured(base)
+        most, compared = _whole_rows(target, tokens, base, found.most)
+        if most < found.most:
+            found = replace(found, differs=f"a pass of {most + 1} rows")
+        rows += compared
+        if most - base > drafted:
+            best = replace(found, limits=tuple((keys, min(most, each)) for keys, each in found.limits))
+            drafted = most - base
+        elif not best.limits:
+            best = replace(best, differs=best.differs or found.differs)
+        if most >= 5:  # a second row has a price, and drafts of more than 4 tokens hardly pay
+            break
+    cost = _cost(target, tokens[context], best.base) if best.base > 1 else 1.0
+    return replace(best, cost=cost, compared=(rows, len(layers) + len(attentions)))
+
+
+def _doubt(target: LMTarget) -> str:
+    if target.is_recurrent:
+        return "its state is recurrent, and passes of several rows round otherwise"
+    return "passes of several rows round otherwise on this device"
+
+
+# --- layers alone
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The layers of a model that run alone, and where attention may take another kernel."""
+
+    layers: Sequence[Layer]
+    attentions: Sequence[Attention]
+    limit: int  # rows of a pass of one sequence
+    edges: Sequence[int]  # numbers of keys
+    windows: Sequence[int]
+    keeps_edges: bool  # every edge counts, whether or not bits differ across it
+
+    def measured(self, base: int) -> RowClass:
+        """Return the class of plain passes of `base` rows."""
+        linear, differs, is_shared = MAX_ROWS, None, True
+        for layer in self.layers:
+            plain = layer.plain(base)
+            rows = _agreeing(_sampled(base, linear), partial(layer.agrees, plain=plain))
+            if rows < linear:
+                linear, differs = rows, f"{layer.name} in passes of {rows + 1} rows"
+            is_shared = is_shared and layer.agrees_side_by_side(linear, plain)
+        most = min(linear, self.limit)
+        windowed, limits = most, list[tuple[int, int]]()
+        for keys in sorted({0, *self.edges, *self.windows}):
+            rows = min(self._attended(base, most, keys, None), windowed)
+            if keys in self.windows:
+                windowed = rows = min(rows, self._attended(base, most, keys, keys))
+            if not limits or rows != limits[-1][1]:
+                limits.append((keys, rows))
+        fewest = next((T for T in (1, 2) if self._agrees_in_batch(base, T)), 0)
+        is_shared = is_shared and fewest > 0 and self._agrees_in_batch(base, most)
+        edges = tuple(edge for edge in self.edges if self.keeps_edges or self._is_edge(base, most, edge))
+        return RowClass(base, tuple(limits), linear * is_shared, max(fewest, 1), edges, differs=differs)
+
+    def _attended(self, base: int, most: int, keys: int, window: int | None) -> int:
+        """Return up to how many rows attention agrees after `keys` tokens or a few more."""
+        for attention in self.attentions:
+            # Within the rows the view of a window moves on by a step.
+            rows = attention.over(keys + 48 if window is None else window + 123, window)
+            most = _agreeing(_sampled(base, most), partial(rows.agrees, plain=rows.plain(base)))
+        return most
+
+    def _agrees_in_batch(self, base: int, T: int) -> bool:
+        """Return True if T rows of a sequence in a batch, where masks are arrays, agree with plain passes."""
+        drawn = [attention.over(48) for attention in self.attentions]
+        return all(rows.agrees(T, rows.plain(base), has_mask=True) for rows in drawn)
+
+    def _is_edge(self, base: int, most: int, edge: int) -> bool:
+        """Return True if the rows of a pass differ that ends beyond an edge and begins before it."""
+        drawn = [attention.over(edge - most // 2 - 1) for attention in self.attentions]
+        return not all(rows.agrees(most, rows.plain(base)) for rows in drawn)
+
+
+def _agreeing(counts: Sequence[int], agrees: Callable[[int], bool]) -> int:
+    """Return up to how many rows passes agree. Less than the first of `counts` if none does."""
+    best = counts[0] - 1
+    for T in counts:
+        if not agrees(T):
+            break
+        best = T
+    return best
+
+
+def _sampled(base: int, most: int) -> list[int]:
+    """Return row counts up to `most`: all up to 8, and two beyond them, which only a CPU has in one class."""
+    return [T for T in range(base, most + 1) if T <= 8 or T in (9, 12, most)]
+
+
+# --- whole passes
+
+
+def _one_pass(target: LMTarget, tokens: Sequence[int]) -> None:
+    mx.eval(target.verify(mx.array(list(tokens), dtype=mx.int32)))
+    target.commit(0)
+
+
+def _whole_rows(target: LMTarget, tokens: Sequence[int], base: int, most: int) -> tuple[int, int]:
+    """Return up to how many rows whole passes agree, and how many rows were compared.
+
+    `tokens` begin with those that the target holds. It is left as it was.
+    """
+    size, compared = target.size, 0
+    if most <= base:
+        return base, 0
+    expected = list[list[mx.array]]()  # by row: the logits, and the recurrent states after it
+    for token in tokens[size : size + most]:
+        logits = target.verify(mx.array([token] * base, dtype=mx.int32))[:1]
+        target.commit(1)
+        expected.append([logits, *_states(target)])
+        mx.eval(expected[-1])
+    written = _written(target, size, most)
+    mx.eval(written)
+    target.rewind(size)
+    found = base
+    for T in _sampled(base, most):
+        got = target.verify(mx.array(list(tokens[size : size + T]), dtype=mx.int32))
+        pairs = [(got, mx.concatenate([row[0] for row in expected[:T]]))]
+        pairs += zip(_states(target), expected[T - 1][1:], strict=True)
+        pairs += zip(_written(target, size, T), (rows[:, :, :T] for rows in written), strict=True)
+        same = mx.all(mx.stack([mx.array_equal(bits(ours), bits(plain)) for ours, plain in pairs]))
+        is_same = bool(same)
+        target.commit(0)
+        if not is_same:
+            break
+        found, compared = T, compared + T
+    return found, compared
+
+
+def _states(target: LMTarget) -> list[mx.array]:
+    return [array for cache in target.caches.recurrent for array in cache.arrays()]
+
+
+def _written(target: LMTarget, size: int, count: int) -> list[mx.array]:
+    """Return the rows of all caches at `count` positions from `size` on."""
+    rows = list[mx.array]()
+    for cache in target.caches.attention:
+        first = size - cache.columns.first[0]
+        rows += [mx.contiguous(buffer[:1, :, first : first + count]) for buffer in cache.buffers]
+    return rows
+
+
+def _cost(target: LMTarget, token: int, base: int) -> float:
+    """Return the time of a pass of `base` rows in passes of one row."""
+    seconds: dict[int, list[float]] = {1: [], base: []}
+    for _ in range(5):  # other programs only add time, so the least one counts
+        for rows, known in seconds.items():
+            start = time.perf_counter()
+            _one_pass(target, [token] * rows)
+            known.append(time.perf_counter() - start)
+    return max(min(seconds[base]) / min(seconds[1]), 1.0)

@@ -1,0 +1,93 @@
+"""The passes whose rows have the bits of plain decoding: a row class.
+
+A device chooses a kernel by the rows of a pass. Two kernels add in another order, so in half precision their
+last bits differ, and near ties may fall otherwise. Passes whose row counts are in one class agree bit by bit.
+So plain decoding runs the fewest rows of the class, and drafts stay in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_spec.types import MAX_DRAFT_TOKENS
+
+Exact = Literal["auto", "on", "off", "float32"]
+
+MAX_ROWS = MAX_DRAFT_TOKENS + 1  # of a pass of one sequence
+MAX_PADDING_COST = 1.05  # time of a padded pass in passes of one row, up to which `auto` pads: 5 % are lost
+
+
+@dataclass(frozen=True)
+class RowClass:
+    """The row counts that agree with plain decoding, as they were measured.
+
+    Without `limits` no pass is limited or padded. Then activations are in float32, where differences are too
+    small to change a token, or `doubt` says why drafts are only likely to keep the text.
+    """
+
+    base: int = 1  # rows of a plain pass: the fewest of the class
+    # Ascending pairs of keys and rows: from that many keys on, a pass of one sequence has at most these rows.
+    limits: tuple[tuple[int, int], ...] = ()
+    shared: int = 0  # the most rows of a pass of several sequences; 0 if none agrees
+    fewest: int = 1  # of one sequence in such a pass
+    edges: tuple[int, ...] = ()  # numbers of keys from which on attention has another kernel
+    cost: float = 1.0  # time of a plain pass, in passes of one row
+    doubt: str | None = None  # why drafts are only likely to keep the text; None if they keep it
+    differs: str | None = None  # what differs first in passes of more rows
+    compared: tuple[int, int] = (0, 0)  # rows of whole passes, and layers alone, that were compared
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Return True if passes are limited to those that agree bit by bit."""
+        return bool(self.limits)
+
+    @property
+    def most(self) -> int:
+        """Return the most rows of a pass of one sequence, at any length."""
+        return max((rows for _, rows in self.limits), default=MAX_ROWS)
+
+    def most_rows(self, size: int) -> int:
+        """Return the most rows of the next pass of a sequence of `size` tokens."""
+        if not self.limits:
+            return MAX_ROWS
+        most = next(rows for keys, rows in reversed(self.limits) if keys <= size)
+        # Row j of a draft is compared with a plain pass over `size + j + base` keys. No edge may lie between.
+        first = size + self.base
+        return max(min([most, *(edge - first for edge in self.edges if edge >= first)]), self.base)
+
+    def most_shared(self, sizes: Sequence[int]) -> int:
+        """Return the most rows of each sequence in a pass of sequences with these sizes; 0 if none agrees."""
+        if not self.limits:
+            return MAX_ROWS
+        rows = min(self.shared // len(sizes), *map(self.most_rows, sizes))
+        first, last = min(sizes) + 1, max(sizes) + rows + self.base
+        is_crossed = any(first <= edge <= last for edge in self.edges)
+        return 0 if rows < self.fewest or is_crossed else rows
+
+    @property
+    def words(self) -> str:
+        """Return what was measured, as users read it after "exact"."""
+        rows, layers = self.compared
+        if self.limits:
+            plain = f"plain decoding runs {self.base} row{'s' * (self.base > 1)} a pass"
+            same = f"0 of {rows} rows and 0 of {layers} layers differ bitwise"
+            return f"{plain}; {same} in passes of up to {self.most} rows"
+        if self.doubt is None:
+            return "activations are in float32, where rounding is too small to change a token"
+        return f"NO: {self.doubt}" + (f" ({self.differs})" if self.differs else "")
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> RowClass:
+        """Return a class saved by `asdict`. Raises KeyError, TypeError or ValueError if it is damaged."""
+        limits = tuple((int(keys), int(rows)) for keys, rows in saved["limits"])
+        rows, layers = map(int, saved["compared"])
+        base, shared, fewest = (int(saved[name]) for name in ("base", "shared", "fewest"))
+        doubt, differs = (None if saved[name] is None else str(saved[name]) for name in ("doubt", "differs"))
+        edges, cost = tuple(map(int, saved["edges"])), float(saved["cost"])
+        found = cls(base, limits, shared, fewest, edges, cost, doubt, differs, (rows, layers))
+        is_sound = 1 <= base <= 2 and 1 <= cost < 100 and all(base <= rows <= MAX_ROWS for _, rows in limits)
+        if not is_sound or (limits and limits[0][0]) or bool(limits) == bool(found.doubt):
+            raise ValueError("it holds a number that cannot have been measured")
+        return found
