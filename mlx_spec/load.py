@@ -40,6 +40,7 @@ from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.names import resolve
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import mlx.nn as nn
 
     from mlx_spec.distributed.ranks import Ranks

@@ -12,9 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base as mlx_lm_base
 
-from mlx_spec.model.row_class import MAX_ROWS
-
-OUTPUTS = 2**16  # random outputs to compare: kernels that differ change about 1 in 10,000 of them
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 Run = Callable[..., mx.array]
 
@@ -63,7 +61,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionKind:
     """One kind of attention, with random queries and keys."""
 
     heads: int  # query heads for each head of keys
@@ -71,10 +69,11 @@ class Attention:
     dtype: mx.Dtype
     run: Run  # of queries, keys, values and a mask
 
-    def over(self, size: int, window: int | None = None) -> AttentionRows:
-        """Return rows of passes after `size` tokens."""
-        keys = size + MAX_ROWS + 2
-        enough = -(-OUTPUTS // 2 // (MAX_ROWS * self.heads * self.widths[1]))
+    def over(self, size: int, window: int | None = None, outputs: int = 2**15) -> RandomRows:
+        """Return rows of passes after `size` tokens, with about `outputs` numbers."""
+        rows = MAX_DRAFT_TOKENS + 1
+        keys = size + rows + 2
+        enough = -(-outputs // (rows * self.heads * self.widths[1]))
         most = 2**18 if mx.default_device().type == mx.gpu else 2**13  # keys: 128 MB, or seconds of a CPU
         groups = max(min(enough, most // keys), 1)
 
@@ -82,24 +81,24 @@ class Attention:
             return mx.random.normal((1, heads, rows, width)).astype(self.dtype)
 
         key_width, width = self.widths
-        arrays = made(groups * self.heads, MAX_ROWS + 1, key_width), made(groups, keys, key_width)
-        return AttentionRows(self.run, *arrays, made(groups, keys, width), size, window)
+        arrays = made(groups * self.heads, rows + 1, key_width), made(groups, keys, key_width)
+        return RandomRows(self.run, *arrays, made(groups, keys, width), size, window)
 
 
 @dataclass(frozen=True)
-class AttentionRows:
+class RandomRows:
     """Random rows of attention after `size` tokens; row j is at position `size + j`."""
 
     run: Run
-    queries: mx.array  # [1, heads, MAX_ROWS + 1, D]
+    queries: mx.array  # [1, heads, rows, D]
     keys: mx.array  # [1, heads of keys, positions, D]
     values: mx.array
     size: int
     window: int | None
 
     def plain(self, base: int) -> mx.array:
-        """Return MAX_ROWS rows of plain passes of `base` rows."""
-        return mx.concatenate([self._rows(row, base)[:1] for row in range(MAX_ROWS)])
+        """Return the rows of plain passes of `base` rows."""
+        return mx.concatenate([self._rows(row, base)[:1] for row in range(self.queries.shape[2] - 1)])
 
     def agrees(self, T: int, plain: mx.array, *, has_mask: bool = False) -> bool:
         """Return True if a pass of T rows has the bits of plain ones. With `has_mask` as in a batch."""
@@ -148,10 +147,13 @@ class Recorded(nn.Module):
 
 
 def recorded(
-    model: nn.Module, run_pass: Callable[[], object], rows: int
-) -> tuple[list[Layer], list[Attention]]:
-    """Return each distinct layer and each kind of attention that a pass of so many rows calls."""
-    layers, attentions = dict[object, Layer](), dict[object, Attention]()
+    model: nn.Module, run_pass: Callable[[], object], rows: int, outputs: int = 2**16
+) -> tuple[list[Layer], list[AttentionKind]]:
+    """Return each distinct layer and each kind of attention that a pass of `rows` rows calls.
+
+    A layer gets random rows for about `outputs` numbers: kernels that differ change 1 in 10,000 of them.
+    """
+    layers, attentions = dict[object, Layer](), dict[object, AttentionKind]()
     with _recording(model) as calls:
         run_pass()
     for call in calls:
@@ -159,7 +161,7 @@ def recorded(
             axis = _row_axis(call.args[0], rows)
             key = _kind(call.owner), call.method
             if axis is not None and key not in layers:
-                layers[key] = _layer(call, rows, axis)
+                layers[key] = _layer(call, rows, axis, outputs)
         else:
             attention = _attention(call)
             attentions[attention.heads, attention.widths, call.method] = attention
@@ -211,12 +213,13 @@ def _row_axis(x: Any, rows: int) -> int | None:
     return next((axis for axis in axes if axis < x.ndim - 1 and x.shape[axis] == rows), None)
 
 
-def _layer(call: Call, rows: int, axis: int) -> Layer:
+def _layer(call: Call, rows: int, axis: int, outputs: int) -> Layer:
     """Return a layer with random inputs of the shapes of a call."""
     module, weight = call.owner, call.owner["weight"]
     run = getattr(module, call.method)
     width = run(*call.args, **call.options).size // rows
-    drawn = min(max(OUTPUTS // width, MAX_ROWS), 6 * MAX_ROWS)
+    longest = MAX_DRAFT_TOKENS + 1
+    drawn = min(max(outputs // width, longest), 6 * longest)
     inputs = list[mx.array]()
     for each in call.args:
         shape = [*each.shape[:axis], drawn, *each.shape[axis + 1 :]]
@@ -230,7 +233,7 @@ def _layer(call: Call, rows: int, axis: int) -> Layer:
     return Layer(name, partial(run, **call.options), inputs, axis)
 
 
-def _attention(call: Call) -> Attention:
+def _attention(call: Call) -> AttentionKind:
     """Return the kind of attention of a call."""
     queries, keys, values = call.args[:3]
     heads = queries.shape[1]
@@ -241,7 +244,7 @@ def _attention(call: Call) -> Attention:
     else:
         key_heads, width = keys.shape[1], values.shape[-1]
         run = partial(_fused, call.options.get("sinks") is not None)
-    return Attention(heads // key_heads, (queries.shape[-1], width), queries.dtype, run)
+    return AttentionKind(heads // key_heads, (queries.shape[-1], width), queries.dtype, run)
 
 
 def _fused(

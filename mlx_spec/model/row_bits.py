@@ -16,14 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_spec.model.layers_alone import Attention, Layer, bits, recorded
-from mlx_spec.model.row_class import MAX_ROWS, RowClass
+from mlx_spec.model.layers_alone import AttentionKind, Layer, bits, recorded
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target import LMTarget
-
-# Numbers of keys from which on attention on a GPU may take another kernel (dispatch by keys in
-# mlx/backend/metal/scaled_dot_product_attention.cpp).
-EDGES = (1024, 4096, 8192, 16384, 32768, 65536)
-RECORDED = 5  # rows of the pass that shows which layers there are: no axis of a model is as short
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 
 def measure_rows(
@@ -31,21 +27,29 @@ def measure_rows(
     target: LMTarget,
     vocab_size: int,
     context_length: int | None = None,
+    *,
     context: int = 24,
+    # Attention on a GPU may take another kernel from these numbers of keys on (dispatch by keys in
+    # mlx/backend/metal/scaled_dot_product_attention.cpp).
+    edges: Sequence[int] = (1024, 4096, 8192, 16384, 32768, 65536),
+    outputs: int = 2**16,
 ) -> RowClass:
     """Return the row class of a target on this device. `target` is new, and has no class.
 
-    Whole passes follow `context` tokens. If no draft agrees with plain decoding, the class says why.
+    Whole passes follow `context` tokens. Layers alone compute about `outputs` numbers. If no draft agrees
+    with plain decoding, the class says why.
     """
-    is_gpu = mx.default_device().type == mx.gpu
-    tokens = np.random.default_rng(0).integers(0, vocab_size, context + MAX_ROWS).tolist()
+    is_gpu, most, recorded_rows = mx.default_device().type == mx.gpu, MAX_DRAFT_TOKENS + 1, 5
+    tokens = np.random.default_rng(0).integers(0, vocab_size, context + most).tolist()
     target.prefill(tokens[:context])
-    layers, attentions = recorded(model, partial(_one_pass, target, tokens[context:][:RECORDED]), RECORDED)
+    run_pass = partial(_one_pass, target, tokens[context:][:recorded_rows])
+    layers, attentions = recorded(model, run_pass, recorded_rows, outputs)
     alone = Alone(
         layers,
         attentions,
-        8 if is_gpu else MAX_ROWS,  # on a GPU attention takes a kernel for matrices from 9 rows on
-        [edge for edge in (EDGES if is_gpu else EDGES[:1]) if edge < (context_length or edge + 1)],
+        8 if is_gpu else most,  # on a GPU attention takes a kernel for matrices from 9 rows on
+        # Kernels of a CPU do not depend on the keys: one number shows it.
+        [edge for edge in (edges if is_gpu else edges[:1]) if edge < (context_length or edge + 1)],
         sorted({w for cache in target.caches.attention if (w := cache.columns.window) is not None}),
         keeps_edges=is_gpu,
     )
@@ -56,9 +60,9 @@ def measure_rows(
         if most < found.most:
             found = replace(found, differs=f"a pass of {most + 1} rows")
         rows += compared
-        if most - base > drafted:
+        if most - 1 > drafted:
             best = replace(found, limits=tuple((keys, min(most, each)) for keys, each in found.limits))
-            drafted = most - base
+            drafted = most - 1
         elif not best.limits:
             best = replace(best, differs=best.differs or found.differs)
         if most >= 5:  # a second row has a price, and drafts of more than 4 tokens hardly pay
@@ -81,7 +85,7 @@ class Alone:
     """The layers of a model that run alone, and where attention may take another kernel."""
 
     layers: Sequence[Layer]
-    attentions: Sequence[Attention]
+    attentions: Sequence[AttentionKind]
     limit: int  # rows of a pass of one sequence
     edges: Sequence[int]  # numbers of keys
     windows: Sequence[int]
@@ -89,10 +93,10 @@ class Alone:
 
     def measured(self, base: int) -> RowClass:
         """Return the class of plain passes of `base` rows."""
-        linear, differs, is_shared = MAX_ROWS, None, True
+        linear, differs, is_shared = MAX_DRAFT_TOKENS + 1, None, True
         for layer in self.layers:
             plain = layer.plain(base)
-            rows = _agreeing(_sampled(base, linear), partial(layer.agrees, plain=plain))
+            rows = _agreeing(_sampled(linear), partial(layer.agrees, plain=plain))
             if rows < linear:
                 linear, differs = rows, f"{layer.name} in passes of {rows + 1} rows"
             is_shared = is_shared and layer.agrees_side_by_side(linear, plain)
@@ -105,8 +109,9 @@ class Alone:
             if not limits or rows != limits[-1][1]:
                 limits.append((keys, rows))
         fewest = next((T for T in (1, 2) if self._agrees_in_batch(base, T)), 0)
-        is_shared = is_shared and fewest > 0 and self._agrees_in_batch(base, most)
-        edges = tuple(edge for edge in self.edges if self.keeps_edges or self._is_edge(base, most, edge))
+        is_shared = is_shared and fewest > 0 and self._agrees_in_batch(base, limits[0][1])
+        rows = min(rows for _, rows in limits)
+        edges = tuple(edge for edge in self.edges if self.keeps_edges or self._is_edge(base, rows, edge))
         return RowClass(base, tuple(limits), linear * is_shared, max(fewest, 1), edges, differs=differs)
 
     def _attended(self, base: int, most: int, keys: int, window: int | None) -> int:
@@ -114,7 +119,7 @@ class Alone:
         for attention in self.attentions:
             # Within the rows the view of a window moves on by a step.
             rows = attention.over(keys + 48 if window is None else window + 123, window)
-            most = _agreeing(_sampled(base, most), partial(rows.agrees, plain=rows.plain(base)))
+            most = _agreeing(_sampled(most), partial(rows.agrees, plain=rows.plain(base)))
         return most
 
     def _agrees_in_batch(self, base: int, T: int) -> bool:
@@ -129,8 +134,8 @@ class Alone:
 
 
 def _agreeing(counts: Sequence[int], agrees: Callable[[int], bool]) -> int:
-    """Return up to how many rows passes agree. Less than the first of `counts` if none does."""
-    best = counts[0] - 1
+    """Return up to how many of these rows passes agree, 1 if none does."""
+    best = 1
     for T in counts:
         if not agrees(T):
             break
@@ -138,9 +143,9 @@ def _agreeing(counts: Sequence[int], agrees: Callable[[int], bool]) -> int:
     return best
 
 
-def _sampled(base: int, most: int) -> list[int]:
+def _sampled(most: int) -> list[int]:
     """Return row counts up to `most`: all up to 8, and two beyond them, which only a CPU has in one class."""
-    return [T for T in range(base, most + 1) if T <= 8 or T in (9, 12, most)]
+    return [T for T in range(2, most + 1) if T <= 8 or T in (9, 12, most)]
 
 
 # --- whole passes
@@ -156,9 +161,9 @@ def _whole_rows(target: LMTarget, tokens: Sequence[int], base: int, most: int) -
 
     `tokens` begin with those that the target holds. It is left as it was.
     """
-    size, compared = target.size, 0
-    if most <= base:
-        return base, 0
+    size, compared, found = target.size, 0, 1
+    if most == 1:
+        return 1, 0
     expected = list[list[mx.array]]()  # by row: the logits, and the recurrent states after it
     for token in tokens[size : size + most]:
         logits = target.verify(mx.array([token] * base, dtype=mx.int32))[:1]
@@ -168,8 +173,7 @@ def _whole_rows(target: LMTarget, tokens: Sequence[int], base: int, most: int) -
     written = _written(target, size, most)
     mx.eval(written)
     target.rewind(size)
-    found = base
-    for T in _sampled(base, most):
+    for T in _sampled(most):
         got = target.verify(mx.array(list(tokens[size : size + T]), dtype=mx.int32))
         pairs = [(got, mx.concatenate([row[0] for row in expected[:T]]))]
         pairs += zip(_states(target), expected[T - 1][1:], strict=True)

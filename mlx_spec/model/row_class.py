@@ -15,9 +15,6 @@ from mlx_spec.types import MAX_DRAFT_TOKENS
 
 Exact = Literal["auto", "on", "off", "float32"]
 
-MAX_ROWS = MAX_DRAFT_TOKENS + 1  # of a pass of one sequence
-MAX_PADDING_COST = 1.05  # time of a padded pass in passes of one row, up to which `auto` pads: 5 % are lost
-
 
 @dataclass(frozen=True)
 class RowClass:
@@ -46,21 +43,21 @@ class RowClass:
     @property
     def most(self) -> int:
         """Return the most rows of a pass of one sequence, at any length."""
-        return max((rows for _, rows in self.limits), default=MAX_ROWS)
+        return max((rows for _, rows in self.limits), default=MAX_DRAFT_TOKENS + 1)
 
     def most_rows(self, size: int) -> int:
         """Return the most rows of the next pass of a sequence of `size` tokens."""
         if not self.limits:
-            return MAX_ROWS
+            return MAX_DRAFT_TOKENS + 1
         most = next(rows for keys, rows in reversed(self.limits) if keys <= size)
         # Row j of a draft is compared with a plain pass over `size + j + base` keys. No edge may lie between.
         first = size + self.base
-        return max(min([most, *(edge - first for edge in self.edges if edge >= first)]), self.base)
+        return max(min([most, *(edge - first for edge in self.edges if edge >= first)]), 1)
 
     def most_shared(self, sizes: Sequence[int]) -> int:
         """Return the most rows of each sequence in a pass of sequences with these sizes; 0 if none agrees."""
         if not self.limits:
-            return MAX_ROWS
+            return MAX_DRAFT_TOKENS + 1
         rows = min(self.shared // len(sizes), *map(self.most_rows, sizes))
         first, last = min(sizes) + 1, max(sizes) + rows + self.base
         is_crossed = any(first <= edge <= last for edge in self.edges)
@@ -87,7 +84,9 @@ class RowClass:
         doubt, differs = (None if saved[name] is None else str(saved[name]) for name in ("doubt", "differs"))
         edges, cost = tuple(map(int, saved["edges"])), float(saved["cost"])
         found = cls(base, limits, shared, fewest, edges, cost, doubt, differs, (rows, layers))
-        is_sound = 1 <= base <= 2 and 1 <= cost < 100 and all(base <= rows <= MAX_ROWS for _, rows in limits)
+        is_sound = (
+            1 <= base <= 2 and 1 <= cost < 100 and all(0 < rows <= MAX_DRAFT_TOKENS + 1 for _, rows in limits)
+        )
         if not is_sound or (limits and limits[0][0]) or bool(limits) == bool(found.doubt):
             raise ValueError("it holds a number that cannot have been measured")
         return found
