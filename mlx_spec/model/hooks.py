@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import Mismatch
-from mlx_spec.types import TargetParts
+from mlx_spec.prompt import Places
+from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
+
+SharedKV = Callable[[], Mapping[str, KVRows]]
 
 
 class ModuleWrapper(nn.Module):
@@ -181,3 +184,23 @@ def parts_of(model: nn.Module) -> TargetParts:
         return score
 
     return TargetParts(embed, unembed, select)
+
+
+def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
+    """Return the captures of the hidden states that a drafter reads, the final one last."""
+    decoder = decoder_of(model)
+    final = [capture(decoder.owner, "norm")] if needs.final_hidden else []
+    return [*(capture(decoder.layers, i) for i in needs.hidden_layers), *final]
+
+
+def features_of(
+    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV, places: Places
+) -> Features:
+    """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
+    layers = len(needs.hidden_layers)
+    return Features(
+        tuple(hidden[:layers]),
+        hidden[layers] if needs.final_hidden and hidden else None,
+        shared_kv if needs.shared_kv else None,
+        places,
+    )

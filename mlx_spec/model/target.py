@@ -13,9 +13,10 @@ from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches, Checkpoint
 from mlx_spec.model.hooks import (
-    Capture,
-    capture,
+    SharedKV,
+    captures_of,
     decoder_of,
+    features_of,
     parts_of,
     start_layers_early,
     take_outputs,
@@ -39,7 +40,6 @@ MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more ge
 # Errors of a model that expects one int and gets the positions of several rows or sequences.
 POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
-SharedKV = Callable[[], Mapping[str, KVRows]]
 Lane = Callable[[], tuple[Caches, int]]
 
 
@@ -482,23 +482,3 @@ class LMTarget:
         if self._batch_kv is not None:
             return self._batch_kv()
         return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
-
-
-def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
-    """Return the captures of the hidden states that a drafter reads, the final one last."""
-    decoder = decoder_of(model)
-    final = [capture(decoder.owner, "norm")] if needs.final_hidden else []
-    return [*(capture(decoder.layers, i) for i in needs.hidden_layers), *final]
-
-
-def features_of(
-    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV, places: Places
-) -> Features:
-    """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
-    layers = len(needs.hidden_layers)
-    return Features(
-        tuple(hidden[:layers]),
-        hidden[layers] if needs.final_hidden and hidden else None,
-        shared_kv if needs.shared_kv else None,
-        places,
-    )
