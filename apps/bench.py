@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from mlx_spec.cli.command import Json, LoadOptions, option, program, show, table
+from mlx_spec.cli.command import Json, LoadOptions, flag, option, program, show, table
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import device_name, require_backend
 
@@ -40,12 +40,16 @@ class Options(LoadOptions):
 
     With --num-draft-tokens: plain, and with that number. All of them answer the same questions and take turns
     of a few tokens, so that other load on the machine affects them alike.
+
+    With --agent: replay a session of a coding agent, 20 turns with tools and helpers, as the server reads it,
+    and show for each turn what was reused and what was read again. --tokens is then the length of an answer.
     """
 
     tokens: Annotated[int, option(value="N", help="longest answer in tokens", min=16)] = 128
     repeats: Annotated[
         int, option(value="N", help="how often all questions are asked, after one round that warms up", min=1)
     ] = 3
+    agent: Annotated[bool, flag("--agent", "replay a session of a coding agent instead")] = False
     json: Json = False
 
 
@@ -207,6 +211,8 @@ def _run(options: Options) -> int:
     require_backend()
     from mlx_spec import load
 
+    if options.agent:
+        return _run_agent(options)
     pair = load(**vars(options.spec))
     found, answers = measured(pair, options.tokens, options.repeats, options.num_draft_tokens)
     if not options.json:
@@ -220,6 +226,24 @@ def _run(options: Options) -> int:
         "decoders": [dataclasses.asdict(speed) for speed in found],
     }
     show(json.dumps(figures))
+    return 0
+
+
+def _run_agent(options: Options) -> int:
+    from .server import replay
+
+    turns, progress = [], StageProgress(sys.stderr) if sys.stderr.isatty() else None
+    for turn in replay.replay(options.spec, options.tokens):
+        turns.append(turn)
+        if progress is not None:
+            progress.show("replaying", len(turns), replay.TURNS, turn.agent)
+    if progress is not None:
+        progress.end()
+    if options.json:
+        figures = [dataclasses.asdict(turn) for turn in turns]
+        show(json.dumps({"device": device_name(), "target": options.spec.target, "turns": figures}))
+    else:
+        show(f"{options.spec.target} on {device_name()}: an agent's session", "", *replay.report(turns))
     return 0
 
 

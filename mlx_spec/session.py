@@ -47,6 +47,10 @@ class Statistics:
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
     drafter_cold: int = 0  # reused tokens that the drafter has not processed: its acceptance is lower
+    # Of the prompt, known before and read again: their caches were dropped for others, or windows and
+    # recurrent states cannot go back to where the prompt goes on.
+    reread_evicted: int = 0
+    reread_no_place: int = 0
     generated_tokens: int = 0
     rounds: int = 0
     batch_size_sum: int = 0  # sequences in the passes of these rounds, added up
@@ -80,10 +84,26 @@ class Statistics:
         return self.speculative_tokens / self.speculative_rounds if self.speculative_rounds else 0.0
 
     @property
+    def read_tokens(self) -> int:
+        """Return the tokens of the prompt that were read."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
+    def reread_tokens(self) -> int:
+        """Return the tokens of the prompt that were known before and read again."""
+        return self.reread_evicted + self.reread_no_place
+
+    @property
+    def reread_words(self) -> str | None:
+        """Return why tokens were read again, as users read it; None if none were."""
+        reasons = {"their caches had made room for others": self.reread_evicted}
+        reasons["no place to go back to"] = self.reread_no_place
+        return "; ".join(reason for reason, tokens in reasons.items() if tokens) or None
+
+    @property
     def prompt_per_second(self) -> float | None:
         """Return how many prompt tokens were read a second; None before any were."""
-        read = self.prompt_tokens - self.reused_tokens
-        return read / self.prefill_seconds if self.prefill_seconds > 0 else None
+        return self.read_tokens / self.prefill_seconds if self.prefill_seconds > 0 else None
 
     @property
     def gain(self) -> float | None:
@@ -150,6 +170,12 @@ class Statistics:
             "reason": self.reason.value,
             "reason_words": self.reason.words,
         }
+
+    def without_prompt(self) -> Statistics:
+        """Return the figures without the tokens of the prompt, which another answer to it counts."""
+        return replace(
+            self, prompt_tokens=0, reused_tokens=0, drafter_cold=0, reread_evicted=0, reread_no_place=0
+        )
 
     def plus(self, round: Round, seconds: float) -> Statistics:
         """Add a round, for which the caller waited `seconds`; the first one may include prefill."""
@@ -246,7 +272,8 @@ class Generation:
         self._answer = answer
         self._tokens: list[int] = []
         cached = sequence.rewind_to_prefix(prompt)
-        self.statistics = Statistics(len(prompt), cached, sequence.drafter_missing)  # so far
+        counts = len(prompt), cached, sequence.drafter_missing, *sequence.reread_counts()
+        self.statistics = Statistics(*counts)  # so far
 
     @property
     def tokens(self) -> list[int]:

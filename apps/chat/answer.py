@@ -194,13 +194,15 @@ def wants_race(statistics: Statistics) -> bool:
 
 def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:
     """Return the lines that `--stats` and `/stats` add to the status line."""
-    read, wrote = statistics.prompt_tokens - statistics.reused_tokens, statistics.generated_tokens
+    read, wrote = statistics.read_tokens, statistics.generated_tokens
     lines = [
         f"prompt: {statistics.prompt_tokens} tokens, {statistics.reused_tokens} reused, "
         f"the rest read in {statistics.prefill_seconds:.2f} s{_rate(read, statistics.prefill_seconds)}",
         f"answer: {wrote} tokens in {statistics.rounds} passes "
         f"and {statistics.decode_seconds:.2f} s{_rate(wrote, statistics.decode_seconds)}",
     ]
+    if statistics.reread_words:
+        lines.append(f"read again: {statistics.reread_tokens} tokens, {statistics.reread_words}")
     if statistics.drafter_cold:
         lines.append(f"drafter: {statistics.drafter_cold} of the reused tokens are new to it")
     if first_seconds is not None:
@@ -229,7 +231,7 @@ def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
         "drafter": info.drafter,
         "finish_reason": finish_reason or "interrupted",
         "usage": {
-            **{name: figures[name] for name in ("prompt_tokens", "reused_tokens")},
+            **{name: figures[name] for name in ("prompt_tokens", "reused_tokens", "reread_tokens")},
             "completion_tokens": figures["generated_tokens"],
         },
         "timings": {

@@ -119,10 +119,20 @@ class CachedSequence:
         They are fewer than `shared` if the target cannot go back that far. From then on the identity is that
         prompt's, as far as the target has processed it.
         """
-        kept = self.parts.target.rewind(self.shared(prompt))
+        shared = self.shared(prompt)
+        kept = self.parts.target.rewind(shared)
+        if self.reread is None and shared > kept:
+            self.reread = Reread(shared - kept, "no place")
         self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
         self._identity, self._emitted = prompt.identity, []
         return kept
+
+    def reread_counts(self) -> tuple[int, int]:
+        """Return once what of the prompt is read again, by reason: evicted, no place."""
+        reread, self.reread = self.reread, None
+        if reread is None:
+            return 0, 0
+        return (reread.tokens, 0) if reread.reason == "evicted" else (0, reread.tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that a generation emitted."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
+from support.pairs import make_pair
 
 from mlx_spec.apps import bench
 from mlx_spec.apps.bench import Run, arm, chat_questions, in_turns, main, speeds
+from mlx_spec.apps.server import replay
+from mlx_spec.apps.server.engine import models
+from mlx_spec.errors import InvalidValue
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.types import Round
 
 ONCE = ["--tokens", "16", "--repeats", "1"]
@@ -38,6 +44,23 @@ def test_an_answer_is_timed_from_the_end_of_its_prompt(pair, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", read_clock)
     (run,) = in_turns(pair, [plain], prompt, 1, 0)
     assert sizes[0] == len(prompt) - 1 and run.seconds > 0
+
+
+def test_a_session_of_an_agent_is_replayed_turn_by_turn(monkeypatch):
+    """With full attention nothing is read twice, and what parted is copied."""
+    monkeypatch.setattr(replay, "RULES", replay.RULES[:200])
+    monkeypatch.setattr(models, "WARM_UP_TOKENS", 1)
+    spec = PairSpec("tiny")
+    turns = list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=3500)))
+    assert len(turns) == replay.TURNS and [turn.agent for turn in turns[:2]] == ["main", "title"]
+    assert sum(turn.read_again for turn in turns) < 64 * 4  # less than a copy is worth, for each that parts
+    assert all(
+        turn.reused > 0.7 * before.prompt for before, turn in pairwise(turns) if before.agent == turn.agent
+    )
+    lines = replay.report(turns)
+    assert len(lines) == replay.TURNS + 4 and "over the least" in lines[-2]
+    with pytest.raises(InvalidValue, match=r"needs .* tokens, and this model has a context of 900"):
+        list(replay.replay(spec, 2, lambda _: make_pair("full", "none", context=900)))
 
 
 def run(speed: float, *, tokens: int = 11, drafted: int = 0, accepted: int = 0) -> Run:

@@ -26,6 +26,7 @@ from support.endpoint import (
     STATISTICS,
     TEXT,
     TURN,
+    USAGE,
     Stub,
     events_of,
     fresh,
@@ -199,6 +200,17 @@ def test_a_protocol_shows_progress_where_its_clients_read_on(path, more):
     if path == MESSAGES:
         start = json.loads(text.splitlines()[1].removeprefix("data: "))["message"]["usage"]
         assert (start["input_tokens"], start["cache_read_input_tokens"]) == (10, 2)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_usage_says_what_was_read_again_and_why(path):
+    """Only if something was."""
+    again = replace(USAGE, reread_tokens=3, reread_words="no place to go back to")
+    stub, endpoint = fresh((*said("Hi")[:-1], replace(CLOSED, usage=again)))
+    found = json.dumps(endpoint.post(path).json()["usage"])
+    assert '"reread_tokens": 3, "reread_reason": "no place to go back to"' in found
+    stub.events = said("Hi")
+    assert "reread" not in json.dumps(endpoint.post(path).json()["usage"])
 
 
 def test_a_failure_after_the_headers_ends_the_stream():

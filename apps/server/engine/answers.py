@@ -85,6 +85,8 @@ class Usage:
     accepted_prediction_tokens: int = 0  # of the client's prediction, in the answer
     rejected_prediction_tokens: int = 0  # of the client's prediction, not in the answer
     image_tokens: int = 0  # of the prompt: rows of pictures
+    reread_tokens: int = 0  # of the prompt, known before and read again
+    reread_words: str | None = None  # why
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,12 @@ class BlockWriter(ABC):
 
 
 # --- as JSON
+
+
+def reread_json(usage: Usage) -> dict[str, Any]:
+    """Return the fields of a usage that say what was read again, and why; {} if nothing was."""
+    found = {"reread_tokens": usage.reread_tokens, "reread_reason": usage.reread_words}
+    return found if usage.reread_tokens else {}
 
 
 def progress_json(event: PromptProgress) -> dict[str, Any]:

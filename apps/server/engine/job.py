@@ -74,7 +74,7 @@ class RequestChoice:
     def statistics(self) -> Statistics:
         """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
         found = self.generation.statistics
-        return found if self.is_first else replace(found, prompt_tokens=0, reused_tokens=0, drafter_cold=0)
+        return found if self.is_first else found.without_prompt()
 
     def read(self, round: Round) -> Iterator[Event]:
         """Yield the events of a round."""
@@ -409,6 +409,8 @@ class Job:
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
             sum(span.count for prompt in self._prepared.prompts for span in prompt.spans),
+            total.reread_tokens,
+            total.reread_words,
         )
         drafted = "+".join(total.by_drafter) or None
         first = self._first_token_seconds or 0.0

@@ -212,6 +212,7 @@ export function summary({ timings, usage, reason, stopped }, limit) {
   if (timings?.drafted) facts.push(`${timings.accepted} of ${plural(count, "token")} drafted`);
   if (known(timings?.ttft_ms)) facts.push(`first token after ${duration(timings.ttft_ms)}`);
   if (timings?.reused_tokens) facts.push(`${plural(timings.reused_tokens, "prompt token")} reused`);
+  if (timings?.reread_words) facts.push(`${timings.reread_tokens} read again: ${timings.reread_words}`);
   if (stopped) facts.push("stopped");
   if (reason === "length") facts.push(count === limit ? "cut at the longest answer allowed" : "cut: the context is full");
   return facts;

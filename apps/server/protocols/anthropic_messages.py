@@ -340,6 +340,7 @@ def _usage_json(usage: answers.Usage) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        **answers.reread_json(usage),
     }
 
 

@@ -376,6 +376,7 @@ def usage_json(usage: answers.Usage) -> Json:
             "cached_tokens": usage.cached_tokens,
             "audio_tokens": 0,
             "image_tokens": usage.image_tokens,
+            **answers.reread_json(usage),
         },
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
