@@ -66,7 +66,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnFigures:
-    """What a turn read, in tokens, and how long it waited."""
+    """The tokens that a turn read, and how long it waited."""
 
     agent: str
     prompt: int
