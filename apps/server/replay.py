@@ -28,7 +28,6 @@ from .engine.tool_formats import find_tool_format
 from .requests.request import Chat, GenerationRequest, Tool, ToolUse
 from .settings import ServedModel, Settings
 
-NAME = "bench"  # of the model
 TURNS = 20
 Message = Mapping[str, Any]
 
@@ -46,12 +45,8 @@ The index is built from the notes and can be built anew at any time: never repai
 Dates are ISO 8601 in UTC. Paths are relative to the folder of the notes, with slashes on every system.
 Keep answers short: what you found, what you changed, what is left. No praise, no apology.
 Several independent calls of tools belong into one turn. Long searches belong to a helper.
-The user reads your last message only. Everything that matters must be in it."""
-MAIN = "You are the main agent. You may give a task to helpers; they see nothing of this conversation."
-HELPER = "You are a helper. Do the one task that you are given, change nothing, and report what you found."
-TITLE = (
-    "Write a title of at most six words for the conversation that begins with this message. Only the title."
-)
+The user reads your last message only. Everything that matters must be in it.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,24 +83,24 @@ def _tool(name: str, about: str, **properties: str) -> Tool:
     return Tool(name, about, schema)
 
 
-READERS = (
-    _tool("read", "Return the lines of a file with their numbers.", path="The file, relative to the folder."),
-    _tool(
-        "search", "Return the lines that match.", pattern="A regular expression.", path="A folder or a file."
-    ),
-    _tool("run", "Run a command and return what it prints.", command="The command, as a shell reads it."),
-)
-TOOLS = (
-    *READERS,
-    _tool(
-        "edit",
-        "Replace a text in a file.",
-        path="The file.",
-        old="The text that is there.",
-        new="The new text.",
-    ),
-    _tool("helper", "Give a task to a helper and return its report.", task="What to find out, in full."),
-)
+def _tools() -> tuple[Tool, ...]:
+    """Return the tools of the main agent; helpers have the first three."""
+    return (
+        _tool(
+            "read", "Return the lines of a file with their numbers.", path="The file, relative to the folder."
+        ),
+        _tool(
+            "search",
+            "Return the lines that match.",
+            pattern="A regular expression.",
+            path="A folder or file.",
+        ),
+        _tool("run", "Run a command and return what it prints.", command="The command, as a shell reads it."),
+        _tool(
+            "edit", "Replace a text in a file.", path="The file.", old="The text there.", new="The new text."
+        ),
+        _tool("helper", "Give a task to a helper and return its report.", task="What to find out, in full."),
+    )
 
 
 # --- the session
@@ -144,12 +139,17 @@ class _Recorder:
 
 def session(lines: int) -> Iterator[Turn]:
     """Yield the 20 turns of the session. Files and logs have `lines` lines."""
-    system = f"{RULES}\n{MAIN}"
-    main = _Recorder("main", system, TOOLS)
+    tools = _tools()
+    system = (
+        RULES
+        + "You are the main agent. You may give a task to helpers; they see nothing of this conversation."
+    )
+    main = _Recorder("main", system, tools)
     question = "The importer drops the last line of notes that come from Windows. Find out why and mend it."
     main.ask(question)
     yield main.turn()
-    title = _Recorder("title", TITLE, ())
+    about = "Write a title of at most six words for the conversation that begins so. Only the title."
+    title = _Recorder("title", about, ())
     title.ask(question)
     yield title.turn(joins=True)
     main.call(
@@ -182,7 +182,8 @@ def session(lines: int) -> Iterator[Turn]:
     main.ask("Do other readers have the same fault? Look at the exporter and at the index at once.")
     yield main.turn()
     tasks = [f"Does notes/{part}.py split lines by hand? Name each place." for part in ("exporter", "index")]
-    helpers = [_Recorder(f"helper {i + 1}", f"{RULES}\n{HELPER}", READERS) for i in range(2)]
+    role = "You are a helper. Do the one task that you are given, change nothing, and report what you found."
+    helpers = [_Recorder(f"helper {i + 1}", RULES + role, tools[:3]) for i in range(2)]
     for i, (helper, task) in enumerate(zip(helpers, tasks, strict=True)):
         helper.ask(task)
         yield helper.turn(joins=i > 0)
@@ -213,7 +214,7 @@ def session(lines: int) -> Iterator[Turn]:
     }
     main.call("At the top.", ("edit", entry, "1 replacement"))
     yield main.turn()
-    new = _Recorder("new chat", system, TOOLS)
+    new = _Recorder("new chat", system, tools)
     new.ask("How do I run one test alone?")
     yield new.turn()
 
@@ -275,13 +276,13 @@ def replay(spec: PairSpec, tokens: int, loader: Loader = load_served) -> Iterato
 
     An answer has at most `tokens` tokens. Raises SpecError.
     """
-    pairs = list[Pair]()
+    name, pairs = "bench", list[Pair]()
 
     def load(served: ServedModel) -> Pair:
         pairs.append(loader(served))
         return pairs[0]
 
-    engine = EngineThread(Settings((ServedModel(NAME, spec),)), load)
+    engine = EngineThread(Settings((ServedModel(name, spec),)), load)
     engine.start()
     try:
         if not engine.wait_loaded():
@@ -289,7 +290,7 @@ def replay(spec: PairSpec, tokens: int, loader: Loader = load_served) -> Iterato
         (pair,) = pairs
         if not pair.tokenizer.chats:
             raise InvalidValue("--agent: this model has no chat template: give an instruction-tuned one")
-        requests = _fitting(pair, engine, tokens)
+        requests = _fitting(pair, engine, name, tokens)
         for turns in _together(requests):
             arrived: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
             for i, (_, request) in enumerate(turns):
@@ -308,13 +309,15 @@ def _put(arrived: queue.SimpleQueue[tuple[int, Event]], number: int, event: Even
     arrived.put((number, event))
 
 
-def _fitting(pair: Pair, engine: EngineThread, tokens: int) -> list[tuple[Turn, GenerationRequest]]:
+def _fitting(
+    pair: Pair, engine: EngineThread, model: str, tokens: int
+) -> list[tuple[Turn, GenerationRequest]]:
     """Return the requests, with files as long as the context allows. Raises InvalidValue if none fit."""
     calls = find_tool_format(pair.tokenizer) is not None
     limit = pair.info.context_length
     for lines in (40, 20, 10, 5):
         turns = [turn if calls else _as_text(turn) for turn in session(lines)]
-        requests = [(turn, _request(turn, tokens)) for turn in turns]
+        requests = [(turn, _request(turn, model, tokens)) for turn in turns]
         longest = max(engine.count_tokens(request) for _, request in requests) + tokens
         if limit is None or longest <= limit:
             return requests
@@ -323,11 +326,11 @@ def _fitting(pair: Pair, engine: EngineThread, tokens: int) -> list[tuple[Turn, 
     )
 
 
-def _request(turn: Turn, tokens: int) -> GenerationRequest:
+def _request(turn: Turn, model: str, tokens: int) -> GenerationRequest:
     tools = ToolUse(turn.tools, "auto") if turn.tools else None
     chat = Chat(turn.messages, tools, thinking=True)
     return GenerationRequest(
-        NAME, chat, Sampling(), max_tokens=tokens, ignore_eos=True, earlier_answers=False
+        model, chat, Sampling(), max_tokens=tokens, ignore_eos=True, earlier_answers=False
     )
 
 

@@ -43,7 +43,6 @@ from mlx_spec.types import CacheState
 from ..errors import LOG
 
 MIN_TOKENS = 1024  # tokens that a file must save: one chunk of a prefill, so small chats are never written
-DIGEST_CHARS = 16  # of the key of a model, at the beginning of a name
 MAX_AGE_S = 30 * 24 * 3600  # since its last use: prompts are private and should not stay forever
 # Key, tokens, checksum; the second half of the checksum is in names of older formats.
 NAME = re.compile(r"([0-9a-f]{16})-[0-9]+-([0-9a-f]{8})([0-9a-f]{8})?\.safetensors")
@@ -186,7 +185,7 @@ class CacheFolder:
                 raise
             earlier, self._index = self._index, {**self._index, name: prefix}
             for old, entry in earlier.items():
-                if old[:DIGEST_CHARS] == name[:DIGEST_CHARS] and old != name and prefix.covers(entry):
+                if old.split("-")[0] == start.split("-")[0] and old != name and prefix.covers(entry):
                     (self.path / old).unlink(missing_ok=True)
         except Exception as error:  # such as a full disk
             self._failed = True
@@ -232,7 +231,7 @@ class PrefixFiles:
         """Find the files of a pair. Raises SpecError if its caches cannot be saved."""
         self._folder = folder
         self._key = json.dumps(key, sort_keys=True)
-        self._digest = hashlib.sha256(self._key.encode()).hexdigest()[:DIGEST_CHARS]
+        self._digest = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         self._slots = _slots(_probe(pair).arrays)
 
     def restore(self, prompt: Prompt, known: int, open: Callable[[], SequenceParts]) -> CachedSequence | None:
