@@ -65,6 +65,7 @@ def prefill(
         mx.eval(array)
         yield PrefillStep()
     end = len(prompt) - 1
+    read = list(prompt[: target.size + 1])  # the history so far, one list for all chunks and drafters
     while (low := target.size) < end:
         high = min(low + step(), end)
         if target.reads_spans_whole:
@@ -81,12 +82,13 @@ def prefill(
                 if features is None:
                     yield PrefillStep(high - low, 1 / parts)
                     continue
-                yield from _observe_in_parts(drafters, prompt[: high + 1], features, high - low, 1 / parts)
+                yield from _observe_in_parts(drafters, prompt, read, features, high - low, 1 / parts)
             last = PrefillStep(ends_chunk=True)
         else:
             features = target.prefill(*chunk, ends_prompt=high == end)
+            read += prompt[len(read) : high + 1]
             for drafter in drafters:
-                drafter.observe(list(prompt[: high + 1]), features)
+                drafter.observe(read, features)
             last = PrefillStep(high - low, ends_chunk=True)
         # Else freed buffers pile up: scores of attention grow with each chunk, and MLX gives an array only a
         # buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
@@ -97,7 +99,8 @@ def prefill(
 
 def _observe_in_parts(
     drafters: Sequence[Drafter],
-    history: Sequence[int],
+    prompt: Prompt,
+    read: list[int],
     features: Features,
     rows: int,
     share: float,
@@ -105,16 +108,17 @@ def _observe_in_parts(
 ) -> Generator[PrefillStep, None, None]:
     """Show drafters the `features` of a chunk of that many rows, which took a `share` of its pass last.
 
-    They get at most `most` rows in a step. If this is closed, they get all, because they must not fall behind
-    the target.
+    They get at most `most` rows in a step, for which `read` grows to the end of the chunk. If this is closed,
+    they get all, because they must not fall behind the target.
     """
-    start = len(history) - 1 - rows
+    start = len(read) - 1
     lows = iter(range(0, rows, most) if drafters else ())
 
     def observe(low: int) -> int:
         high = min(low + most, rows)
+        read.extend(prompt[len(read) : start + high + 1])
         for drafter in drafters:
-            drafter.observe(list(history[: start + high + 1]), features.part(low, high))
+            drafter.observe(read, features.part(low, high))
         return rows - high
 
     try:

@@ -96,7 +96,7 @@ class Forced(SequenceDrafter):
         known = (len(history), history[-1])
         if known != self._known:
             self._known = known
-            self._tokens = self._matcher.forced(history[self._prompt_length :])
+            self._tokens = self._matcher.forced(history, start=self._prompt_length)
         return self._tokens
 
 
@@ -119,7 +119,7 @@ class GrammarFilter(DrafterWrapper):
         draft = self.inner.draft(history, limit, sampler)
         if draft.probs is not None or draft.parents is not None or not draft.tokens.size:
             return draft
-        keep = self._matcher.legal(history[self._prompt_length :], read_tokens(draft.tokens)) + 1
+        keep = self._matcher.legal(history, read_tokens(draft.tokens), start=self._prompt_length) + 1
         return replace(draft, tokens=draft.tokens[:keep])
 
 

@@ -90,7 +90,7 @@ class Grammar:
 
 
 class Matcher:
-    """Follows one answer. The result of every method depends on its arguments alone.
+    """Follows one answer: `history[start:]`. The result of every method depends on its arguments alone.
 
     Draft tokens are consumed to look ahead, and taken back. `_states[i]` is the state after i tokens. After a
     forbidden token it is "invalid", and the parser reads nothing more. A parser that gives up stays in its
@@ -111,39 +111,44 @@ class Matcher:
         self._start = grammar.start
         self._parser = self._start.deep_copy()
         self._tokens: list[int] = []
+        # The last history, its `start` and the tokens read of it. The same list only grows, so it is not
+        # compared again.
+        self._followed: tuple[Sequence[int], int, int] = (), 0, 0
         self._states: list[State] = [self._answer if state == "answer" else state]
         self._places = [place]  # of the thinking, parallel to the states
         self._bits_of: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
-    def allowed(self, generated: Sequence[int], drafted: Sequence[int], rows: int) -> TokenBits:
+    def allowed(
+        self, history: Sequence[int], drafted: Sequence[int], rows: int, *, start: int = 0
+    ) -> TokenBits:
         """Return the allowed tokens of each of T rows, bits [T, W]. `types.Sampler` defines the rows.
 
         Every row allows some token, also after a forbidden draft token. Raises InvalidValue if the parser
         gives up.
         """
-        self._follow(generated)
+        count = self._follow(history, start)
         allowed: list[TokenBits] = []
         for i in range(len(drafted) + 1):
             if i > len(drafted) - rows:
                 allowed.append(self._next_tokens())
             if i < len(drafted):
                 self._consume(drafted[i])
-        self._rewind(len(generated))
+        self._rewind(count)
         return np.stack(allowed)
 
-    def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+    def legal(self, history: Sequence[int], drafted: Sequence[int], *, start: int = 0) -> int:
         """Return the number of draft tokens before the first forbidden one."""
-        self._follow(generated)
+        count = self._follow(history, start)
         for token in drafted:
             self._consume(token)
-        states = self._states[len(generated) + 1 :]
-        self._rewind(len(generated))
+        states = self._states[count + 1 :]
+        self._rewind(count)
         return next((i for i, state in enumerate(states) if state == "invalid"), len(states))
 
-    def forced(self, generated: Sequence[int]) -> list[int]:
+    def forced(self, history: Sequence[int], *, start: int = 0) -> list[int]:
         """Return the tokens that must follow, as far as the grammar determines them."""
-        self._follow(generated)
+        self._follow(history, start)
         if self._states[-1] == "answer":
             return self._parser.compute_ff_tokens()
         found: list[int] = []
@@ -156,13 +161,15 @@ class Matcher:
             place = self._marks.after(place, found[-1])
         return found
 
-    def after_unread(self, generated: Sequence[int]) -> tuple[int, TokenBits, TokenBits] | None:
+    def after_unread(
+        self, history: Sequence[int], *, start: int = 0
+    ) -> tuple[int, TokenBits, TokenBits] | None:
         """Return the masks after a token that only the device knows, if a single token makes a difference.
 
         Returns that token, the bits [W] after it, and the bits after any other token. None if the host has to
         read the token.
         """
-        self._follow(generated)
+        count = self._follow(history, start)
         state, token = self._states[-1], None
         if state == "thinking" and self._marks is not None:
             token = self._marks.leaving(self._places[-1])
@@ -174,22 +181,29 @@ class Matcher:
             otherwise = self._next_tokens()
             self._consume(token)
             self._unread[state] = token, self._next_tokens(), otherwise
-            self._rewind(len(generated))
+            self._rewind(count)
         return self._unread[state]
 
-    def _follow(self, generated: Sequence[int]) -> None:
-        """Consume the emitted tokens. Raises InvalidValue if they do not match."""
-        tokens = list(generated)
-        kept = common_prefix(self._tokens, tokens)
+    def _follow(self, history: Sequence[int], start: int) -> int:
+        """Consume the emitted tokens, `history[start:]`. Return their number.
+
+        Raises InvalidValue if they do not match.
+        """
+        known, its_start, kept = self._followed
+        is_known = history is known and start == its_start and kept == len(self._tokens)
+        if not is_known or len(history) - start < kept:
+            kept = common_prefix(self._tokens, history[start:])
         self._rewind(kept)
-        for token in tokens[kept:]:
+        for token in history[start + kept :]:
             self._consume(token)
+        self._followed = history, start, len(self._tokens)
         if self._states[-1] == "answer":
             self._parser.compute_bitmask()  # here, so that an error shows below; the parser caches the mask
         if self._parser.is_error():
             raise InvalidValue(f"the grammar cannot be followed: {_parser_error(self._parser)}")
         if self._states[-1] == "invalid":
             raise InvalidValue("the answer so far does not match the grammar: give both from the beginning")
+        return len(self._tokens)
 
     def _consume(self, token: int) -> None:
         before, place = self._states[-1], self._places[-1]

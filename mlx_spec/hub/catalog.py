@@ -8,7 +8,9 @@ mlx-lm quantized. Any other repository can be given as owner/name.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES
 from mlx_spec.checkpoint.families import TargetShape
@@ -79,7 +81,8 @@ def made_for(repository: str) -> str | None:
     return DRAFTERS.get(re.sub(precision, "", name.lower())) if owner in owners else None
 
 
-def aliases() -> dict[str, PairSpec]:
+@cache
+def aliases() -> Mapping[str, PairSpec]:
     """Return all short names, with and without a precision, and their pairs."""
     result: dict[str, PairSpec] = {}
     for alias, targets in ALIASES.items():
@@ -97,6 +100,7 @@ def find_alias(name: str) -> PairSpec | None:
     return aliases().get(name.lower().replace(":", "-").replace("-it-", "-").removesuffix("-it"))
 
 
+@cache
 def suggested_drafter(repository: str) -> str | None:
     """Return the drafter made for a target repository, else the drafter of its short name, or None."""
     pairs = (pair for pair in aliases().values() if pair.target.lower() == repository.lower())

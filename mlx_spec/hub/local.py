@@ -78,7 +78,7 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
 
 def partners(model: LocalModel, models: Iterable[LocalModel]) -> list[str]:
     """Return the drafters among `models` for a target, or the targets for a drafter."""
-    others = [other for other in models if other != model]
+    others = [other for other in models if other.name != model.name]
     if model.is_drafter:
         return [other.name for other in others if _go_together(other, model)]
     return [other.name for other in others if _go_together(model, other)]

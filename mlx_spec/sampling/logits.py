@@ -88,7 +88,7 @@ class GrammarMask:
         if self._matcher is None:
             self._matcher = self._grammar.matcher(history[: self._prompt_length])
         if logits.shape[0] == drafted.shape[0] == 1:  # after a queued token
-            found = self._matcher.after_unread(history[self._prompt_length :])
+            found = self._matcher.after_unread(history, start=self._prompt_length)
             if found is not None:
                 token, *either = found
                 after, otherwise = (mx.array(bits.view(np.uint8)) for bits in either)
@@ -96,6 +96,6 @@ class GrammarMask:
                 return limits(bits[None], logits.shape[-1], logits.dtype)
         mx.async_eval(drafted)  # apart from the logits: arrays evaluated together are ready together
         mx.async_eval(logits)  # the device runs the target's pass while the host follows the draft
-        generated = history[self._prompt_length :]
-        allowed = self._matcher.allowed(generated, read_tokens(drafted), logits.shape[0])
+        drafts, start = read_tokens(drafted), self._prompt_length
+        allowed = self._matcher.allowed(history, drafts, logits.shape[0], start=start)
         return row_limits(allowed, logits.shape[-1], logits.dtype)

@@ -99,15 +99,17 @@ def score_prompt(
     penalties, tokens after its prompt count as generated.
     """
     end = len(tokens) - 1
+    read = list(tokens[: target.size + 1])  # the history so far, one list for all chunks and drafters
     for low in range(target.size, end, MAX_UNCOMMITTED):
         high = min(low + MAX_UNCOMMITTED, end)
         chunk = mx.array(list(tokens[low:high]), dtype=mx.int32)
         following = list(tokens[low + 1 : high + 1])
-        scores = processor.process(target.verify(chunk), tokens[: low + 1], chunk[1:])
+        scores = processor.process(target.verify(chunk), read, chunk[1:])
         rows = _pack(scores, mx.array(following, dtype=mx.int32), top)
         features = target.commit(high - low)
+        read += following
         for drafter in drafters:
-            drafter.observe(list(tokens[: high + 1]), features)
+            drafter.observe(read, features)
         yield _read(rows, following, tokenizer)
     mx.clear_cache()
 

@@ -270,10 +270,12 @@ def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | No
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    length = min(len(a), len(b))
-    if list(a[:length]) == list(b[:length]):
-        return length
-    return next(i for i in range(length) if a[i] != b[i])
+    length, part = min(len(a), len(b)), 1024
+    for low in range(0, length, part):
+        pairs = a[low : min(low + part, length)], b[low : min(low + part, length)]
+        if list(pairs[0]) != list(pairs[1]):
+            return low + next(i for i, (one, other) in enumerate(zip(*pairs, strict=True)) if one != other)
+    return length
 
 
 def differing_token(drafter: Path, target: Path, tokenizer: Tokenizer) -> str | None:

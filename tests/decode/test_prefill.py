@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import FeatureSpec
+from mlx_spec.types import Features, FeatureSpec
 
 
 class RecordedTarget(LMTarget):
@@ -47,6 +48,23 @@ def test_freed_buffers_go_back_after_each_chunk(monkeypatch: pytest.MonkeyPatch)
     for _ in prefill(target, (), text_prompt(tiny.prompt(301)), lambda: 100):
         chunks.append(target.size)
     assert cleared == chunks == [100, 200, 300]
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_a_prompt_is_copied_once_for_all_chunks_and_drafters(by_layers: bool) -> None:
+    """Each chunk was a copy of the whole prompt for each drafter: quadratic, and a second at 32k tokens."""
+    prompt, seen = tiny.prompt(301), list[tuple[int, int]]()
+
+    class Reader(Scripted):
+        def observe(self, history: Sequence[int], features: Features) -> None:
+            assert list(history) == prompt[: len(history)]
+            seen.append((id(history), len(history)))
+
+    drafters = [Reader([]), Reader([])]
+    for _ in prefill(LMTarget(tiny.full()), drafters, text_prompt(prompt), lambda: 8, lambda: by_layers):
+        pass
+    assert len(seen) == 2 * 38 and len({list_id for list_id, _ in seen}) == 1
+    assert [length for _, length in seen[::2]] == [*range(9, 301, 8), 301]
 
 
 def sequence(target: LMTarget, length: int) -> RunningSequence:
