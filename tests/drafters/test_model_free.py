@@ -156,14 +156,15 @@ class Letters:
     def __init__(self) -> None:
         self.calls = 0
 
-    def legal(self, generated: Sequence[int], drafted: Sequence[int]) -> int:
+    def legal(self, history: Sequence[int], drafted: Sequence[int], *, start: int) -> int:
+        generated = history[start:]
         before = [*generated[-1:], *drafted]
         ends = (i for i in range(1, len(before)) if before[i] <= before[i - 1])
         return next(ends, len(before)) - len(generated[-1:])
 
-    def forced(self, generated: Sequence[int]) -> list[int]:
+    def forced(self, history: Sequence[int], *, start: int) -> list[int]:
         self.calls += 1
-        return [1, 2, 3][len(generated) :]
+        return [1, 2, 3][len(history) - start :]
 
 
 def test_forced_tokens_are_drafted_and_read_once_a_round():

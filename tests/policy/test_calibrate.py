@@ -164,9 +164,9 @@ def test_a_pass_is_announced_and_none_is_longer_than_it_may_be(clock, drafted_s,
 def test_costs_of_a_slow_pair_are_checked_in_short_passes(clock, monkeypatch, token_s):
     for run in (LMTarget.verify, LMTarget.prefill):
 
-        def slow(self, tokens, *others, run=run):
+        def slow(self, tokens, *others, run=run, **options):
             clock.now += token_s * len(tokens)
-            return run(self, tokens, *others)
+            return run(self, tokens, *others, **options)
 
         monkeypatch.setattr(LMTarget, run.__name__, slow)
     pair = mlx_spec.load("demo")

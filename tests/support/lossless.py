@@ -121,9 +121,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[tuple[str,
     def count(name: str) -> None:
         method = getattr(LMTarget, name)
 
-        def counted(self: LMTarget, tokens: Any, *others: Any) -> Any:
+        def counted(self: LMTarget, tokens: Any, *others: Any, **options: Any) -> Any:
             calls.append((name, len(tokens)))
-            return method(self, tokens, *others)
+            return method(self, tokens, *others, **options)
 
         monkeypatch.setattr(LMTarget, name, counted)
 
