@@ -4,6 +4,7 @@
 # make chat ARGS="..."        options of the chat program; ARGS=--help lists them
 # make serve                  the local endpoint and its page; MODEL=... and ARGS=... as above
 # make test                   lint, types and tests; `make lint` is the first two
+# make test-mac               tests of loading, decoding and all programs in the imitated process of a Mac
 # make bench                  the quick benchmarks
 # make clean                  remove what make made
 # BACKEND=cpu|cuda12|cuda13   overrides the choice of MLX backend on Linux
@@ -12,6 +13,7 @@ SHELL := /bin/sh
 VENV := .venv
 PY := $(VENV)/bin/python
 BENCHMARKS := decode batch ahead
+MAC_TESTS := decode model drafters server apps chat menubar test_mac.py
 
 ifeq ($(shell uname -s),Darwin)
 BACKEND := metal
@@ -34,7 +36,7 @@ ifneq ($(origin MODEL),command line)
 MODEL :=
 endif
 
-.PHONY: chat serve test lint bench clean
+.PHONY: chat serve test test-mac lint bench clean
 
 # Not the pair used last: what a command does must not depend on the one before it.
 CHOSEN := $(or $(MODEL),$(if $(findstring --target,$(ARGS)),,demo))
@@ -53,6 +55,9 @@ serve: $(READY)-server $(PACKAGED)
 
 test: lint
 	$(PY) -m pytest -q -n auto --dist worksteal
+
+test-mac: $(READY)-test
+	$(PY) -m pytest -q -n auto --dist worksteal --mac $(MAC_TESTS:%=tests/%)
 
 lint: $(READY)-test
 	$(PY) -m ruff check .

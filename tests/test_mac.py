@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from support import mac
-from support.waiting import wait_until
+from support.waiting import LIMIT, wait_until
 
 import mlx_spec
+from mlx_spec import demo
 from mlx_spec.ahead import drafting_ahead
+from mlx_spec.apps.chat import saved
 from mlx_spec.device import NoBackend, memory_for_models, require_backend
 from mlx_spec.device.awake import Awake
 from mlx_spec.drafters.lookup import lookup_source
+from mlx_spec.hub.names import resolve
+
+ROOT = Path(__file__).parents[1]
+# The tests of each part that matter most on a Mac. `make test-mac` runs all of them.
+PARTS = {
+    "load": ["tests/decode/test_load.py", "--deselect=tests/decode/test_load.py::test_import_is_light"],
+    "decode": ["tests/decode/test_round.py", "-k=plain_decoding_is_that or (scripted and None)"],
+    "server": ["tests/server/test_server_stream.py", "tests/server/test_server_completions.py"],
+    "menu bar": [f"tests/menubar/test_menubar{name}.py" for name in ("", "_cocoa", "_state")],
+    "doctor": ["tests/apps/test_doctor.py::test_the_demo_pair_passes"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_in_the_process_of_a_mac(part):
+    command = [sys.executable, "-m", "pytest", "-q", "--mac", "-p", "no:cacheprovider", *PARTS[part]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * LIMIT)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 def test_freed_buffers_follow_the_rules_of_mlx():
@@ -78,13 +101,14 @@ def test_the_default_device_is_one_for_all_threads(monkeypatch):
 
 
 def test_a_program_that_a_mac_starts_runs_on_a_mac():
-    code = "import sys, resource as r, mlx.core as mx\n"
-    code += "print(sys.platform, r.getrlimit(r.RLIMIT_NOFILE)[0], mx.default_device())"
+    code = "import sys, resource as r, mlx.core as mx, mlx_spec.device\n"
+    code += "limit = r.getrlimit(r.RLIMIT_NOFILE)[0]; mlx_spec.device.require_backend()\n"
+    code += "print(sys.platform, mx.default_device(), limit, r.getrlimit(r.RLIMIT_NOFILE)[0])"
     environment = {"PYTHONPATH": str(mac.START)}
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert (found.stdout, found.stderr) == ("darwin 256 Device(gpu, 0)\n", "")
+    assert (found.stdout, found.stderr) == ("darwin Device(gpu, 0) 256 2048\n", "")
 
 
 def test_a_model_is_loaded_whatever_the_default_device_is(monkeypatch):
@@ -133,3 +157,28 @@ def test_below_macos_14_one_line_names_the_system(monkeypatch):
         mac.imitate_system(monkeypatch, mac.Mac(system=version))
         with pytest.raises(NoBackend, match=says):
             require_backend()
+
+
+def test_names_that_differ_in_case_only_are_one_file(tmp_path, monkeypatch):
+    """What would be replaced or loaded is asked of the file system, not of names."""
+    mac.ignore_case(monkeypatch, tmp_path)
+    file, models = tmp_path / "Talk.json", tmp_path / "models"
+    saved.write(file, {"messages": []})
+    assert saved.replaced(tmp_path / "talk.json") is not None
+    saved.write(tmp_path / "talk.json", {"messages": []})
+    assert os.listdir(tmp_path) == ["Talk.json"]
+    shutil.copytree(demo.TARGET, models / "Small")
+    assert resolve(str(models / "small")).target == str(models / "small")
+
+
+def test_no_two_files_of_the_repository_differ_in_case_only():
+    for package in ("mlx_spec", "apps", "convert", "tests", "benchmarks"):
+        names = [str(path).lower() for path in (ROOT / package).rglob("*") if "__pycache__" not in path.parts]
+        assert len(names) == len(set(names))
+
+
+def test_no_program_names_a_socket_by_a_path():
+    """A path of a socket has at most 103 bytes on macOS, and temporary folders there take half of them."""
+    for package in ("mlx_spec", "apps", "convert"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert not re.search(r"AF_UNIX|_unix_|multiprocessing", path.read_text()), path
