@@ -55,8 +55,8 @@ def test_the_lengths_are_the_context_and_what_a_rope_names() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     assert critical_lengths({"max_position_embeddings": 8192}) == [8192]
     assert critical_lengths({"max_position_embeddings": 40_960, "rope_scaling": yarn}) == [
-        32_768,
-        40_960,
+        32_769,
+        40_961,
         131_072,
     ]
     assert critical_lengths({}) == []
