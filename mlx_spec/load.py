@@ -97,6 +97,8 @@ def load(
         model = _load_target(folder, config)
         mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
     tokenizer = read_tokenizer(folder, config)
+    if unread := tokenizer.generation.without_effect:
+        print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
     source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
     if ranks is not None and source is not None and source.needs.shared_kv:
         why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"

@@ -35,6 +35,7 @@ from mlx_spec.policy.batch import FEWEST_RUNNING, BatchPolicies
 from mlx_spec.policy.calibrate import Slice, Stopwatch
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import GREEDY, Sampling
+from mlx_spec.sampling.logits import Suppressed
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.tokenizer import Tokenizer
@@ -286,6 +287,7 @@ class Pair:
             extras,
             read_prompt,
             on_end,
+            self._suppressed,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:
@@ -301,6 +303,14 @@ class Pair:
         group = None if policies is None else policies.group
         # Padding is worth it only while it is small beside the weights, which a second pass would read again.
         return Batch(targets, max_running, group, max_padding=self.info.target_bytes // 4)
+
+    @cached_property
+    def _suppressed(self) -> Suppressed | None:
+        """Return the tokens that generation_config.json forbids; None if there are none."""
+        generation = self.tokenizer.generation
+        if not (generation.suppressed or generation.suppressed_first):
+            return None
+        return Suppressed(generation.suppressed, generation.suppressed_first, self.info.vocab_size)
 
     @cached_property
     def batch_support(self) -> BatchSupport:

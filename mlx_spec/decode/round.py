@@ -134,8 +134,10 @@ class Group:
         pairs = zip(self.sequences, drafts, strict=True)
         written = mx.concatenate([block for s, draft in pairs for block in (s.pending, draft.tokens)])
         if drafts[0].parents is not None:  # a tree, of the only sequence
-            return self.sequences[0].target.verify_tree(written, drafts[0].parents)
-        return self.targets.verify(written, [1 + draft.tokens.size for draft in drafts])
+            logits = self.sequences[0].target.verify_tree(written, drafts[0].parents)
+            return self._allowed(logits, [logits.shape[0]])
+        sizes = [1 + draft.tokens.size for draft in drafts]
+        return self._allowed(self.targets.verify(written, sizes), sizes)
 
     def _accept(self, drafts: Sequence[Draft], logits: mx.array) -> list[Accepted]:
         """Return the accepted rows and the new tokens of each sequence. Makes the one copy to the host."""
@@ -213,7 +215,8 @@ class Group:
 
         `unread` is 1 if the histories lack the written tokens, because the host has not read them, else 0.
         """
-        logits = self.targets.verify(tokens, [1] * len(self.sequences), early=not unread)
+        sizes = [1] * len(self.sequences)
+        logits = self._allowed(self.targets.verify(tokens, sizes, early=not unread), sizes, unread)
         self._shortlisted = []
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)
@@ -224,6 +227,16 @@ class Group:
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
             self._shortlisted += [(sequence, row, fits) for fits in sequence.sampler.fits]
         return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
+
+    def _allowed(self, logits: mx.array, sizes: Sequence[int], unread: int = 0) -> mx.array:
+        """Return logits [R, V] without tokens that the model must not say; `sizes` are the rows of each."""
+        suppressed = self.sequences[0].suppressed
+        if suppressed is None:
+            return logits
+        lows = itertools.accumulate(sizes[:-1], initial=0)
+        pairs = zip(lows, self.sequences, strict=True)
+        first = [low for low, s in pairs if len(s.history) + unread == len(s.prompt)]
+        return suppressed.leave_out(logits, first)
 
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Emitted]:
         """Append the tokens of the rounds to the histories."""

@@ -12,6 +12,7 @@ from mlx_spec.device import resident
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Prompt
+from mlx_spec.sampling.logits import Suppressed
 from mlx_spec.types import (
     Draft,
     DraftChoice,
@@ -150,11 +151,13 @@ class RunningSequence:
         request_drafters: Sequence[RequestDrafter] = (),
         read_prompt: Callable[[], Iterator[object]] | None = None,
         on_end: Callable[[list[int]], None] | None = None,
+        suppressed: Suppressed | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
         self.target, self.policy, self.sampler = target, policy, sampler
         self.prompt = prompt
+        self.suppressed = suppressed  # the same for all sequences of a target
         self.history = list(prompt)
         self.remaining = max_tokens  # tokens that may still be emitted; 0 after a stop token
         self.error: Exception | None = None  # ends this sequence and no other

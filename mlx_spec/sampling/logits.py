@@ -1,13 +1,41 @@
-"""Penalties and grammar masks, which change logits before they become a distribution."""
+"""Forbidden tokens, penalties and grammar masks, which change logits before they become a distribution."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_spec.grammar import Grammar, Matcher, limits, read_tokens, row_limits
+
+
+class Suppressed:
+    """Tokens that a model never says, and others that do not begin its answers."""
+
+    def __init__(self, always: Collection[int], first: Collection[int], vocab_size: int) -> None:
+        self._always, self._first = _mask(always, vocab_size), _mask({*always, *first}, vocab_size)
+        self._has_first = bool(first)
+
+    def leave_out(self, logits: mx.array, first: Sequence[int]) -> mx.array:
+        """Return logits [R, V] without them. The rows `first` draw the first token of an answer.
+
+        They keep a finite logit: a grammar may allow no other token.
+        """
+        lowest = mx.array(-6e4 if logits.dtype == mx.float16 else -1e30, logits.dtype)
+        masked = self._always
+        if first and self._has_first:
+            rows = np.zeros((logits.shape[0], 1), np.bool_)
+            rows[list(first)] = True
+            masked = mx.where(mx.array(rows), self._first, masked)
+        return mx.where(masked, lowest, logits)
+
+
+def _mask(tokens: Collection[int], vocab_size: int) -> mx.array:
+    """Return True for tokens [V]. Evaluated, because another thread may read it."""
+    mask = np.zeros(vocab_size, np.bool_)
+    mask[[token for token in tokens if token < vocab_size]] = True
+    return mx.array(mask)
 
 
 class Penalties:

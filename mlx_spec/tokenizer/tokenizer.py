@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.checkpoint.config import TOKENIZERS
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
+from mlx_spec.checkpoint.generation import GenerationConfig, read_generation_config
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
@@ -22,9 +23,16 @@ from mlx_spec.tokenizer.thinking import Marks, MessageMarks, find_marks
 
 
 class Tokenizer:
-    """The tokenizer of a target, its chat template and the tokens that end an answer."""
+    """The tokenizer of a target, its chat template, the tokens that end an answer, and its settings."""
 
-    def __init__(self, tokenizer: FastTokenizer, template: ChatTemplate | None, eos: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        template: ChatTemplate | None,
+        eos: Collection[int],
+        generation: GenerationConfig | None = None,
+    ) -> None:
+        self.generation = generation or GenerationConfig()
         self._tokenizer = tokenizer
         self._template = template
         self.token_bytes = TokenBytes(tokenizer)
@@ -206,7 +214,8 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
     stated = [each.get("eos_token_id") for each in configs]
     eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-    return Tokenizer(tokenizer, read_template(folder), eos if own is None else eos | {own})
+    ends = eos if own is None else eos | {own}
+    return Tokenizer(tokenizer, read_template(folder), ends, read_generation_config(folder, ends))
 
 
 def has_tokenizer(folder: Path) -> bool:
