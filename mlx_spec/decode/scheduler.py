@@ -38,6 +38,7 @@ class Entry:
 
     begin: Callable[[], RunningSequence]
     owner: object = None  # the request of the entry; the owner with the fewest begun entries is next
+    waits: Callable[[], bool] = lambda: False  # True while later entries may begin before it
     has_room: Callable[[int], bool] = lambda unread: True  # beside prompts with `unread` tokens to read
     on_progress: Callable[[float], None] = lambda seconds: None
     park: bool = False  # its caches are used again after it has left
@@ -158,12 +159,18 @@ class Batch:
     def _begin(self) -> None:
         """Begin entries while there is room: always the first entry of the owner with the fewest begun ones.
 
-        If memory does not suffice for it, no later entry begins either, so none starves.
+        Entries that wait for something else are passed over. If memory does not suffice for the one that is
+        next, no later entry begins either, so none starves.
         """
         while self._waiting and self.begun < self.max_running:
             owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
-            entry = min(self._waiting, key=lambda entry: owners[_owner(entry)])
-            if not entry.has_room(sum(each.sequence.unread for each in self._reading)):
+            unread = sum(each.sequence.unread for each in self._reading)
+            for entry in sorted(self._waiting, key=lambda entry: owners[_owner(entry)]):
+                if not entry.has_room(unread):
+                    return
+                if not entry.waits():
+                    break
+            else:
                 return
             self._waiting.remove(entry)
             self._attempt(entry, partial(self._begin_entry, entry))

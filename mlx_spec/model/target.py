@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -365,6 +365,10 @@ class LMTarget:
     def has_copies(self) -> bool:
         """Return True if rows of the origin of a fork are still to be copied."""
         return bool(self._copies)
+
+    def compute_later(self, arrays: Iterable[mx.array]) -> None:
+        """Let `copies` yield these arrays, too: a restored state is read when it is computed."""
+        self._copies += arrays
 
     def copies(self) -> Iterator[mx.array]:
         """Yield the arrays to evaluate, so that nothing refers to the origin of a fork any more."""

@@ -95,6 +95,18 @@ def test_an_entry_without_room_is_not_passed() -> None:
     assert entries.begun == ["a", "b", "c"]
 
 
+def test_an_entry_that_waits_is_passed() -> None:
+    """But not one without room."""
+    entries, waits = Entries(3), [True]
+    entries.add("a", waits=lambda: waits[0])
+    entries.add("b")
+    entries.step()
+    assert entries.begun == ["b"]
+    waits[0] = False
+    entries.run()
+    assert entries.begun == ["b", "a"] and entries.texts == {"a": text(), "b": text()}
+
+
 def test_room_is_what_others_have_yet_to_read() -> None:
     entries, unread = Entries(2), list[int]()
     entries.add("a", 30)

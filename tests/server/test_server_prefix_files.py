@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support import random_sources, spans, tiny
 from support.pairs import KINDS, MODELS, alone, make_pair
-from support.served import DEMO, answer, body, closed, working
+from support.served import DEMO, answer, begin, body, closed, working
 from support.served import raw as raw_request
 
 from mlx_spec.apps.server.engine import prefix_files
@@ -407,6 +407,22 @@ def test_a_key_reuses_its_own_prompts_alone(tmp_path: Path) -> None:
             cached += [usage.cached_tokens for usage in found]
     again = found[0].prompt_tokens - 2
     assert cached == [0, 0, again, 0, again, again, 0, again]
+
+
+def test_answers_go_on_while_a_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(DEMO, cache_folder=tmp_path / "cache")
+    prompt = "".join(f"What does os.path.join do, and why not {i}? " for i in range(8))
+    with working(settings) as served:
+        answer(served, raw_request(prompt))
+    checked, is_whole = threading.Event(), prefix_files._is_whole
+    monkeypatch.setattr(prefix_files, "_is_whole", lambda path: checked.wait(60) and is_whole(path))
+    with working(settings) as served:
+        late = begin(served, raw_request(prompt))
+        assert closed(answer(served, raw_request("Another text"))).usage.cached_tokens == 0
+        assert not late.sent
+        checked.set()
+        usage = closed(late.all()).usage
+    assert usage.cached_tokens == usage.prompt_tokens - 2
 
 
 def test_a_restart_reads_a_prompt_once(

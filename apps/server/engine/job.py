@@ -241,6 +241,7 @@ class Job:
         choice.entry = Entry(
             partial(self._begin_choice, choice),
             owner=self,
+            waits=partial(self.model.prefix_cache.waits, prompt),
             has_room=lambda unread: self._has_place() and self.model.has_room(len(prompt), unread),
             on_progress=partial(self._count_chunk, choice),
             park=True,

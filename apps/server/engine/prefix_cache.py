@@ -112,6 +112,12 @@ class PrefixCache:
             self.shrink()
         return kept.sequence
 
+    def waits(self, prompt: Prompt) -> bool:
+        """Return True while a file with a beginning of the prompt is checked on another thread."""
+        if self.files is None:
+            return False
+        return self.files.is_checking(prompt, max((m.reused for m in self.matches(prompt)), default=0))
+
     def give_back(self, sequence: CachedSequence) -> None:
         """Keep a lent sequence with the tokens that it has now."""
         kept = next(kept for kept in self._kept if kept.sequence is sequence)

@@ -17,7 +17,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -234,6 +234,19 @@ class PrefixFiles:
         self._digest = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         self._slots = _slots(_probe(pair).arrays)
 
+    def is_checking(self, prompt: Prompt, known: int, patience_s: float = 0.002) -> bool:
+        """Return True while the file that `restore` would read is compared with its checksum.
+
+        Waits for that at most `patience_s`: this is asked before each round of other sequences.
+        """
+        for name in self._matches(prompt, known):
+            check = self._folder.check(name)
+            if not wait([check], patience_s).done:
+                return True
+            if check.exception() is None and check.result():
+                return False
+        return False
+
     def restore(self, prompt: Prompt, known: int, open: Callable[[], SequenceParts]) -> CachedSequence | None:
         """Return a sequence with a prefix of a prompt from a file; None if no file saves enough.
 
@@ -287,20 +300,20 @@ class PrefixFiles:
 
     def _read(self, name: str, prompt: Prompt, sequence: CachedSequence) -> CachedSequence:
         """Read a file into a new sequence, and rewind it to a prefix of the prompt. Raises one of DAMAGE."""
-        started, path = time.perf_counter(), self._folder.path / name
+        path = self._folder.path / name
         os.utime(path)  # the time of its last use
         loaded = mx.load(str(path), return_metadata=True)  # an array is read when it is used
         arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
         content: dict[str, Any] = json.loads(metadata["mlx_spec"])
-        tokens = cast(list[int], arrays.pop(TOKENS).tolist())
+        tokens = np.asarray(arrays.pop(TOKENS))
         if content["key"] != self._key or _slots(arrays) != self._slots:
             raise ValueError("its key or its arrays belong to another model")
         sequence.restore(tokens, CacheState(arrays, content["numbers"]))
         del arrays
         kept = sequence.rewind_to_prefix(prompt)
-        for array in sequence.state().arrays.values():
-            mx.eval(array)  # one at a time, to save memory: each is copied into a buffer with room for more
-        LOG.info("read %d tokens from the cache folder in %.2f s", kept, time.perf_counter() - started)
+        # One at a time between the rounds of others: each is copied into a buffer with room for more.
+        sequence.parts.target.compute_later(sequence.state().arrays.values())
+        LOG.info("goes on from %d tokens of the cache folder", kept)
         return sequence
 
 
