@@ -190,7 +190,11 @@ def _backend() -> Check:
         return Check("backend", "wrong", "MLX multiplies a matrix by one and gets another: install it again")
     gpu = "the GPU, by Metal" if mx.metal.is_available() else "the GPU, by CUDA"
     device = "the CPU" if mx.default_device().type == mx.cpu else gpu
-    return Check("backend", "ok", f"MLX {version('mlx')} on {device}")
+    text = f"MLX {version('mlx')} on {device}"
+    if device != "the CPU" and os.environ.get("MLX_ENABLE_TF32") != "0":
+        rounded = "MLX_ENABLE_TF32 is set, so float32 may be rounded to 10 bits: unset it for an exact text"
+        return Check("backend", "note", f"{text}; {rounded}")
+    return Check("backend", "ok", text)
 
 
 def _blas() -> Iterator[Check]:

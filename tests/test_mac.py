@@ -20,7 +20,7 @@ import mlx_spec
 from mlx_spec import demo
 from mlx_spec.ahead import drafting_ahead
 from mlx_spec.apps.chat import saved
-from mlx_spec.device import NoBackend, memory_for_models, require_backend
+from mlx_spec.device import NoBackend, device_name, memory_for_models, require_backend
 from mlx_spec.device.awake import Awake
 from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.hub.names import resolve
@@ -119,6 +119,17 @@ def test_a_model_is_loaded_whatever_the_default_device_is(monkeypatch):
         assert memory_for_models() <= metal.mac.working_set
         assert mlx_spec.load("demo", "none")
         assert mx.default_device() == device
+
+
+def test_the_cpu_of_a_mac_does_not_take_the_costs_of_its_gpu(monkeypatch):
+    """MLX gives both the name of the chip, and saved costs and caches are found by name."""
+    mac.imitate(monkeypatch)
+    names = []
+    for device in (mx.gpu, mx.cpu):
+        mx.set_default_device(device)
+        names.append(device_name())
+    assert mx.device_info(mx.cpu)["device_name"] == mx.device_info(mx.gpu)["device_name"]
+    assert names == ["Apple M4", "Apple M4 (CPU)"]
 
 
 def test_a_thread_does_not_draft_ahead_beside_a_gpu(monkeypatch):

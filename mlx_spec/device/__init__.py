@@ -76,7 +76,11 @@ def use_device() -> None:
 
 
 def device_name() -> str:
-    """Return the name that MLX gives this device, such as "Apple M4 Pro"."""
+    """Return the name that MLX gives the default device, such as "Apple M4 Pro".
+
+    On a Mac the CPU has the name of the GPU, but other costs and roundings.
+    """
     import mlx.core as mx
 
-    return str(mx.device_info()["device_name"])
+    is_second = mx.default_device().type == mx.cpu and mx.is_available(mx.Device(mx.gpu))
+    return str(mx.device_info()["device_name"]) + (" (CPU)" if is_second else "")

@@ -13,14 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import platformdirs
 import pytest
 from huggingface_hub import constants
+from support import mac
 from support.spans import pair_of
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.apps.doctor import WIDTH, Check, certificate, main, part_in_words, version
+from mlx_spec.apps.doctor import WIDTH, Check, all_checks, certificate, main, part_in_words, version
 from mlx_spec.apps.selftest import (
     ADAPTIVE,
     BATCHED,
@@ -175,6 +177,16 @@ def test_blocks_that_give_other_logits_fail():
 
 
 # --- what can be seen without a model
+
+
+def test_float32_that_is_rounded_is_noted(monkeypatch):
+    mac.imitate_metal(monkeypatch, mac.MACS[16], mx)
+    found = []
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("MLX_ENABLE_TF32", wanted)
+        found += [check for check in all_checks() if check.name == "backend"]
+    assert [check.state for check in found] == ["ok", "note"]
+    assert "on the GPU, by Metal; MLX_ENABLE_TF32 is set" in found[1].text
 
 
 def test_without_mlx_the_rest_is_checked(monkeypatch, capsys, tmp_path):

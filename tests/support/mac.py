@@ -81,12 +81,7 @@ def imitate(patch: Patch, mac: Mac | None = None) -> Metal:
 def imitate_metal(patch: Patch, mac: Mac, mx: Any) -> Metal:
     """Let `mlx.core` describe a GPU that Metal drives. Its arrays stay those of the CPU backend."""
     metal = Metal(mac, Allocator(mac), mx.Device(mx.gpu))
-    allocator, real_info, real_clear, real_limit = (
-        metal.allocator,
-        mx.device_info,
-        mx.clear_cache,
-        mx.set_cache_limit,
-    )
+    allocator, real_clear, real_limit = metal.allocator, mx.clear_cache, mx.set_cache_limit
 
     def is_available() -> bool:  # backend/metal/metal.cpp:18, whatever the default device is
         return not _is_asked_by_kernels()
@@ -99,7 +94,8 @@ def imitate_metal(patch: Patch, mac: Mac, mx: Any) -> Metal:
 
     def device_info(device: Any = None) -> dict[str, str | int]:  # python/src/device.cpp:78
         device = metal.device if device is None else device
-        return mac.info if device == mx.gpu else real_info(mx.cpu)
+        # A CPU has these two only, the first from sysctl (backend/cpu/device_info.cpp:108).
+        return mac.info if device == mx.gpu else {"device_name": mac.chip, "architecture": "arm64"}
 
     def set_wired_limit(limit: int) -> int:
         metal.wired_limits.append(limit)
