@@ -27,6 +27,9 @@ class TimedTarget:
 
     reads_spans_whole = False
 
+    def copies(self):
+        return iter(())
+
     def prefill(self, tokens, spans, **options):
         self.size += len(tokens)
         return Features()
