@@ -22,6 +22,7 @@ from mlx_spec.ahead import drafting_ahead
 from mlx_spec.apps.chat import saved
 from mlx_spec.device import NoBackend, device_name, memory_for_models, require_backend
 from mlx_spec.device.awake import Awake
+from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters.lookup import lookup_source
 from mlx_spec.hub.names import resolve
 
@@ -156,6 +157,14 @@ def test_a_mac_is_kept_awake_by_a_program_that_ends_with_this_one(tmp_path, monk
     monkeypatch.setattr(sys, "platform", "linux")
     with (elsewhere := Awake()):
         assert elsewhere._process is None
+
+
+def test_no_mac_of_several_sleeps_while_the_others_wait_for_it(tmp_path, monkeypatch):
+    calls = mac.caffeinate(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    ranks = object.__new__(Ranks)  # without others
+    ranks.rank, ranks._peers, ranks._sending, ranks.last_pass = 0, {}, threading.Lock(), mx.array([])
+    assert ranks.run(lambda: 3) == 3 and calls.read_text() == f"-i -w {os.getpid()}\n"
 
 
 def test_below_macos_14_one_line_names_the_system(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,11 @@ def test_packages_for_tests_do_not_hold_back_those_of_users():
         for need in map(Requirement, () if pin.name == "mlx-spec" else requires(pin.name) or ()):
             is_meant = need.name.replace("_", "-") == "huggingface-hub" and not need.marker
             assert not is_meant or version(pin.name) not in pin.specifier or "2.4.0" in need.specifier, pin
+
+
+def test_the_formula_installs_what_works_with_the_python_of_homebrew():
+    """That Python cannot show the menu bar, and wheels have no room for longer names than theirs."""
+    text = (ROOT / ".github" / "homebrew" / "mlx-spec.rb").read_text()
+    assert re.findall(r"#{buildpath}\[(.*?)\]", text) == ["server"]
+    assert re.search(r"^  preserve_rpath$", text, re.MULTILINE)
+    assert "uv tool install --managed-python 'mlx-spec[server,menubar]'" in text

@@ -1,4 +1,4 @@
-"""Put off the sleep of a Mac while an answer runs: used by the server and the chat."""
+"""Put off the sleep of a Mac while an answer runs, or while other Macs wait for it."""
 
 from __future__ import annotations
 

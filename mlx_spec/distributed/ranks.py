@@ -33,6 +33,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.device import Stay
+from mlx_spec.device.awake import Awake
 from mlx_spec.distributed.shard import shard
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.model.hooks import parts_of
@@ -139,9 +140,13 @@ class Ranks:
         _end(text, 0.5)
 
     def run(self, work: Callable[[], int]) -> int:
-        """Return the exit status of this rank's work. When rank 0's work ends, the others end with it."""
+        """Return the exit status of this rank's work. When rank 0's work ends, the others end with it.
+
+        Meanwhile the machine does not sleep: the others would count it as lost.
+        """
         try:
-            status = work()
+            with Awake():
+                status = work()
             if self.rank:
                 os._exit(status)  # nothing is left to do, and MLX may wait for a rank that has ended
             mx.eval(self.last_pass)  # the other ranks take part in it

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import plistlib
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+from support import mac
 
 from mlx_spec.apps import menubar
 from mlx_spec.apps.menubar import macos, parse
@@ -113,3 +115,13 @@ def test_the_agent_finds_the_models_of_the_shell_and_no_secret(tmp_path, monkeyp
     macos.write_agent(tmp_path / macos.AGENT, (), tmp_path / "log")
     text = (tmp_path / macos.AGENT).read_bytes()
     assert plistlib.loads(text)["EnvironmentVariables"] == kept and b"secret" not in text
+
+
+@pytest.mark.parametrize("system", ["14.5", "26.1"])
+@pytest.mark.parametrize("framework", ["Python", ""])
+def test_a_python_whose_item_is_never_drawn_is_named(system, framework, monkeypatch):
+    mac.imitate_system(monkeypatch, mac.Mac(system=system))
+    monkeypatch.setitem(sysconfig.get_config_vars(), "PYTHONFRAMEWORK", framework)
+    problem = macos.framework_problem()
+    assert (problem is not None) == (system == "26.1" and framework != "")
+    assert problem is None or "uv tool install --managed-python" in problem
