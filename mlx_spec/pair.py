@@ -179,9 +179,17 @@ class Pair:
     def check(self, lengths: Sequence[int] = ()) -> mx.Dtype:
         """Refuse a target that cannot take back rows exactly, at these lengths, too.
 
-        Returns the type of its activations. Raises NotRewindable.
+        Returns the type of its activations. Raises NotRewindable, and Mismatch for a drafter of fixed draft
+        lengths that cannot read the target. The costs of others are measured, which shows that, too.
         """
-        return check_rows(self._model, lambda: self.open().target, lengths)
+        found = check_rows(self._model, lambda: self.open().target, lengths)
+        if isinstance(self.policies, FixedPolicy) and self.drafts:
+            parts, text = self.open(), [1, 2, 3, 1]
+            features = parts.target.prefill(text[:-1])
+            for drafter in parts.drafters:
+                drafter.observe(text, features)
+                drafter.draft(text, 1, GREEDY.sampler(len(text), self.info.vocab_size))
+        return found
 
     def measured_rows(self) -> RowClass:
         """Measure which passes agree bit by bit with plain decoding. It takes about 30 passes."""

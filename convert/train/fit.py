@@ -327,6 +327,12 @@ class Fit:
         self.progress = Progress(**json.loads(metadata["progress"]))
 
 
+def tokens_a_round(greedy: float, sampled: float) -> str:
+    """Return what `Fit.acceptance` returns in words; 0 stands for answers that there are none of."""
+    both = (f"{mean:.2f} {kind}" for mean, kind in ((greedy, "greedy"), (sampled, "sampled")) if mean)
+    return f"tokens a round: {', '.join(both) or 'not measured'}"
+
+
 def flat(tree: Any) -> dict[str, mx.array]:
     """Return the arrays of a tree by their names."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))

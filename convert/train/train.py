@@ -55,7 +55,7 @@ from mlx_spec.sampling import Sampling
 
 from ..options import TrainingOptions
 from .answers import AnswerPlan, recording
-from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear
+from .fit import DEPTH, Fit, flat, frequent_tokens, start_linear, tokens_a_round
 from .prompts import TrainingPrompt, encode, own_prompts
 
 WORK = ".training"  # after the name of OUT: the folder of an unfinished run
@@ -98,8 +98,7 @@ def train(options: TrainingOptions, progress: StageProgress) -> dict[str, Any]:
         for done in fit.run():
             last = done.curve[-1]
             loss = f"loss {done.losses[-1]:.2f}, " if done.losses else ""
-            figures = f"{loss}{last[2]:.2f} tokens a round greedy, {last[3]:.2f} sampled"
-            progress.show("training", done.step, fit.steps, figures)
+            progress.show("training", done.step, fit.steps, loss + tokens_a_round(*last[2:]))
         fit.take_best()
         tests = _test(pair, plan, network, config, progress)
         report = _report(options, plan, fit, tests)

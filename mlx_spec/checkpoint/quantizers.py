@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.families import Config, mlx_lm_module
 from mlx_spec.checkpoint.headers import Tensors
 
 # Method in config.json -> name for users. Other methods keep their name in config.json.
@@ -96,9 +96,13 @@ def obstacle(config: Config, tensors: Tensors) -> str | None:
     method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits")
     if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
         return None
-    # mlx-lm reads these methods; of compressed-tensors, ModelOpt, AWQ and GPTQ it reads some settings.
-    read = ("awq", "bitnet", "compressed-tensors", "gptq", "modelopt", "mxfp4", "mxfp8")
-    if method in read and not (method in ("awq", "gptq") and bits not in (None, 4)):
+    # mlx-lm reads these methods; of AWQ, compressed-tensors and ModelOpt it reads some settings. It takes
+    # GPTQ, which packs along the other axis, for AWQ.
+    read = ("awq", "bitnet", "compressed-tensors", "modelopt", "mxfp4", "mxfp8")
+    is_packed = settings.get("format") == "pack-quantized"  # integers, which few classes of mlx-lm unpack
+    unpacking = ("deepseek_v3", "kimi_k25", "kimi_k3", "kimi_vl", "mistral3", "mistral4")
+    unpacks = not is_packed or mlx_lm_module(str(config.get("model_type"))) in unpacking
+    if method in read and not (method == "awq" and bits not in (None, 4)) and unpacks:
         return None
     how = f" to {bits} bits" if isinstance(bits, int) else ""
     return (

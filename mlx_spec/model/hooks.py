@@ -32,22 +32,28 @@ class ModuleWrapper(nn.Module):
             return getattr(super().__getattr__("layer"), key)
 
 
-class Capture(ModuleWrapper):
-    """A module that keeps its last output."""
+class Capture(nn.Module):
+    """Makes a module keep its last output."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.outputs: list[mx.array] = []
+    outputs: list[mx.array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module and keep its output."""
-        out = self.layer(*args, **kwargs)
+        out = super().__call__(*args, **kwargs)
         self.outputs[:] = [out[0] if isinstance(out, tuple) else out]
         return out
 
 
 def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
-    """Return the last outputs of captures and clear them. A capture may be listed several times."""
+    """Return the last outputs of captures and clear them. A capture may be listed several times.
+
+    Raises Mismatch if the model does not call a captured module.
+    """
+    if any(not each.outputs for each in captures):
+        raise Mismatch(
+            "this drafter reads hidden states inside its target, whose class in mlx-lm does not call its "
+            "layers one by one: use a draft model or lookup"
+        )
     outputs = [each.outputs[0] for each in captures]
     for each in captures:
         each.outputs.clear()
@@ -83,13 +89,22 @@ class EagerLayer(nn.Module):
         return out
 
 
-def capture(owner: Any, key: Any) -> Capture:
-    """Return the capture on `owner[key]`, installed on the first call: targets of one model share it."""
-    if not isinstance(owner[key], Capture):
-        owner[key] = Capture(owner[key])
-    installed = owner[key]
-    assert isinstance(installed, Capture)
-    return installed
+def capture(module: nn.Module) -> Capture:
+    """Return a module as a capture, which it becomes on the first call: targets of one model share it."""
+    if not isinstance(module, Capture):
+        _extend(module, Capture)
+        object.__setattr__(module, "outputs", [])  # else they would be weights of the module
+    assert isinstance(module, Capture)
+    return module
+
+
+def _extend(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Make the class of a module a subclass of itself and `mixin`.
+
+    A wrapper would rename the weights, and some models ask for the class of a layer.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
@@ -100,23 +115,15 @@ def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     """
     # Each start ends a command buffer, so a GPU starts several layers at once; at first it has nothing to do.
     first, every = (2, 8) if mx.default_device().type == mx.gpu else (1, 1)
-    inner = [_unwrapped(layer) for layer in layers[first - 1 : -1 : every]]
+    inner = layers[first - 1 : -1 : every]
     switch: EagerSwitch = next(
         (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()
     )
     for layer in inner:
         if not isinstance(layer, EagerLayer):
-            # A subclass instead of a wrapper: a wrapper would rename the weights.
-            kind = type(layer)
-            layer.__class__ = type(kind.__name__, (EagerLayer, kind), {"__module__": kind.__module__})
+            _extend(layer, EagerLayer)
             layer.switch = switch
     return switch
-
-
-def _unwrapped(layer: Any) -> Any:
-    while isinstance(layer, ModuleWrapper):
-        layer = layer.layer
-    return layer
 
 
 @dataclass(frozen=True)
@@ -188,9 +195,15 @@ def parts_of(model: nn.Module) -> TargetParts:
 
 def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
     """Return the captures of the hidden states that a drafter reads, the final one last."""
-    decoder = decoder_of(model)
-    final = [capture(decoder.owner, "norm")] if needs.final_hidden else []
-    return [*(capture(decoder.layers, i) for i in needs.hidden_layers), *final]
+    owner = decoder_of(model).owner
+    if needs.final_hidden and "norm" not in owner:
+        kind = type(model).__module__.rpartition(".")[2]
+        raise Mismatch(
+            f"this drafter reads the last hidden state of its target, which is not known for {kind}"
+        )
+    final = [capture(owner["norm"])] if needs.final_hidden else []
+    layers = model.layers  # of some models, they are in several lists
+    return [*(capture(layers[i]) for i in needs.hidden_layers), *final]
 
 
 def features_of(

@@ -251,6 +251,13 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
         ({"load_in_8bit": True}, WEIGHT, "bitsandbytes"),
         (None, f"{WEIGHT}.absmax", "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 8}, "x.qweight", "to 8 bits by GPTQ"),
+        ({"quant_method": "gptq", "bits": 4}, "x.g_idx", "to 4 bits by GPTQ"),
+        ({"quant_method": "gptq"}, "x.qweight", "GPTQ"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "x.weight_packed",
+            "compressed-tensors",
+        ),
         ({"quant_method": "hqq"}, "x.W_q", "HQQ"),
         ({"quant_method": "torchao", "quant_type": "int4"}, WEIGHT, "torchao"),
         ({"quant_method": "fp8"}, WEIGHT, "FP8"),  # without scales
@@ -272,6 +279,7 @@ def test_quantizers_that_are_refused_by_name(tmp_path: Path, settings: Any, tens
         None,
         {"quant_method": "awq", "bits": 4},
         {"quant_method": "mxfp4"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         {"bits": 4, "group_size": 64},
         {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]},
     ],

@@ -40,6 +40,7 @@ from mlx_spec.convert.train.fit import (
     Heads,
     batch_of,
     frequent_tokens,
+    tokens_a_round,
     unroll,
 )
 from mlx_spec.convert.train.loss import Step, loss_of, sample_tokens
@@ -432,3 +433,9 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
         own_prompts([tmp_path / "empty.txt"])
     with pytest.raises(BadCheckpoint, match="cannot be read"):
         own_prompts([tmp_path / "absent.txt"])
+
+
+def test_acceptance_names_the_answers_that_were_measured() -> None:
+    assert tokens_a_round(2.104, 1.5) == "tokens a round: 2.10 greedy, 1.50 sampled"
+    assert tokens_a_round(2.0, 0.0) == "tokens a round: 2.00 greedy"
+    assert tokens_a_round(0.0, 0.0) == "tokens a round: not measured"

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support import drafting, fitted, lossless, random_sources, synthetic, tiny
+from support import drafting, fitted, lossless, random_sources, synthetic, tiny, tiny_configs
 from support.checkpoints import edit_tensors
 from support.drafting import GOLDEN, emitted
 from support.exact_distribution import (
@@ -317,3 +317,13 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def test_refusals(family, changes, kind, text, tmp_path):
     with pytest.raises(kind, match=text):
         opened(MADE[family](), tmp_path, edit=lambda config: config.update(changes))
+
+
+@pytest.mark.parametrize(("kind", "missing"), [("rwkv7", "embedding"), ("plamo2", "last hidden state")])
+def test_a_drafter_of_a_target_whose_parts_are_not_known_is_refused_at_load(kind: str, missing: str) -> None:
+    """With a fixed draft length nothing is measured, so the first answer would raise it."""
+    source, info = random_sources.mtp(128, 256), PairInfo("tiny", "mtp", 256, None, 0, 0)
+    model, policies = tiny_configs.tiny_model(kind, 0.2), FixedPolicy(3, names=source.names)
+    pair = Pair(info, Tokenizer(TOKENIZER, None, ()), model, [source], policies)
+    with pytest.raises(Mismatch, match=f"the {missing} of its target, which is not known for {kind}"):
+        pair.check()

@@ -8,10 +8,12 @@ from contextlib import nullcontext
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support import tiny
+from support import tiny, tiny_configs
 
+from mlx_spec.errors import Mismatch
 from mlx_spec.model import hooks
 from mlx_spec.model.hooks import Capture, EagerLayer
+from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
 from mlx_spec.types import FeatureSpec
 
@@ -82,7 +84,8 @@ def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None
     captured = LMTarget(model, FeatureSpec(hidden_layers=(0,)))
     LMTarget(model)
     first = model.layers[0]
-    assert isinstance(first, Capture) and type(first.layer).__mro__.count(EagerLayer) == 1
+    assert isinstance(first, Capture) and type(first).__mro__.count(EagerLayer) == 1
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
     assert mx.array_equal(logits(captured, [1, 2, 3], [[4]]), logits(LMTarget(tiny.full()), [1, 2, 3], [[4]]))
 
 
@@ -113,3 +116,19 @@ def test_a_drafter_may_read_one_layer_twice() -> None:
     for hidden, count in ((first, 20), (second, 2)):
         assert [each.shape[0] for each in hidden] == [count] * 3
         assert mx.array_equal(hidden[0], hidden[2]) and not mx.array_equal(hidden[0], hidden[1])
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("olmo_hybrid", (0, 1, 3)), ("afm7", (0, 2, 3))])
+def test_a_capture_leaves_the_class_and_the_list_of_a_layer(kind: str, layers: tuple[int, ...]) -> None:
+    """OLMo Hybrid asks for the class of a layer, and AFM keeps its layers in two lists."""
+    model = tiny_configs.tiny_model(kind, 0.2)
+    right = logits(LMTarget(model), tiny.prompt(20), [[5, 6, 7, 8]])
+    target = LMTarget(model, FeatureSpec(hidden_layers=layers))
+    assert mx.allclose(logits(target, tiny.prompt(20), [[5, 6, 7, 8]]), right, atol=1e-5)
+    check_rows(model, lambda: LMTarget(model, FeatureSpec(hidden_layers=layers)))
+
+
+def test_layers_that_the_model_does_not_call_are_refused() -> None:
+    model = tiny_configs.tiny_model("iquestloopcoder", 0.2)
+    with pytest.raises(Mismatch, match="does not call its layers one by one"):
+        check_rows(model, lambda: LMTarget(model, FeatureSpec(hidden_layers=(1,))))
