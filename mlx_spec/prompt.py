@@ -128,6 +128,9 @@ class Prompt(Sequence[int]):
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...] = ()
+    turns: tuple[
+        int, ...
+    ] = ()  # sizes at which other prompts may go on otherwise; not a part of its identity
     salt: bytes = b""  # prompts with different salts have no beginning in common
 
     def __len__(self) -> int:
@@ -176,9 +179,9 @@ class Prompt(Sequence[int]):
         return shorter if shorter > low else next(s.end for s in self.spans if s.start < high < s.end)
 
 
-def text_prompt(tokens: Iterable[int]) -> Prompt:
+def text_prompt(tokens: Iterable[int], turns: tuple[int, ...] = ()) -> Prompt:
     """Return a prompt of text alone."""
-    return Prompt(tuple(tokens))
+    return Prompt(tuple(tokens), turns=turns)
 
 
 def shared_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:

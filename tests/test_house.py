@@ -52,6 +52,7 @@ SYNCS = {
     "mlx_spec/decode/running.py": "ends each step of the rows of a span that is not text, or of a copy",
     "mlx_spec/decode/sequence.py": "ends the copy of caches before their sequence decodes on",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
+    "mlx_spec/model/checkpoints.py": "ends the copies of windows before the next pass writes into them",
     "mlx_spec/model/row_bits.py": "compares bits once on a device",
     "mlx_spec/model/layers_alone.py": "compares bits once on a device",
     "mlx_spec/model/probe.py": "asks a model once whether it reads rows together as one by one",

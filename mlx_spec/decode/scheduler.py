@@ -164,13 +164,9 @@ class Batch:
         """
         while self._waiting and self.begun < self.max_running:
             owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
-            unread = sum(each.sequence.unread for each in self._reading)
-            for entry in sorted(self._waiting, key=lambda entry: owners[_owner(entry)]):
-                if not entry.has_room(unread):
-                    return
-                if not entry.waits():
-                    break
-            else:
+            order = sorted(self._waiting, key=lambda entry: owners[_owner(entry)])
+            entry = next((entry for entry in order if not entry.waits()), None)
+            if entry is None or not entry.has_room(sum(each.sequence.unread for each in self._reading)):
                 return
             self._waiting.remove(entry)
             self._attempt(entry, partial(self._begin_entry, entry))
@@ -269,7 +265,7 @@ class Batch:
         except Exception:
             features = []
         for index in reversed(range(len(prompts))):
-            targets.leave(index, keep=True, checkpoint=bool(features))
+            targets.leave(index, keep=True, read=len(prompts[index]) if features else 0)
         for each, its_features in zip(sequences, features, strict=False):
             each.attempt(partial(each.observe, its_features), None)
         mx.clear_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,6 +47,7 @@ class CachedSequence:
         self.parts = parts
         self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
         self._emitted: list[int] = []  # tokens after it
+        self._places: set[int] = set()  # where the next prompt should leave a checkpoint, beside its turns
         self.reread: Reread | None = None  # of the prompt that it was last lent for; None if nothing is
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
@@ -123,6 +124,8 @@ class CachedSequence:
         kept = self.parts.target.rewind(shared)
         if self.reread is None and shared > kept:
             self.reread = Reread(shared - kept, "no place")
+        self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt))
+        self._places = set()
         self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
         self._identity, self._emitted = prompt.identity, []
         return kept
@@ -133,6 +136,17 @@ class CachedSequence:
         if reread is None:
             return 0, 0
         return (reread.tokens, 0) if reread.reason == "evicted" else (0, reread.tokens)
+
+    def pin_at(self, sizes: Iterable[int]) -> None:
+        """Let the prompt that is read now, or the next one, leave checkpoints at these sizes."""
+        self._places |= set(sizes)
+        self.parts.target.pin_at(sorted(self._places))
+
+    def coming(self, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt it will have once it has read its own; 0 if it has read that."""
+        if self._emitted or self.parts.target.size >= len(self._identity) - 1:
+            return 0
+        return shared_prefix(self._identity, prompt.identity)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Record the tokens that a generation emitted."""

@@ -313,6 +313,9 @@ class RankTarget(LMTarget):
     commit_path = _announced(LMTarget.commit_path)
     rewind = _announced(LMTarget.rewind)
     fork_from = _announced(LMTarget.fork_from)
+    pin_at = _announced(LMTarget.pin_at)
+    drop_place = _announced(LMTarget.drop_place)
+    trim = _announced(LMTarget.trim)
 
     @property
     def prefill_parts(self) -> int:

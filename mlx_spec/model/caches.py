@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,21 +42,32 @@ from mlx_spec.types import CacheState
 FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
 
 Arrays = list[mx.array | None]
+Kind = Literal["chunk", "turn", "end"]  # why a place is kept: a chunk, a turn or a prompt ended there
 Cache = TypeVar("Cache")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A place that one sequence can return to. It holds references: later rows go to other arrays."""
+    """A place that one sequence can return to. It holds copies of no more than windows and states."""
 
     size: int
     # By window: first and oldest position, number of columns, reach.
     places: dict[int | None, tuple[int, int, int, int]]
     layers: list[Arrays]  # buffers of windows and recurrent states; full attention only if it was loaded
+    kind: Kind = "end"
 
     def first_size(self) -> int:
         """Return the smallest size that `rewind` can return to from here."""
         return _first_size((oldest, reach) for _, oldest, _, reach in self.places.values())
+
+    def arrays(self) -> list[mx.array]:
+        """Return its arrays."""
+        return [array for layer in self.layers for array in layer if array is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays())
 
 
 class Caches:
@@ -197,24 +208,26 @@ class Caches:
                     cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
         self.sizes = [size]
 
-    def checkpoint(self) -> Checkpoint:
-        """Return the place after the last pass."""
+    def present(self) -> Checkpoint:
+        """Return the place after the committed rows. It refers to the buffers of windows."""
         layers = [_references(layer) for layer in self.layers]
         places = dict[int | None, tuple[int, int, int, int]]()
         for window, columns in self._columns.items():
             if window is not None:
                 places[window] = columns.first[0], columns.oldest[0], columns.count, columns.reach
-        return Checkpoint(self.sizes[0] + self.uncommitted, places, layers)
+        return Checkpoint(self.sizes[0], places, layers)
 
-    def compact(self, size: int) -> Checkpoint:
-        """Return a place with copies of no more than a query at position `size` sees; of windows and states.
+    def checkpoint(self, size: int, kind: Kind = "end") -> Checkpoint:
+        """Return a place at `size`: copies of states, and of the rows of windows that a query there can see.
 
-        A window must still have these rows. A recurrent state must be at `size`.
+        The windows must still have these rows, and a recurrent state must be at `size`. One can go back a few
+        tokens more from the end of a prompt, because templates append what begins an answer.
         """
+        spare = 32 if kind == "end" and not self.recurrent else 0
         layers, places = list[Arrays](), dict[int | None, tuple[int, int, int, int]]()
         for window, columns in self._columns.items():
             if window is not None:
-                oldest = columns.oldest_visible(size, columns.reach)
+                oldest = max(columns.oldest_visible(max(size - spare, 0), columns.reach), columns.oldest[0])
                 first = step_below(oldest)
                 places[window] = first, oldest, size - first, columns.reach
         for layer in self.layers:
@@ -224,11 +237,32 @@ class Caches:
             elif layer.columns.window is None:
                 layers.append([])
             else:
-                rows = slice(
-                    places[layer.columns.window][0] - layer.columns.first[0], size - layer.columns.first[0]
-                )
+                start = layer.columns.first[0]
+                rows = slice(places[layer.columns.window][0] - start, size - start)
                 layers.append([mx.contiguous(buffer[:, :, rows]) for buffer in layer.buffers])
-        return Checkpoint(size, places, layers)
+        return Checkpoint(size, places, layers, kind)
+
+    def slack(self) -> int:
+        """Return the bytes of columns that the only sequence does not need."""
+        found = 0
+        for cache in self.attention:
+            needed = self._needed(cache.columns)
+            found += sum(b.nbytes // b.shape[2] * (b.shape[2] - needed) for b in cache.buffers)
+        return max(found, 0)
+
+    def trim(self) -> None:
+        """Copy the rows that the only sequence needs to buffers without slack."""
+        for columns in self._columns.values():
+            end, count = self.sizes[0], self._needed(columns)
+            if count < columns.count:
+                self._rearrange(columns, 1, count, [0 if columns.window is None else end - count], 1)
+
+    def _needed(self, columns: Columns) -> int:
+        """Return the number of columns that the only sequence needs, in steps."""
+        size = self.sizes[0]
+        if columns.window is None:
+            return -(-size // 256) * 256
+        return size - step_below(columns.oldest_visible(max(size - MAX_UNCOMMITTED, 0), columns.reach))
 
     def full_rows(self, lane: int, size: int) -> list[list[mx.array]]:
         """Return the first `size` rows of a lane, by layer; of layers that keep every position."""
@@ -278,7 +312,9 @@ class Caches:
                     found = [] if not newest and found[0] is layer.buffers[0] else found
                 found = [buffer[:, :, :rows] for buffer in found]
             arrays |= {f"{i}.{j}": array for j, array in enumerate(found)}
-        return CacheState(arrays, {**numbers, "size": [saved.size]})
+        return CacheState(
+            arrays, {**numbers, "size": [saved.size], "kind": [get_args(Kind).index(saved.kind)]}
+        )
 
     def load(self, state: CacheState) -> Checkpoint:
         """Return the checkpoint of a state. The caller restores the newest one first."""
@@ -298,7 +334,7 @@ class Caches:
             elif not found:  # no pass was committed
                 found = [None] * len(layer.cache)
             layers.append(found)
-        return Checkpoint(size, places, layers)
+        return Checkpoint(size, places, layers, get_args(Kind)[state.numbers["kind"][0]])
 
     # --- several sequences
 
@@ -426,7 +462,7 @@ def _first_size(windows: Iterable[tuple[int, int]]) -> int:
 
 
 def _references(layer: LayerCache) -> Arrays:
-    """Return the arrays of a layer that a checkpoint keeps: their rows so far will not change."""
+    """Return the arrays of a layer that a place consists of: their rows so far will not change."""
     if isinstance(layer, RecurrentCache):
-        return list(layer.cache)
+        return layer.committed
     return [] if layer.columns.window is None else list(layer.buffers)

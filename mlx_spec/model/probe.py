@@ -10,7 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.errors import BadCheckpoint, NotRewindable
-from mlx_spec.model.target import POSITION_ERRORS, LMTarget
+from mlx_spec.model.target import LMTarget
+from mlx_spec.model.tree import POSITION_ERRORS
 
 
 def rounding_of(model: nn.Module) -> float:

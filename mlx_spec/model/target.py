@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import cast
@@ -9,9 +10,9 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches, Checkpoint
+from mlx_spec.model.checkpoints import Checkpoints, cuts
 from mlx_spec.model.hooks import (
     SharedKV,
     captures_of,
@@ -27,8 +28,8 @@ from mlx_spec.model.tree import (
     Tree,
     TreeCacheView,
     has_rowwise_ropes,
+    misread_tree,
     rope_obstacle,
-    runs_of,
     tree_of,
     unwrap_ropes,
     wrap_ropes,
@@ -37,8 +38,6 @@ from mlx_spec.prompt import Places, Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a separate pass
-# Errors of a model that expects one int and gets the positions of several rows or sequences.
-POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 
 Lane = Callable[[], tuple[Caches, int]]
 
@@ -50,8 +49,6 @@ class LMTarget:
     after a rejection its state is restored, and the accepted tokens join the next forward pass, which saves a
     separate pass.
     """
-
-    MAX_CHECKPOINTS = 2  # besides the present place: more would keep old windows and states in memory
 
     def __init__(
         self,
@@ -83,7 +80,9 @@ class LMTarget:
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._checkpoints: list[Checkpoint] = []  # places that `rewind` can return to after rows are gone
+        self._checkpoints = Checkpoints()
+        self._wanted: set[int] = set()  # sizes at which to keep a checkpoint
+        self._expected = 0  # tokens of the prompt that is read
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
         self._copies: list[mx.array] = []  # rows of another target that are not copied yet
@@ -118,8 +117,15 @@ class LMTarget:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches."""
-        return sum(array.nbytes for array in self._caches.arrays())
+        """Return the bytes of the caches, with checkpoints."""
+        return sum(array.nbytes for array in self._caches.arrays()) + sum(self.pinned.values())
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        """Return the bytes of the arrays that only checkpoints have, by a number that forks share."""
+        present = {id(array) for array in self._caches.arrays()}
+        arrays = self._checkpoints.arrays()
+        return {id(array): array.nbytes for array in arrays if id(array) not in present}
 
     @property
     def row_bytes(self) -> int:
@@ -141,7 +147,7 @@ class LMTarget:
         `ends_prompt` says that this chunk is the last one.
         """
         features, points = self._begin_prefill(tokens, spans, ends_prompt)
-        return self._end_prefill(len(tokens), features, points)
+        return self._end_prefill(len(tokens), features, points, ends_prompt)
 
     @property
     def prefill_parts(self) -> int:
@@ -160,7 +166,7 @@ class LMTarget:
             for cache in self._caches.layers:  # its arrays depend on the layers before, which run first
                 mx.eval(cache.arrays())
                 yield None
-            yield self._end_prefill(len(tokens), features, points)
+            yield self._end_prefill(len(tokens), features, points, ends_prompt)
         finally:
             if self._caches.uncommitted:
                 self.commit(0)
@@ -170,42 +176,64 @@ class LMTarget:
     ) -> tuple[Features, list[Checkpoint]]:
         """Write a chunk. Return its features, not evaluated, and the checkpoints within it.
 
-        Only the last chunk takes two passes, because each one reads all weights.
+        A recurrent state is kept where a pass ends. Each pass reads all weights, so there are few.
         """
         rows, points = mx.array(list(tokens), dtype=mx.int32), list[Checkpoint]()
         if spans:  # of a text, nothing is kept that has any
             self._places = Places.of(self._sight, spans)
-        early = self._early(len(tokens), spans) if self._recurrent and ends_prompt else 0
-        if early > 0:
-            self._write(rows[:early], reads_prompt=True, spans=spans)
-            points.append(self._caches.checkpoint())
-        self._write(rows[max(early, 0) :], reads_prompt=True, spans=spans)
+        start, low = self._size, 0
+        ends = cuts(self._wanted, start, start + len(tokens), spans, ends_prompt) if self._recurrent else []
+        for size, kind in ends:
+            self._write(rows[low : size - start], reads_prompt=True, spans=spans)
+            points.append(self._caches.checkpoint(size, kind))
+            low = size - start
+        self._write(rows[low:], reads_prompt=True, spans=spans)
         if not self._needs.prompt_hidden:
             self._captured = []  # before they are computed
         return self._features(len(tokens)), points
 
-    def _early(self, count: int, spans: Sequence[Span]) -> int:
-        """Return after how many of `count` tokens of a prompt a recurrent target gets a second checkpoint.
-
-        It is 32 tokens before the end, because the next turn often drops what a chat template appends to
-        begin an answer. A span, whose rows would be computed again, ends before it.
-        """
-        place, end = self._size + count - 32, self._size + count
-        return next((s.end for s in spans if s.start < place < s.end < end), place) - self._size
-
-    def _end_prefill(self, count: int, features: Features, points: Sequence[Checkpoint]) -> Features:
+    def _end_prefill(
+        self, count: int, features: Features, points: Sequence[Checkpoint], ends_prompt: bool
+    ) -> Features:
         """Evaluate and commit a chunk. Return its features."""
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
-        mx.eval(self._caches.arrays(), hidden)
+        mx.eval([point.arrays() for point in points], self._caches.arrays(), hidden)
         self.count(count, reads_prompt=True)
         self._commit_all()
-        self._checkpoints += points
-        self.checkpoint()
+        self.keep_places(count, points, ends_prompt=ends_prompt)
         return features
 
-    def checkpoint(self) -> None:
-        """Let `rewind` return to this place, also after its rows are gone."""
-        self._checkpoints = [*self._checkpoints, self._caches.checkpoint()][-self.MAX_CHECKPOINTS :]
+    def pin_at(self, sizes: Sequence[int], length: int = 0) -> None:
+        """Keep checkpoints at these sizes of a prompt of that `length`, too. A rewind forgets them."""
+        self._wanted |= set(sizes)
+        self._expected = max(self._expected, length)
+
+    def keep_places(
+        self, count: int, points: Sequence[Checkpoint] = (), *, ends_prompt: bool = True, apart: int = 1024
+    ) -> None:
+        """Keep checkpoints at wanted places among the last `count` tokens, `points`, and perhaps the end."""
+        if self._recurrent or self._caches.has_windows:
+            first = max(self._size if self._recurrent else self._caches.first_size(), self._size - count + 1)
+            found = [
+                *points,
+                *(self._caches.checkpoint(at, "turn") for at in self._wanted if first <= at <= self._size),
+            ]
+            kv_bytes = self.row_bytes * max(self._size, self._expected)
+            self._checkpoints.keep(found, self._caches.checkpoint, self._size, kv_bytes, ends_prompt, apart)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Return the places that `rewind` can return to after rows are gone."""
+        return self._checkpoints
+
+    def drop_place(self, size: int) -> None:
+        """Drop the checkpoint at a size."""
+        self._checkpoints.drop(size)
+
+    def trim(self) -> None:
+        """Free buffers that no token needs. The next pass allocates them again."""
+        self._caches.trim()
+        mx.eval(self._caches.arrays())
 
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
@@ -275,26 +303,9 @@ class LMTarget:
         if (reason := rope_obstacle(model, decoder_of(model).layers)) or has_rowwise_ropes(model):
             return reason
         wrap_ropes(model)
-        if reason := self._misread_tree():
+        if reason := misread_tree(model):
             unwrap_ropes(model)
         return reason
-
-    def _misread_tree(self) -> str | None:
-        """Return how the model reads the rows of a tree as a chain; None if it reads them as a tree."""
-        caches = Caches.of_model(self._model)
-        caches.begin(3)
-        views = [TreeCacheView(cache, tree_of((0, 0))) for cache in caches.attention]
-        runs = runs_of(self._model)
-        try:  # builds the graph and computes nothing
-            self._model(mx.zeros((1, 3), mx.int32), cache=caches.for_model(views))
-        except POSITION_ERRORS as error:
-            return f"its model calculates with positions ({one_line(error, 80)})"
-        if runs_of(self._model) != runs:
-            return "some layers rotate all rows from one position on"
-        masked = {view.window for view in views if view.has_masked}
-        if any(view.window not in masked for view in views):
-            return "its model builds masks by itself"
-        return None
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         """Write the pending token and a tree, [K + 1], uncommitted. Return logits [K + 1, V].
@@ -329,7 +340,7 @@ class LMTarget:
         size = min(size, self._last_reusable)
         if size < self._size:
             place, kept = self._place(size)
-            checkpoints = [each for each in self._checkpoints if each.size <= kept]  # other tokens may follow
+            checkpoints = self._checkpoints.before(kept)  # other tokens may follow
             if not kept:
                 self._reset()
             elif place is not None:
@@ -340,24 +351,25 @@ class LMTarget:
             self._checkpoints = checkpoints
         self._places = self._places.before(self._size)
         self._from_prompt = min(self._from_prompt, self._size)
+        self._wanted, self._expected = set(), 0
         return self._size
 
     def fork_from(self, origin: LMTarget, size: int, more: int) -> int:
-        """Take over at most the first `size` tokens of a target of the same model. Return the number.
+        """Take over the tokens that `origin.rewind(size)` would keep. Return their number.
 
-        They are as many as `origin.rewind` would keep. The origin may be in use, and in a batch. This target
-        must be new; it gets room for `more` tokens. Rows are copied by `copies`, or when they are needed.
+        The origin has the same model. It may be in use, and in a batch. This target must be new; it gets room
+        for `more` tokens. Rows are copied by `copies`, or when they are needed.
         """
         place, kept = origin._place(min(size, origin._last_reusable))
         if not kept:
             return 0
         caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
         written = min(kept, caches.sizes[lane] if place is None else place.size)
-        self._caches.fork(caches.full_rows(lane, written), place or caches.compact(written), written, more)
+        self._caches.fork(caches.full_rows(lane, written), place or caches.checkpoint(written), written, more)
         self._size, self._from_prompt = kept, min(origin._from_prompt, kept)
         self._replay = origin._replay[: kept - written]
         self._places = origin._places.before(kept)
-        self._checkpoints = [each for each in origin._checkpoints if each.size <= kept]
+        self._checkpoints = origin._checkpoints.before(kept)
         self._copies = self._caches.arrays()
         return kept
 
@@ -371,7 +383,7 @@ class LMTarget:
         self._copies += arrays
 
     def copies(self) -> Iterator[mx.array]:
-        """Yield the arrays to evaluate, so that nothing refers to the origin of a fork any more."""
+        """Yield arrays to evaluate, so that nothing refers to their origin any more."""
         while self._copies:
             yield self._copies.pop()
 
@@ -383,8 +395,8 @@ class LMTarget:
     def _place(self, size: int) -> tuple[Checkpoint | None, int]:
         """Return the place that keeps most of `size` tokens, None for the present one; and how many."""
         kept = [(min(size, high), place) for low, high, place in self._reached() if low <= size]
-        best = max(kept, key=lambda each: each[0], default=(0, None))
-        return best[1], best[0]
+        size, place = max(kept, key=lambda each: each[0], default=(0, None))
+        return place, size
 
     def _reached(self) -> list[tuple[int, int, Checkpoint | None]]:
         """Return the ranges of sizes that the present place and the checkpoints give back, and the places.
@@ -408,11 +420,11 @@ class LMTarget:
 
     def state(self) -> CacheState:
         """Return the content of the caches ("@0") and of the checkpoints ("@1", ...), all committed."""
-        checkpoints, replay = self._checkpoints, cast(list[int], self._replay.tolist())
         placed = [number for span in self._places.before(self._size).spans for number in span]
+        replay = cast(list[int], self._replay.tolist())
         numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}
         parts = {"all": CacheState(numbers=numbers)}
-        for j, place in enumerate([self._caches.checkpoint(), *checkpoints]):
+        for j, place in enumerate([self._caches.present(), *self._checkpoints]):
             parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
         return CacheState.join(parts)
 
@@ -425,9 +437,9 @@ class LMTarget:
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
         self._places = Places(self._sight.axes if self._sight else (), spans)
         self._caches.restore(self._caches.load(state.part("@0")))
-        for j in range(1, self.MAX_CHECKPOINTS + 1):
-            if (part := state.part(f"@{j}")).numbers:
-                self._checkpoints.append(self._caches.load(part))
+        parts = (state.part(f"@{j}") for j in itertools.count(1))
+        saved = itertools.takewhile(lambda part: part.numbers, parts)
+        self._checkpoints = Checkpoints([self._caches.load(part) for part in saved])
 
     def _commit_all(self) -> None:
         """Keep all rows that the caches hold, and the rows of `_replay`."""

@@ -15,7 +15,8 @@ from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import captures_of, decoder_of, features_of, start_layers_early, take_outputs
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.probe import rounding_of
-from mlx_spec.model.target import MAX_REPLAY_TOKENS, POSITION_ERRORS, LMTarget
+from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
+from mlx_spec.model.tree import POSITION_ERRORS
 from mlx_spec.types import Features, FeatureSpec, KVRows, no_draft
 
 
@@ -73,10 +74,10 @@ class TargetBatch:
         self._origins.append(origin)
         self._replays.append(no_draft().tokens)
 
-    def leave(self, index: int, *, keep: bool, checkpoint: bool = False) -> None:
+    def leave(self, index: int, *, keep: bool, read: int = 0) -> None:
         """Remove a target; the last one takes its index. With `keep` it gets its caches back.
 
-        With `checkpoint` it can also return to this place later.
+        If `read` tokens of a prompt were read, up to its end, it also keeps checkpoints.
         """
         origin, replay = self._origins[index], self._replays[index]
         self._origins[index], self._replays[index] = self._origins[-1], self._replays[-1]
@@ -87,8 +88,8 @@ class TargetBatch:
             self._rows = [self._rows[lane] for lane in lanes]
         self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
         self._caches.leave(index, origin.attach(replay) if keep else None)
-        if checkpoint:
-            origin.checkpoint()
+        if read:
+            origin.keep_places(read)
 
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         """Write and commit tokens of prompts [R], without logits; `sizes` are the rows of each target.

@@ -16,9 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
+from mlx_spec.checkpoint.files import one_line
+from mlx_spec.model.caches import Caches
 from mlx_spec.model.hooks import ModuleWrapper
 from mlx_spec.model.layer_caches import AttentionCache, Packed
 
+# Errors of a model that expects one int and gets the positions of several rows or sequences.
+POSITION_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 ROPE = "rope"  # attribute of mlx-lm's attention modules that holds their rotary embedding
 
 
@@ -241,3 +245,21 @@ def _rotates_rows_independently(rope: Any) -> bool:
         return False
     known = (kind.__module__ == rope_utils.__name__ for kind in type(rope).mro())
     return isinstance(rope, nn.RoPE) or any(known)
+
+
+def misread_tree(model: nn.Module) -> str | None:
+    """Return how a model reads the rows of a tree as a chain; None if it reads them as a tree."""
+    caches = Caches.of_model(model)
+    caches.begin(3)
+    views = [TreeCacheView(cache, tree_of((0, 0))) for cache in caches.attention]
+    runs = runs_of(model)
+    try:  # builds the graph and computes nothing
+        model(mx.zeros((1, 3), mx.int32), cache=caches.for_model(views))
+    except POSITION_ERRORS as error:
+        return f"its model calculates with positions ({one_line(error, 80)})"
+    if runs_of(model) != runs:
+        return "some layers rotate all rows from one position on"
+    masked = {view.window for view in views if view.has_masked}
+    if any(view.window not in masked for view in views):
+        return "its model builds masks by itself"
+    return None

@@ -15,7 +15,8 @@ from support import tiny
 from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.model.caches import Caches
+from mlx_spec.model.caches import Caches, Checkpoint
+from mlx_spec.model.checkpoints import Checkpoints
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -419,3 +420,68 @@ def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str, kv_bits: 
             assert origin.size == 83
             assert_same_logits(origin, whole, 5)
     assert kept[0] == kept[3] == 83 and max(kept[6:]) >= 58
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent", "full"])
+def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
+    """Where it was told to, at its end and at an end of a chunk. Long answers and saved states keep them."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(300), tiny.prompt(30, seed=11)
+    target = LMTarget(model)
+    target.pin_at([70, 75, 150, 260], 300)
+    target.prefill(prompt[:100], ends_prompt=False)
+    target.keep_places(100, ends_prompt=False, apart=6)  # as if chunks were as long
+    target.prefill(prompt[100:150], ends_prompt=False)
+    target.prefill(prompt[150:])
+    for low in range(0, 480, 16):
+        mx.eval(target.verify(mx.array(prompt[low % 256 : low % 256 + 16])))
+        target.commit(16)
+    sizes = [] if kind == "full" else [70, 75, 100, 150, 260, 300]
+    if kind == "recurrent":
+        sizes.remove(75)  # each costs a pass, so none is near another one
+    assert [place.size for place in target.checkpoints] == sizes
+    restored = LMTarget(model)
+    restored.restore(target.state())
+    assert restored.reach() == target.reach()
+    for size in (280, 140, 99, 74):
+        for each in (target, restored):
+            kept = each.rewind(size)
+            near_end = size == 280 and kind != "recurrent"
+            assert kept == (size if near_end else max((s for s in sizes if s <= size), default=size))
+            fresh = LMTarget(model)
+            fresh.prefill(prompt[:kept])
+            for one in (each, fresh):
+                one.prefill(other[:-1], ends_prompt=False)
+            assert_same_logits(each, fresh, other[-1])
+            each.commit(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trimmed_target_goes_on(kind: str) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(500)
+    target, fresh = LMTarget(model), LMTarget(model)
+    for each in (target, fresh):
+        each.prefill(prompt)
+    before, slack = target.nbytes, target.caches.slack()
+    target.trim()
+    assert target.nbytes == before - slack < before and not target.caches.slack()
+    assert target.reach()[0][1] == 500
+    for each in (target, fresh):
+        each.prefill(prompt[:50])
+    assert_same_logits(target, fresh, 3)
+
+
+def test_places_are_bounded_by_what_their_loss_costs() -> None:
+    """Those nearest to the place before go first, ends of chunks before turns, and never the last end."""
+
+    def place(size: int, kind: Any) -> Checkpoint:
+        return Checkpoint(size, {}, [[mx.zeros((10,))]], kind)
+
+    places = Checkpoints()
+    places.add([place(100, "turn"), place(200, "chunk"), place(250, "chunk"), place(260, "turn")], 160)
+    assert [each.size for each in places] == [100, 200, 250, 260]
+    places.add([place(700, "chunk"), place(720, "end")], 160)
+    assert [each.size for each in places] == [100, 260, 700, 720]  # 250, and then 200, cost least
+    places.end_prompt()
+    places.add([place(730, "end"), place(100, "chunk")], 120)
+    assert [(each.size, each.kind) for each in places] == [(100, "turn"), (260, "turn"), (730, "end")]
+    assert [each.size for each in places.before(260)] == [100, 260]

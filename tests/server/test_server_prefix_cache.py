@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.pairs import alone, generate, make_pair
+from support.shared_caches import Served, Talks, random_session, serve
 
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.decode.loop import decode
@@ -161,9 +162,62 @@ def test_what_costs_least_to_read_again_per_byte_goes_first(pair: Pair) -> None:
     branch = served(pair, cache, start + text(2, 30))
     served(pair, cache, start + text(3, 90))
     assert len(cache) == 3
+    before = cache.nbytes
     cache.shrink(10**9 - cache.nbytes + 1)
-    assert len(cache) == 2 and cache.take(text_prompt([*text(5, 220), 1])) is old
+    assert len(cache) == 3 and cache.nbytes < before  # columns that no token needs
+    while len(cache) == 3:
+        cache.shrink(10**9 - cache.nbytes + 1)
+    assert cache.take(text_prompt([*text(5, 220), 1])) is old
     assert cache.take(text_prompt(start + text(2, 30))) is not branch
+
+
+def test_prompts_that_come_together_read_their_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it, also with windows and states, unless their own beginning is short."""
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 64)
+    start = text(1, 300)
+    for kind in ("full", "sliding", "recurrent"):
+        pair = make_pair(kind, "none")
+        cache, batch = cache_of(pair), pair.batch(4)
+        requests = [Served(text_prompt(start + text(2 + i, 20)), 4, None) for i in range(6)]
+        requests.append(Served(text_prompt(text(9, 20)), 4, None))
+        serve(batch, cache, pair, requests)
+        assert [request.reused for request in requests] == [0, *[300] * 5, 0]
+        for request in requests:
+            assert request.said == alone(pair, kind, request.prompt, 4, GREEDY)
+
+
+def test_nobody_waits_for_a_prompt_that_failed(pair: Pair) -> None:
+    cache, prompt = cache_of(pair), text_prompt(text(1, 400))
+    first = cache.take(prompt)
+    first.rewind_to_prefix(prompt)
+    assert cache.waits(prompt) and not cache.waits(text_prompt(text(1, 200) + text(2, 300)))
+    first.parts.target.prefill(prompt[:100])
+    assert cache.waits(prompt)
+    cache.forget(first)
+    assert not cache.waits(prompt)
+
+
+def test_places_go_before_lent_caches_are_too_large() -> None:
+    """They are given up before anything is refused; what has been read stays."""
+    pair = make_pair("recurrent", "none")
+    cache, prompt = cache_of(pair), text_prompt(text(1, 300), (100, 200))
+    sequence = cache.take(prompt)
+    sequence.rewind_to_prefix(prompt)
+    target = sequence.parts.target
+    target.prefill(prompt[:-1])
+    assert [place.size for place in target.checkpoints] == [100, 200, 267, 299]
+    assert cache.nbytes == cache.used_nbytes == target.nbytes > sum(target.pinned.values()) > 0
+    fork = cache.take(text_prompt(text(1, 200) + [5] * 60))
+    assert fork.identity.size == 200 and cache.nbytes < target.nbytes + fork.nbytes  # places are shared
+    cache.forget(fork)
+    cache.shrink(10**9 - cache.nbytes + 1)
+    assert [place.size for place in target.checkpoints] == [
+        200,
+        267,
+        299,
+    ] and cache.counters.dropped_places == 1
+    cache.shrink(10**9)
+    assert [place.size for place in target.checkpoints] == [267, 299]  # of the last prompt
 
 
 def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:
@@ -230,3 +284,23 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
         assert answer == alone(pair, kind, prompt, 6, GREEDY)[: len(answer)]
         histories[name] = edited(rng, histories[name], answer)
     assert reused >= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [
+        ("full", "lookup"),
+        ("sliding", "other"),
+        ("shared", "same"),
+        ("recurrent", "lookup"),
+        ("quantized", "same"),
+    ],
+)
+def test_what_is_shared_changes_no_text(kind: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random conversations, several at a time: they go on, part, begin again, wait and lose their caches."""
+    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 48)
+    draw, pair = random.Random(kind), make_pair(kind, drafter, K=3)
+    first = text_prompt(text(1, 70), (40, 70))
+    talks = Talks(draw, range(tiny.VOCAB), 250, first)
+    found = random_session(pair, talks, draw, 5, max_bytes=8 * 10**6)
+    assert found.differ == 0 and found.forks >= 1 and found.reused > found.tokens / 4

@@ -6,16 +6,20 @@ of that beginning, a fork. Under pressure the sequence goes that costs least to 
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_spec.decode.sequence import CachedSequence, Reread, SequenceParts
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState
 
@@ -33,26 +37,33 @@ class CacheCounters:
     fork_seconds: float = 0.0
     evicted: int = 0  # sequences that were dropped
     evicted_tokens: int = 0  # that no other sequence had
+    dropped_places: int = 0  # checkpoints that were dropped for memory
     reread_evicted: int = 0  # tokens of prompts that were read again after they had been dropped
     reread_no_place: int = 0  # tokens of prompts that are in memory, but windows or states cannot go back
 
 
 @dataclass(eq=False)
 class Kept:
-    """A sequence in memory, and how often it was used.
-
-    Its worth is that of GreedyDual-Size with frequencies: what its loss costs per byte, times its uses, above
-    the worth of the last victim when it was last used. So an unused sequence grows old.
-    """
+    """A sequence in memory, and when it was used last, in prompts."""
 
     sequence: CachedSequence
+    used: int = 0
     is_lent: bool = True
-    uses: int = 0
-    floor: float = 0.0
 
-    def worth(self, tokens: int, nbytes: int | None = None) -> float:
-        """Return what it is worth not to read `tokens` of it again, which free `nbytes`."""
-        return self.floor + self.uses * tokens / max(self.sequence.nbytes if nbytes is None else nbytes, 1)
+    @property
+    def target(self) -> LMTarget:
+        """Return its target."""
+        return self.sequence.parts.target
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A part of what is kept that can be dropped."""
+
+    worth: float  # tokens that its loss costs per byte, less if it was not used for long
+    kept: Kept
+    nbytes: int
+    part: Literal["slack", "sequence"] | int  # unused columns, all, or the checkpoint at a size
 
 
 @dataclass(frozen=True)
@@ -85,8 +96,11 @@ class PrefixCache:
     min_fork: int = 64
     counters: CacheCounters = field(default_factory=CacheCounters)
     _kept: list[Kept] = field(default_factory=list)  # the one given back last at the end
-    _floor: float = 0.0  # the worth of the last sequence that was dropped for memory
+    _prompts: int = 0  # since the start
     _forgotten: deque[Identity] = field(default_factory=deque)  # dropped sequences, the newest last
+    _change: object = None  # another one after each change of the kept sequences
+    # By prompt that waits for another one: the last change, and how many tokens could be reused then.
+    _waiting: WeakKeyDictionary[Prompt, tuple[object, int]] = field(default_factory=WeakKeyDictionary)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -94,36 +108,33 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all caches."""
-        return sum(kept.sequence.nbytes for kept in self._kept)
+        return _bytes(self._kept)
 
     @property
     def used_nbytes(self) -> int:
         """Return the bytes of the caches of lent sequences."""
-        return sum(kept.sequence.nbytes for kept in self._kept if kept.is_lent)
+        return _bytes(kept for kept in self._kept if kept.is_lent)
 
     def take(self, prompt: Prompt, snapshot: Snapshot | None = None) -> CachedSequence:
         """Lend a sequence until `give_back` or `forget`: a copy of `snapshot`, or the best for the prompt."""
         kept = self._best(prompt) if snapshot is None else Kept(self._copy(snapshot))
-        kept.is_lent, kept.uses, kept.floor = True, kept.uses + 1, self._floor
+        self._prompts += 1
+        kept.is_lent, kept.used = True, self._prompts
+        self._change = object()
         if kept not in self._kept:
-            self._drop_to(self.count - 1)
             self._kept.append(kept)
+            self._drop(0, len(self) - self.count)
         if snapshot is not None:
             self.shrink()
         return kept.sequence
-
-    def waits(self, prompt: Prompt) -> bool:
-        """Return True while a file with a beginning of the prompt is checked on another thread."""
-        if self.files is None:
-            return False
-        return self.files.is_checking(prompt, max((m.reused for m in self.matches(prompt)), default=0))
 
     def give_back(self, sequence: CachedSequence) -> None:
         """Keep a lent sequence with the tokens that it has now."""
         kept = next(kept for kept in self._kept if kept.sequence is sequence)
         self._kept.remove(kept)
+        self._change = object()
         if sequence.identity.size:
-            kept.is_lent = False
+            kept.is_lent, kept.used = False, self._prompts
             self._kept.append(kept)
             if self.files is not None:
                 self.files.offer(sequence)
@@ -134,12 +145,30 @@ class PrefixCache:
         self._kept = [kept for kept in self._kept if kept.sequence is not sequence]
 
     def shrink(self, reserved: int = 0) -> None:
-        """Drop the sequences worth least until both limits hold and `reserved` bytes are left."""
-        self._drop_to(self.count)
-        while self.nbytes + reserved > self.max_bytes():
-            if (victim := self._victim()) is None:
-                return
-            self._drop(*victim)
+        """Drop what is worth least until both limits hold and `reserved` bytes are left."""
+        self._drop(self.nbytes + reserved - self.max_bytes(), len(self) - self.count)
+
+    def waits(self, prompt: Prompt, least: int = 256) -> bool:
+        """Return True while more of a prompt will be in memory soon.
+
+        A file with its beginning is checked on another thread, or its beginning is read for another prompt
+        that is at least `least` tokens ahead of what can be reused now. That one then leaves a checkpoint
+        where this one parts from it. Prompts are read one after the other in any case, so waiting takes no
+        longer than reading both.
+        """
+        if self.files is not None and self.files.is_checking(prompt, self._reusable(prompt)):
+            return True
+        known = None
+        for kept in (kept for kept in self._kept if kept.is_lent):
+            target, coming = kept.target, kept.sequence.coming(prompt)
+            if coming < least or (target.size >= coming and not target.is_in_pass):
+                continue
+            if known is None:
+                known = self._reusable(prompt)
+            if min(coming, len(prompt) - 2) >= known + least:
+                kept.sequence.pin_at([coming])
+                return True
+        return False
 
     def close(self) -> None:
         """Write free sequences to the files, the one used last first."""
@@ -166,8 +195,14 @@ class PrefixCache:
 
     def matches(self, prompt: Prompt) -> list[Match]:
         """Return what each sequence has of a prompt."""
-        able = (kept for kept in self._kept if not kept.sequence.parts.target.is_in_pass)
+        able = (kept for kept in self._kept if not kept.target.is_in_pass)
         return [Match(kept, *kept.sequence.match(prompt)) for kept in able]
+
+    def _reusable(self, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt can be reused. It is counted again after each change."""
+        if self._waiting.get(prompt, (None, 0))[0] is not self._change:
+            self._waiting[prompt] = self._change, max((m.reused for m in self.matches(prompt)), default=0)
+        return self._waiting[prompt][1]
 
     def _best(self, prompt: Prompt) -> Kept:
         """Return a kept sequence that can be rewound to the prompt, a fork of one, or a new one."""
@@ -184,6 +219,8 @@ class PrefixCache:
             break
         if found is None:
             found, reused = Kept(CachedSequence(self.open())), 0
+        parted = {match.shared for match in matches if match.shared > max(reused, self.min_fork)}
+        found.sequence.pin_at(parted)
         forgotten = max((shared_prefix(each, prompt.identity) for each in self._forgotten), default=0)
         in_memory = max((match.shared for match in matches), default=0)
         found.sequence.reread = self._reread(reused, in_memory, min(forgotten, max(len(prompt) - 2, 0)))
@@ -204,14 +241,16 @@ class PrefixCache:
         if reused < self.min_fork:
             return None
         nbytes = best.sequence.nbytes * reused // len(held)
-        if self._make_room(best, nbytes, float("inf") if best.is_lent else best.worth(lost, nbytes)):
+        worth = math.inf if best.is_lent else self._worth(best, lost, nbytes)
+        excess, many = self.nbytes + nbytes - self.max_bytes(), len(self) + 1 - self.count
+        if self._drop(excess, many, worth, but=best):
             started = time.perf_counter()
             fork = CachedSequence(self.open())
             if fork.fork_from(best.sequence, prompt, at_once=best.is_lent):
                 self.counters.forks += 1
                 self.counters.fork_bytes += fork.nbytes
                 self.counters.fork_seconds += time.perf_counter() - started
-                best.uses, best.floor = best.uses + 1, self._floor
+                best.used = self._prompts
                 return Kept(fork)
         if best.is_lent:
             return None
@@ -242,49 +281,85 @@ class PrefixCache:
         others = (kept.sequence.identity for kept in self._kept if kept is not one)
         return max((shared_prefix(held, other) for other in others), default=0)
 
-    def _ranked(self, free: Iterable[Kept]) -> list[tuple[float, Kept]]:
-        """Return free sequences with their worth, the least first."""
+    def _worth(self, kept: Kept, tokens: float, nbytes: int) -> float:
+        """Return the worth of a part of a sequence."""
+        return tokens / max(nbytes, 1) / (1 + self._prompts - kept.used)
+
+    def _victims(self, but: Kept | None) -> list[Victim]:
+        """Return all that can be dropped, what is worth least first. Lent sequences lose only checkpoints."""
         # In the order of their texts, each shares most with a neighbour.
         order = sorted(self._kept, key=lambda kept: kept.sequence.identity.tobytes())
         held = [kept.sequence.identity for kept in order]
         shared = [0, *map(shared_prefix, held, held[1:]), 0]
-        own = {id(kept): len(held[i]) - max(shared[i], shared[i + 1]) for i, kept in enumerate(order)}
-        return sorted(((kept.worth(own[id(kept)]), kept) for kept in free), key=lambda each: each[0])
+        holders = Counter(number for kept in order for number in kept.target.pinned)
+        found = list[Victim]()
+        for i, kept in enumerate(order):
+            if kept is but:
+                continue
+            pinned = kept.target.pinned
+            for cost, place in kept.target.checkpoints.costs():
+                own = sum(pinned.get(id(a), 0) for a in place.arrays() if holders[id(a)] == 1)
+                if own:
+                    found.append(Victim(self._worth(kept, cost, own), kept, own, place.size))
+            if kept.is_lent:
+                continue
+            if slack := kept.target.caches.slack():
+                found.append(Victim(0.0, kept, slack, "slack"))
+            tokens = len(held[i]) - max(shared[i], shared[i + 1])
+            own = kept.sequence.nbytes - sum(n for number, n in pinned.items() if holders[number] > 1)
+            found.append(Victim(self._worth(kept, tokens, own), kept, own, "sequence"))
+        return sorted(found, key=lambda victim: (victim.kept.is_lent, victim.worth))
 
-    def _victim(self) -> tuple[float, Kept] | None:
-        """Return the free sequence that is worth least, and its worth."""
-        return next(iter(self._ranked(self._free)), None)
+    def _drop(self, excess: int, many: int, worth: float = math.inf, but: Kept | None = None) -> bool:
+        """Drop what is worth least, until `excess` bytes and `many` sequences are gone.
 
-    def _make_room(self, source: Kept, nbytes: int, worth: float) -> bool:
-        """Make room for a fork, if all that has to go is worth less. Return True if there is room."""
-        excess, many = self.nbytes + nbytes - self.max_bytes(), len(self) + 1 - self.count
-        victims = []
-        if excess > 0 or many > 0:
-            for victim in self._ranked(kept for kept in self._free if kept is not source):
-                if (excess <= 0 and many <= 0) or victim[0] >= worth:
-                    break
-                victims.append(victim)
-                excess, many = excess - victim[1].sequence.nbytes, many - 1
-        if excess > 0 or many > 0:
+        Drops nothing and returns False if that takes something that is worth more than `worth`.
+        """
+        chosen, freed = list[Victim](), Counter[Kept]()
+        for victim in self._victims(but) if excess > 0 or many > 0 else ():
+            if victim.worth >= worth or (excess <= 0 and many <= 0):
+                break
+            if excess > 0 or victim.part == "sequence":
+                is_whole = victim.part == "sequence"
+                nbytes = victim.nbytes - freed[victim.kept] * is_whole
+                chosen.append(victim)
+                freed[victim.kept] += nbytes
+                excess, many = excess - nbytes, many - is_whole
+        is_enough = excess <= 0 and many <= 0
+        if not is_enough and worth < math.inf:
             return False
-        for victim in victims:
-            self._drop(*victim)
-        return True
+        gone = [victim.kept for victim in chosen if victim.part == "sequence"]
+        for victim in chosen:
+            if victim.kept not in gone:
+                self._drop_part(victim)
+        for kept in gone:
+            self.counters.evicted += 1
+            self.counters.evicted_tokens += len(kept.sequence.identity) - self._elsewhere(kept)
+            self._kept.remove(kept)
+            self._remember(kept.sequence.identity)
+        return is_enough
 
-    def _drop_to(self, count: int) -> None:
-        """Drop free sequences until at most `count` sequences are left."""
-        while len(self) > count and (victim := self._victim()) is not None:
-            self._drop(*victim)
-
-    def _drop(self, worth: float, kept: Kept) -> None:
-        self._floor = max(self._floor, worth)
-        self.counters.evicted += 1
-        self.counters.evicted_tokens += len(kept.sequence.identity) - self._elsewhere(kept)
-        self._kept.remove(kept)
-        self._remember(kept.sequence.identity)
+    def _drop_part(self, victim: Victim) -> None:
+        if victim.part == "slack":
+            victim.kept.target.trim()
+        else:
+            assert isinstance(victim.part, int)
+            victim.kept.target.drop_place(victim.part)
+            self.counters.dropped_places += 1
 
     def _remember(self, identity: Identity, most: int = 2**20) -> None:
         """Keep the identity of what is dropped, of the last `most` tokens: 8 MB."""
         self._forgotten.append(identity.copy())
         while sum(map(len, self._forgotten)) > most:
             self._forgotten.popleft()
+
+
+def _bytes(kept: Iterable[Kept]) -> int:
+    """Return the bytes of sequences. Checkpoints that forks share are counted once."""
+    total, seen = 0, set[int]()
+    for one in kept:
+        total += one.sequence.nbytes
+        for number, nbytes in one.target.pinned.items():
+            total -= nbytes if number in seen else 0
+            seen.add(number)
+    return total
