@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
+from mlx_spec.apps.server.engine.prefix_files import PrefixFiles
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch, Entry
@@ -138,9 +139,10 @@ def random_session(
     together: int = 3,
     max_bytes: int = 10**9,
     answer: int = 10,
+    files: PrefixFiles | None = None,
 ) -> Found:
     """Serve random requests, and compare each text with one of fresh caches."""
-    cache = PrefixCache(pair.open, draw.choice((2, 3, 8)), lambda: max_bytes, min_fork=8)
+    cache = PrefixCache(pair.open, draw.choice((2, 3, 8)), lambda: max_bytes, files, min_fork=8)
     batch, found = pair.batch(together), Found()
     for _ in range(steps):
         requests = []
