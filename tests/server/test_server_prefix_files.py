@@ -436,7 +436,9 @@ def test_a_restart_reads_a_prompt_once(
             events = answer(served, raw_request(prompt))
             answers.append(body(events))
             cached.append(closed(events).usage.cached_tokens)
-            assert served.metrics.json()["models"]["demo"]["cached_tokens_total"] == cached[-1]
+            counted = served.metrics.json()["models"]["demo"]
+            assert counted["cached_tokens_total"] == cached[-1]
+            assert counted["prefix_cache_forks_total"] == counted["prefix_cache_evicted_tokens_total"] == 0
     length = closed(events).usage.prompt_tokens
     assert cached == [0, length - 2] and answers[0] == answers[1]
     monkeypatch.setattr(SequenceDrafter, "nbytes", 8)

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from mlx_spec.types import Reason
 
 from ..errors import LOG
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
+from .prefix_cache import CacheCounters
 
 State = Literal["loading", "ready", "failed", "draining", "closed"]
 
@@ -34,6 +35,7 @@ class ModelStatus:
     batch: tuple[int, ...]  # sequences in each pass of a round
     obstacle: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
+    prefix_cache: CacheCounters  # a copy
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,13 @@ class Metrics(Collector):
         yield _gauges("batch_rows", "Answers that decode.", ["model"], *rows)
         passes = [(one.name, len(one.batch)) for one in status.models]
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
+        for name in vars(CacheCounters()):
+            if name not in self.counted:  # else it is counted by request
+                about = f"Of the prefix cache since the model was loaded: {name}."
+                found = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
+                for one in status.models:
+                    found.add_metric([one.name], vars(one.prefix_cache)[name])
+                yield found
 
     def json(self) -> dict[str, Any]:
         """Return the body of `/metrics.json`: metrics by model without the prefix `mlx_spec_`, and more.
