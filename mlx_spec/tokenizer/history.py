@@ -7,13 +7,14 @@ of earlier turns may be dropped by the template.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
@@ -29,6 +30,7 @@ from mlx_spec.tokenizer.forms import (
     map_texts,
     untagged,
 )
+from mlx_spec.tokenizer.recent import Recent
 
 FIRST_MARK, MARKS = 0x20000, 0xA600  # rare ideographs, one for each text: no template looks for them
 NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
@@ -60,8 +62,9 @@ def render_history(
     thinking: bool | None,
     tools: Sequence[Message] = (),
     variables: Mapping[str, Any] | None = None,
+    known: KnownChecks | None = None,
 ) -> str:
-    """Return the prompt of a conversation.
+    """Return the prompt of a conversation. `known` has checks of its earlier turns.
 
     Raises InvalidValue if the template refuses the messages in every form, LostText if it leaves out a text.
     """
@@ -71,7 +74,9 @@ def render_history(
         templates.append(template.for_tools)  # it may be the only one that shows calls
     problems: list[InvalidValue] = []
     for each in templates:
-        attempts = _Attempts(partial(_render, each, thinking, variables), given, tools)
+        settings = each, thinking, dict(variables or {})
+        check = TextCheck(known or KnownChecks(Recent[CheckedPrompt](), None), settings)
+        attempts = _Attempts(partial(_render, each, thinking, variables), given, tools, check)
         if (found := attempts.best()) is not None:
             return found
         problems += attempts.problems
@@ -91,9 +96,8 @@ def _render(
 class _Attempts:
     """Tries the forms of one conversation until a prompt has all of its text."""
 
-    def __init__(self, render: Render, given: Messages, tools: Sequence[Message]) -> None:
-        self._render, self._given, self._tools = render, given, tools
-        self._check = TextCheck()
+    def __init__(self, render: Render, given: Messages, tools: Sequence[Message], check: TextCheck) -> None:
+        self._render, self._given, self._tools, self._check = render, given, tools, check
         self._loses = False  # a form was rendered, and a text was missing
         self.problems: list[InvalidValue] = []  # errors of the messages as they were given
 
@@ -114,7 +118,7 @@ class _Attempts:
             if shown > reached:
                 chosen, reached = [*chosen, form], shown
                 left = [each for group in groups for each in group if not set(group) & set(chosen)]
-        for some in product(*([*group, None] for group in useful)):
+        for some in itertools.product(*([*group, None] for group in useful)):
             forms = [form for form in some if form is not None]
             for each in (forms, [*forms, untagged]):
                 if self._attempt(each)[0] is not None:
@@ -167,10 +171,34 @@ class _Wanted:
     times: int  # how often the mark was written into the text
 
 
-class TextCheck:
-    """Finds texts that a template leaves out: renders again with a mark in each line of each text."""
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """A prompt in which no text of a conversation is missing."""
 
-    def __init__(self) -> None:
+    settings: object  # template, thinking and variables
+    messages: Sequence[Message]
+    tools: Sequence[Message]
+    text: str
+    ends: Sequence[int]  # by message: where the texts of all messages up to it end, those of tools included
+
+
+@dataclass(frozen=True)
+class KnownChecks:
+    """The last checked prompts, and the scope of those that may be used."""
+
+    recent: Recent[CheckedPrompt]
+    scope: Hashable
+
+
+class TextCheck:
+    """Finds texts that a template leaves out: renders again with a mark in each line of each text.
+
+    Texts that an earlier check found in the beginning that both prompts share are still there. If the rest of
+    the prompt also ends a prompt of the last few messages alone, then those are marked in that one.
+    """
+
+    def __init__(self, known: KnownChecks, settings: object) -> None:
+        self._recent, self._settings = known, settings
         self._wanted: list[_Wanted] = []
         self._known: dict[str, tuple[str, int]] = {}  # texts with NEW_MARK in each line, and how often
 
@@ -181,9 +209,56 @@ class TextCheck:
         searched.
         """
         prompt = render(messages, tools)
+        ends = self._ends_of_continued(render, messages, tools, prompt)
+        if ends is None:
+            ends = self._ends(render, messages, tools, prompt)
+        checked = CheckedPrompt(self._settings, messages, tools, prompt, ends)
+        self._recent.recent.add(self._recent.scope, checked)
+        return prompt
+
+    def _ends_of_continued(
+        self, render: Render, messages: Sequence[Message], tools: Sequence[Message], prompt: str
+    ) -> list[int] | None:
+        """Return the ends of the texts if they are known, or shown by the last messages alone."""
+        known, common = self._recent.recent.longest(self._recent.scope, prompt)
+        if known is None or (known.settings, known.tools) != (self._settings, tools):
+            return None
+        pairs = zip(known.messages, messages, known.ends, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1] and pair[2] <= common, pairs)
+        ends = [end for *_, end in same]
+        users = [i for i, message in enumerate(messages[: len(ends)]) if message.get("role") == "user"]
+        if not users:
+            return None
+        rest = prompt[ends[-1] :]
+        # Most templates refuse messages that do not begin with a user's. That may be far back.
+        for first in dict.fromkeys((max(users[-1], len(ends) - 4), users[-1])):
+            try:
+                last, short = messages[first:], render(messages[first:], tools)
+                if short.endswith(rest):
+                    more = self._ends(render, last, tools, short, len(ends) - first, len(short) - len(rest))
+                    shift = len(prompt) - len(short)
+                    return [*ends, *(min(end + shift, sys.maxsize) for end in more)]
+            except InvalidValue:  # the whole prompt tells which text is missing
+                continue
+        return None
+
+    def _ends(
+        self,
+        render: Render,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        prompt: str,
+        first: int = 0,
+        low: int = 0,
+    ) -> list[int]:
+        """Return where the texts of each message from the `first` one on end. They are sought after `low`.
+
+        The ends never fall; they are beyond all prompts if marks do not tell. Raises LostText for a text that
+        is missing.
+        """
         self._wanted = []
-        marked = [self._message(i, message) for i, message in enumerate(messages)]
-        named = [self._tool(tool) for tool in tools]
+        marked = [*messages[:first], *(self._message(i, messages[i]) for i in range(first, len(messages)))]
+        named = tools if first else [self._tool(tool) for tool in tools]
         try:
             shown = render(marked, named)
         except InvalidValue:
@@ -191,17 +266,30 @@ class TextCheck:
         if SIGN in shown and SIGN not in prompt:
             raise InvalidValue("the chat template writes the parts of a message as data: send text")
         is_same = MARK.sub("", shown) == MARK.sub("", prompt)
-        counts = Counter(MARK.findall(shown))
-        counts.subtract(MARK.findall(prompt))
-        squeezed = _squeezed(prompt)
+        tells_places = is_same and not MARK.search(prompt) and len(self._wanted) <= MARKS
+        if low and not tells_places:
+            raise InvalidValue("the chat template reads the texts of these messages")
+        places: dict[str, list[int]] = {}  # by mark, in the prompt
+        for count, found in enumerate(MARK.finditer(shown)):
+            if (place := found.start() - count) >= low:
+                places.setdefault(found[0], []).append(place)
+        before, squeezed = Counter(MARK.findall(prompt)), ""
+        ends = [low] * len(messages)
         for i, each in enumerate(self._wanted):
+            end = sys.maxsize if each.text else 0
             if is_same and each.times:
-                is_there = counts[each.mark] >= each.times
+                found_at = places.get(each.mark, [])
+                is_there = len(found_at) - before[each.mark] >= each.times
+                if is_there and tells_places:  # a mark begins the last line
+                    end = found_at[each.times - 1] + len(each.text.rpartition("\n")[2])
             else:
+                squeezed = squeezed or _squeezed(prompt[low:])
                 is_there = all(_contains(squeezed, piece) for piece in SWITCH.split(each.text))
             if not is_there:
                 raise LostText(each.text, each.role, each.index, shown=i)
-        return prompt
+            index = each.index or 0  # a tool counts as a text of the first message
+            ends[index] = max(ends[index], end)
+        return list(itertools.accumulate(ends[first:], max))
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         """Return a message with marks in its texts, and SIGN in its parts."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import filecmp
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec.checkpoint.config import TOKENIZERS
@@ -18,7 +19,8 @@ from mlx_spec.checkpoint.generation import GenerationConfig, read_generation_con
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
-from mlx_spec.tokenizer.history import render_history
+from mlx_spec.tokenizer.history import CheckedPrompt, KnownChecks, render_history
+from mlx_spec.tokenizer.recent import Recent, RecentEncodings
 from mlx_spec.tokenizer.thinking import Marks, MessageMarks, find_marks
 
 
@@ -35,6 +37,10 @@ class Tokenizer:
         self.generation = generation or GenerationConfig()
         self._tokenizer = tokenizer
         self._template = template
+        self._encodings = RecentEncodings(
+            partial(self._encoding, special=False), tokenizer.get_added_tokens_decoder().items()
+        )
+        self._checks = Recent[CheckedPrompt]()
         self.token_bytes = TokenBytes(tokenizer)
         self.marks: Marks | None = find_marks(template.source if template else "", self)
         stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
@@ -116,27 +122,37 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         expand: Callable[[str], str] = lambda rendered: rendered,
+        scope: Hashable = None,
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the model's answer.
 
         Without `thinking` (None) the template decides whether the model shall think. `tools` are function
         definitions as in OpenAI's API, `variables` further variables of the template. `expand` changes the
-        rendered text before it is tokenized. The template decides about the thinking of earlier turns. Raises
-        InvalidValue if there is no chat template or it refuses the messages, LostText if it leaves out a text
-        of them.
+        rendered text before it is tokenized. What two conversations with one `scope`, such as an API key,
+        begin with is checked and tokenized once. The template decides about the thinking of earlier turns.
+        Raises InvalidValue if there is no chat template or it refuses the messages, LostText if it leaves out
+        a text of them.
         """
         if self._template is None:
             raise InvalidValue(
                 "this target has no chat template: give it a prompt as tokens, without a session"
             )
         rendered = render_history(
-            self._template, messages, thinking=thinking, tools=tools, variables=variables
+            self._template,
+            messages,
+            thinking=thinking,
+            tools=tools,
+            variables=variables,
+            known=KnownChecks(self._checks, scope),
         )
-        return self.encode(expand(rendered))
+        return self._encodings.encode(expand(rendered), scope)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
+        return list(self._encoding(text, special=special).ids)
+
+    def _encoding(self, text: str, *, special: bool) -> Encoding:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            return self._tokenizer.encode(text, add_special_tokens=special)
         except TypeError as error:
             raise InvalidValue("a text holds half a surrogate pair: give text that is valid UTF-8") from error
 

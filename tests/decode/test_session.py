@@ -107,7 +107,7 @@ def test_an_error_in_the_middle_keeps_what_came(monkeypatch: pytest.MonkeyPatch)
     stream = session.stream("Hi", max_tokens=50)
     seen = list(islice(stream, 4))
     with monkeypatch.context() as broken:
-        broken.setattr(LMTarget, "verify", lambda *_: 1 / 0)
+        broken.setattr(LMTarget, "verify", lambda *_, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(stream)
     assert session.messages[-1]["content"] == text_of(seen).strip()

@@ -102,7 +102,7 @@ def find_prompts(
             raise unsupported(f"{place}: model {request.model!r} reads no pictures: {vision}", place)
         seen = [_seen(message, vision) for message in chat.messages]
         chat = replace(chat, messages=tuple(seen))
-    return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision),)
+    return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision, scope=request.key),)
 
 
 def _seen(message: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:

@@ -1,0 +1,122 @@
+"""Prompts of the last conversations, so that the next turn costs what is new in it.
+
+A conversation is sent whole at every turn. What was found out about its beginning still holds as far as the
+text of its prompt is the same: which texts are in it (`history.py`), and which tokens it has.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tokenizers import AddedToken, Encoding
+
+
+class HasText(Protocol):
+    """An entry of a `Recent`."""
+
+    @property
+    def text(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=HasText)
+
+
+class Recent(Generic[Entry]):
+    """The last entries, at most `most`, with at most `characters` in all. The longest match counts as used.
+
+    An entry is found with its own scope alone, such as the API key of a request. Else the time that a prompt
+    takes would tell whether another key has sent its beginning.
+    """
+
+    def __init__(self, most: int = 16, characters: int = 2**23) -> None:
+        self._most, self._characters = most, characters
+        self._entries: list[tuple[Hashable, Entry]] = []  # the last used one last
+        self._lock = threading.Lock()  # several threads prepare requests
+
+    def add(self, scope: Hashable, entry: Entry) -> None:
+        """Keep an entry, and drop those that have not been used for the longest time."""
+        with self._lock:
+            self._entries.append((scope, entry))
+            total = sum(len(each.text) for _, each in self._entries)
+            while len(self._entries) > self._most or total > self._characters:
+                total -= len(self._entries.pop(0)[1].text)
+
+    def longest(self, scope: Hashable, text: str) -> tuple[Entry | None, int]:
+        """Return the entry with the longest common beginning, and its length in characters."""
+        with self._lock:
+            entries = [entry for its_scope, entry in self._entries if its_scope == scope]
+        lengths = [common_start(entry.text, text) for entry in entries]
+        if not lengths:
+            return None, 0
+        found = max(range(len(lengths)), key=lengths.__getitem__)
+        with self._lock:
+            self._entries.sort(key=lambda each: each[1] is entries[found])
+        return entries[found], lengths[found]
+
+
+def common_start(a: str, b: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A text and its tokens."""
+
+    text: str
+    tokens: array[int]
+    places: Sequence[int]  # in the text, of tokens that cut it; ascending
+    indices: Sequence[int]  # of the same tokens
+
+
+class RecentEncodings:
+    """Encodes a text from the last place on at which a recent text can be cut.
+
+    A tokenizer takes the added tokens that are not normalized out of a text first, from left to right, and
+    encodes what is between them piece by piece. So what follows such a token does not depend on what precedes
+    it. Whether it is a token there is decided by the text up to `reach` characters later, because a longer
+    added token may begin at the same place. A token that takes spaces before it, or that asks for a boundary
+    there, does not cut.
+    """
+
+    def __init__(self, encode: Callable[[str], Encoding], added: Iterable[tuple[int, AddedToken]]) -> None:
+        self._encode, self._recent = encode, Recent[Encoded]()
+        tokens = [(i, token) for i, token in added if not token.normalized]
+        self._reach = 1 + max((len(token.content) for _, token in tokens), default=0)
+        self._cutting = frozenset(i for i, token in tokens if not (token.lstrip or token.single_word))
+
+    def encode(self, text: str, scope: Hashable) -> list[int]:
+        """Return the tokens of a text, as encoding all of it does."""
+        known, common = self._recent.longest(scope, text)
+        cut = 0 if known is None else bisect_right(known.places, common - self._reach)
+        if known is None or not cut:
+            start, tokens, places, indices = 0, array("i"), list[int](), list[int]()
+        else:
+            start, index = known.places[cut - 1], known.indices[cut - 1]
+            tokens, places, indices = (
+                known.tokens[:index],
+                [*known.places[: cut - 1]],
+                [*known.indices[: cut - 1]],
+            )
+        encoding = self._encode(text[start:])
+        ids, before = encoding.ids, len(tokens)
+        for i in (i for i, token in enumerate(ids) if token in self._cutting):
+            place = encoding.token_to_chars(i)
+            if place is not None:
+                places.append(start + place[0])
+                indices.append(before + i)
+        tokens.extend(ids)
+        self._recent.add(scope, Encoded(text, tokens, places, indices))
+        return list(tokens)
