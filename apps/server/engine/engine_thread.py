@@ -358,6 +358,7 @@ class EngineThread:
                 tuple(one.batch.group_sizes),
                 one.pair.batch_support.obstacle,
                 one.expires_at,
+                one.prefix_cache.places,
                 replace(one.prefix_cache.counters),
             )
             for one in self._models.loaded()

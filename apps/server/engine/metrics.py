@@ -35,6 +35,7 @@ class ModelStatus:
     batch: tuple[int, ...]  # sequences in each pass of a round
     obstacle: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
+    places: int  # bytes of checkpoints, a part of `caches`
     prefix_cache: CacheCounters  # a copy
 
 
@@ -147,18 +148,18 @@ class Metrics(Collector):
         yield _gauges("memory_bytes", "Memory of MLX.", ["kind"], *kinds, ("budget", status.budget))
         sizes = [(one.name, "weights", one.weights) for one in status.models]
         sizes += [(one.name, "caches", one.caches) for one in status.models]
+        sizes += [(one.name, "places", one.places) for one in status.models]
         yield _gauges("model_bytes", "By model.", ["model", "kind"], *sizes)
         rows = [(one.name, sum(one.batch)) for one in status.models]
         yield _gauges("batch_rows", "Answers that decode.", ["model"], *rows)
         passes = [(one.name, len(one.batch)) for one in status.models]
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
         for name in vars(CacheCounters()):
-            if name not in self.counted:  # else it is counted by request
-                about = f"Of the prefix cache since the model was loaded: {name}."
-                found = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
-                for one in status.models:
-                    found.add_metric([one.name], vars(one.prefix_cache)[name])
-                yield found
+            about = f"Of the prefix cache since the model was loaded: {name}."
+            found = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
+            for one in status.models:
+                found.add_metric([one.name], vars(one.prefix_cache)[name])
+            yield found
 
     def json(self) -> dict[str, Any]:
         """Return the body of `/metrics.json`: metrics by model without the prefix `mlx_spec_`, and more.

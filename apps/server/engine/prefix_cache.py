@@ -32,14 +32,12 @@ Snapshot = tuple[Identity, CacheState]  # identity and caches of a sequence, to 
 class CacheCounters:
     """Counts the work of a prefix cache since its start."""
 
-    forks: int = 0
+    forks: int = 0  # sequences that began with a copy of another one
     fork_bytes: int = 0
-    fork_seconds: float = 0.0
+    fork_seconds: float = 0.0  # of the host, which prepares the copies
     evicted: int = 0  # sequences that were dropped
-    evicted_tokens: int = 0  # that no other sequence had
+    evicted_tokens: int = 0  # tokens of them that no other sequence had
     dropped_places: int = 0  # checkpoints that were dropped for memory
-    reread_evicted: int = 0  # tokens of prompts that were read again after they had been dropped
-    reread_no_place: int = 0  # tokens of prompts that are in memory, but windows or states cannot go back
 
 
 @dataclass(eq=False)
@@ -109,6 +107,11 @@ class PrefixCache:
     def nbytes(self) -> int:
         """Return the bytes of all caches."""
         return _bytes(self._kept)
+
+    @property
+    def places(self) -> int:
+        """Return the bytes of the checkpoints among them."""
+        return sum({n: size for kept in self._kept for n, size in kept.target.pinned.items()}.values())
 
     @property
     def used_nbytes(self) -> int:
@@ -223,7 +226,9 @@ class PrefixCache:
         found.sequence.pin_at(parted)
         forgotten = max((shared_prefix(each, prompt.identity) for each in self._forgotten), default=0)
         in_memory = max((match.shared for match in matches), default=0)
-        found.sequence.reread = self._reread(reused, in_memory, min(forgotten, max(len(prompt) - 2, 0)))
+        known = max(in_memory, min(forgotten, max(len(prompt) - 2, 0)))
+        reason: Literal["evicted", "no place"] = "no place" if in_memory == known else "evicted"
+        found.sequence.reread = Reread(known - reused, reason) if known > reused else None
         return found
 
     def _lend(self, match: Match, prompt: Prompt) -> Kept | None:
@@ -257,17 +262,6 @@ class PrefixCache:
         self._remember(held)
         self.counters.evicted_tokens += lost
         return best
-
-    def _reread(self, reused: int, in_memory: int, forgotten: int) -> Reread | None:
-        """Return what of a prompt is read again, and count it; None if nothing is."""
-        known = max(in_memory, forgotten)
-        if known <= reused:
-            return None
-        if in_memory == known:
-            self.counters.reread_no_place += known - reused
-            return Reread(known - reused, "no place")
-        self.counters.reread_evicted += known - reused
-        return Reread(known - reused, "evicted")
 
     # --- what goes
 
