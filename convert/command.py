@@ -61,6 +61,8 @@ def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
     lines = [f"{out}: {_describe_part('target', manifest)}"]
     if manifest["drafter"]:
         lines.append(f"{out}: {_describe_part('drafter', manifest)}")
+        notes = manifest["parts"]["drafter"].get("notes") or ()
+        lines += [f"drafter: {note}" for note in notes if note.startswith("rotary embedding")]
     found = manifest["self_test"]
     if found["result"] != "passed":
         return [*lines, "self-test: not run (--no-self-test)"]
@@ -85,6 +87,9 @@ def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
 
 def _describe_acceptance(found: Mapping[str, Any]) -> str:
     now = f"acceptance of the first draft token: {found['first']:.1%}, {found['length']:.2f} tokens a round"
+    if "first_with_rope_of_target" in found:
+        other = f"{found['first_with_rope_of_target']:.1%}"
+        now += f'; {other} with the target\'s rotary embedding, "rope": "target" in its config.json'
     if "first_before" not in found:
         return now
     before = f"before: {found['first_before']:.1%}, {found['length_before']:.2f}"

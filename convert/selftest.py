@@ -30,7 +30,7 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.checkpoint import read_tensors
+from mlx_spec.drafters.checkpoint import KEY, read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
 from mlx_spec.load import load
@@ -251,6 +251,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     info, tokenizer, policies = pair.info, pair.tokenizer, pair.policies
     built_in = prompts(tokenizer)
     ours = draft(pair, built_in)
+    other = _with_rope_of_target(plan, pair, built_in)
     del pair
     gc.collect()
     before, why_not = None, _why_not_before(plan)
@@ -278,10 +279,24 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
         figures |= {"first_before": before.first, "length_before": before.length}
         figures |= {"loss_percent": 100 * (1 - ours.first / before.first)} if before.first else {}
     figures |= {"not_before": why_not} if why_not else {}
+    figures |= {} if other is None else {"first_with_rope_of_target": other.first}
     return {
         "acceptance": {**figures, "chance": chance, "floor": floor, "draft_tokens": K},
         "lossless": check_lossless(target, built_in, plain, ours.tokens),
     }
+
+
+def _with_rope_of_target(plan: ConversionPlan, pair: Pair, prompts: list[list[int]]) -> DraftedTexts | None:
+    """Return what a drafter with a rotary embedding of its own drafts with the target's; else None.
+
+    The heads of some publishers state another base than they were trained with.
+    """
+    config = read_config(plan.folder / DRAFTER)
+    if config["model_type"] not in ("eagle3", "peagle") or config[KEY]["rope"] == "target":
+        return None
+    changed = {**config, KEY: {**config[KEY], "rope": "target"}}
+    source = open_drafter(plan.folder / DRAFTER, changed, plan.target.config)
+    return draft(pair.with_drafters([source], pair.policies), prompts)
 
 
 def _why_not_before(plan: ConversionPlan) -> str | None:

@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.files import one_line
+from mlx_spec.checkpoint.ropes import stated_ropes, stated_rotation
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
@@ -70,11 +73,42 @@ def _convert(
     vocab = common.size(layer, "vocab_size", title)
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     chain = "post_norm" if config.get("norm_output") else "pre_norm"
-    conventions = Conventions(hidden="layers", capture=capture, chain=chain)
+    layer, is_own, rope_note = _own_rope(layer, target)
+    rope = "own" if is_own else "target"
+    conventions = Conventions(hidden="layers", capture=capture, chain=chain, rope=rope)
     named = ("norm_before_residual", "norm_before_fc", "fc_norm")
     switches = {key: bool(config.get(key)) for key in named}
     written = common.config_of(name, conventions, target, layer_config=layer, **sizes, **switches, **fields)
-    return common.finish_layers(source, Eagle3Network, written, target, (note, *notes))
+    return common.finish_layers(source, Eagle3Network, written, target, (note, *notes, *rope_note))
+
+
+def _own_rope(layer: Config, target: Config) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    """Return the config of the layers, whether their rotary embedding is not the target's, and a note.
+
+    A base or scaling that the drafter states holds, as for its authors and vLLM; else the target's does.
+    """
+    text = text_config(target)
+    theirs, stated = stated_ropes(text), stated_ropes(layer).get(None) or {}
+    scaling = layer.get("rope_scaling") or layer.get("rope_parameters")
+    if None not in theirs or (stated.get("rope_theta") is None and not scaling):
+        return dict(layer), False, ()
+    base = stated.get("rope_theta") or theirs[None]["rope_theta"]
+    if "rope_scaling" not in layer and not scaling:
+        scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    longest = layer.get("max_position_embeddings") or text.get("max_position_embeddings")
+    own = {**layer, "rope_theta": base, "rope_scaling": scaling, "max_position_embeddings": longest}
+    own.pop("rope_parameters", None)
+    dims = int(layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"])
+    try:
+        (mine,) = stated_ropes(own).values()
+        if stated_rotation(mine, dims).is_near(stated_rotation(theirs[None], dims)):
+            return dict(layer), False, ()
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise BadCheckpoint(
+            f"the drafter's rotary parameters {scaling} cannot be used ({one_line(error)}): correct them"
+        ) from error
+    words = (f"{rope['rope_type']}, base {rope['rope_theta'] or 1e4:g}" for rope in (mine, theirs[None]))
+    return own, True, ("rotary embedding of its own config.json: {}; the target has {}".format(*words),)
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:

@@ -16,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import one_line
+from mlx_spec.checkpoint.ropes import SCALED, stated_ropes, stated_rotation
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,
@@ -27,6 +28,7 @@ from mlx_spec.drafters.checkpoint import (
 )
 from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.errors import BadCheckpoint, Mismatch
+from mlx_spec.model.ropes import StatedRope
 
 LAYER_CONFIG = f"layer_config in {CONFIG}"
 MLPS: dict[str, Callable[[int, int], nn.Module]] = {"silu": SiluMLP, "gelu_pytorch_tanh": GeluMLP}
@@ -91,11 +93,15 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
         found = config["layer_config"]
         max_positions = found.get("max_position_embeddings")
     scaling = found.get("rope_parameters") or found.get("rope_scaling")  # the new form, or the old one
+    stated = stated_ropes({"max_position_embeddings": max_positions, **found, "rope_scaling": scaling})
     both = {**found, **(scaling or {})}
     is_cut = both.get("rope_type") != "proportional"  # proportional ropes rotate some pairs of the whole head
     dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0)) if is_cut else head_dim
     base = float(both.get("rope_theta") or 10000.0)
     try:
+        rope = stated.get(None)
+        if rope is not None and rope["rope_type"] in SCALED:
+            return StatedRope(dims, False, stated_rotation(rope, dims))
         settings = dict(scaling) if scaling else None
         made: nn.Module = initialize_rope(dims, base, False, settings, max_positions)
         return made

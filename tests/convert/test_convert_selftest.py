@@ -91,6 +91,22 @@ def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown.err.splitlines()) < 15 and "\r" not in shown.err
 
 
+def test_a_drafter_with_a_rotary_base_of_its_own_is_measured_with_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some published heads state another base than they were trained with."""
+    trained = GOLDEN / "trained"
+    drafter, out = Path(shutil.copytree(trained / "eagle3", tmp_path / "drafter")), tmp_path / "out"
+    edit_config(drafter, lambda config: config.update(rope_theta=3.0))
+    asked = ["--drafter", str(drafter), "-o", str(out), "-q", "none"]
+    assert run("convert", str(trained / "llama"), *asked) == 0
+    acceptance = json.loads((out / "pair.json").read_text())["self_test"]["acceptance"]
+    assert acceptance["first"] < acceptance["first_with_rope_of_target"]
+    shown = capsys.readouterr()
+    assert "default, base 3; the target has default, base 10000" in shown.out
+    assert 'with "rope": "target" in its config.json' in shown.out
+
+
 # --- what is wrong is named
 
 

@@ -73,14 +73,18 @@ def test_rounds_of_peagle(length, chunks, config, tmp_path):
         assert largest(logits, in_one_pass(made, history[:begin], rows, 4)) < TOLERANCE
 
 
-def test_rope_is_the_target_s(tmp_path):
-    """Far from the start, too, and whatever the drafter's own config.json says."""
-    made, rows, history = small(rope_theta=77.0), random_rows(12, 3), tiny.prompt(13)
-    drafter = opened(made, tmp_path).make(parts())
-    drafter.observe(history, Features(tuple(rows)))
-    found = logits_of(drafter, history, 4)
-    assert largest(found, in_one_pass(made, history, rows, 4)) < TOLERANCE
-    assert largest(found, in_one_pass(made, history, rows, 4, shape=replace(SHAPE, theta=77.0))) > 1e-3
+def test_rope_is_the_target_s_unless_config_json_states_another(tmp_path):
+    """Far from the start, too."""
+    rows, history = random_rows(12, 3), tiny.prompt(13)
+    for stated, theta, other in (({}, SHAPE.theta, 77.0), ({"rope_theta": 77.0}, 77.0, SHAPE.theta)):
+        made = small(**stated)
+        drafter = opened(made, tmp_path / str(theta)).make(parts())
+        drafter.observe(history, Features(tuple(rows)))
+        found = logits_of(drafter, history, 4)
+        of = replace(SHAPE, theta=theta), replace(SHAPE, theta=other)
+        right, wrong = (in_one_pass(made, history, rows, 4, shape=shape) for shape in of)
+        assert largest(found, right) < TOLERANCE and largest(found, wrong) > 1e-3
+    made = small()
     late = opened(made, tmp_path / "late").make(parts())
     late.observe([0] * 3000 + history, Features(tuple(rows)))
     far = logits_of(late, [0] * 3000 + history, 4)
