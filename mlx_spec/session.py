@@ -96,7 +96,7 @@ class Statistics:
     @property
     def reread_words(self) -> str | None:
         """Return why tokens were read again, as users read it; None if none were."""
-        reasons = {"their caches had made room for others": self.reread_evicted}
+        reasons = {"their caches were not in memory": self.reread_evicted}
         reasons["no place to go back to"] = self.reread_no_place
         return "; ".join(reason for reason, tokens in reasons.items() if tokens) or None
 

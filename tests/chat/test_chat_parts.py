@@ -121,7 +121,7 @@ def test_details():
         "peak memory: 2.4 GB",
     ]
     again = details(replace(SPECULATED, reread_evicted=3, reread_no_place=4), None, 0)
-    assert again[2] == "read again: 7 tokens, their caches had made room for others; no place to go back to"
+    assert again[2] == "read again: 7 tokens, their caches were not in memory; no place to go back to"
     both = {"mtp": Positions((9, 9, 9), (9,)), "lookup": Positions((2, 1), (2, 1))}
     assert "copied from the text, accepted by position:" in details(
         replace(SPECULATED, by_drafter=both), None, 0

@@ -25,7 +25,7 @@ from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, StoredPrefix, model_key
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.drawing import SequenceDrafter
@@ -312,6 +312,14 @@ def test_the_sequence_used_last_is_written_first(
         cache.close()
     restored = [cache.files.restore(text_prompt([*p, 1, 2]), 0, plain.open) for p in prompts]
     assert restored[0] is None and restored[1] is not None
+
+
+def test_tokens_of_a_file_that_is_not_used_count_as_read_again(plain: Pair, tmp_path: Path) -> None:
+    """It would save fewer than a file must."""
+    stored(plain, tmp_path)
+    cache = PrefixCache(plain.open, 4, lambda: GB, files(plain, tmp_path))
+    sequence = cache.take(text_prompt([*PROMPT[:50], 9, 9, 9]))
+    assert sequence.reread == Reread(50, "evicted")
 
 
 def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ class PrefixCache:
         found.sequence.pin_at(parted)
         forgotten = max((shared_prefix(each, prompt.identity) for each in self._forgotten), default=0)
         in_memory = max((match.shared for match in matches), default=0)
+        if self.files is not None:  # read before the server started, perhaps
+            forgotten = max(forgotten, self.files.known(prompt))
         known = max(in_memory, min(forgotten, max(len(prompt) - 2, 0)))
         reason: Literal["evicted", "no place"] = "no place" if in_memory == known else "evicted"
         found.sequence.reread = Reread(known - reused, reason) if known > reused else None

@@ -270,6 +270,11 @@ class PrefixFiles:
         best_first = sorted(kept, key=lambda name: kept[name], reverse=True)
         return [name for name in best_first if kept[name] >= known + MIN_TOKENS]
 
+    def known(self, prompt: Prompt) -> int:
+        """Return the most tokens of a prompt that a file holds, whether or not it can be rewound to them."""
+        entries = self._folder.entries(self._digest)
+        return max((shared_prefix(entry.tokens, prompt.identity[:-2]) for _, entry in entries), default=0)
+
     def offer(self, sequence: CachedSequence, growth: float = 1.25) -> None:
         """Write a sequence in the background if it has enough tokens that no file has.
 
