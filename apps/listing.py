@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from mlx_spec import hub
 from mlx_spec.checkpoint.files import human_bytes
-from mlx_spec.checkpoint.weights import MemoryNeed, decode_sizes, total_need
+from mlx_spec.checkpoint.memory import MemoryNeed, total_need
+from mlx_spec.checkpoint.weights import decode_sizes
 from mlx_spec.cli.command import table
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import SpecError

@@ -31,6 +31,7 @@ from mlx_spec.checkpoint.config import (
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.checkpoint.memory import ContextMemory, context_memory
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
 from mlx_spec.device import bound_freed_buffers, resident, use_device
 from mlx_spec.device.blas import use_blas
@@ -121,7 +122,8 @@ def load(
     quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
     policies = _policies(folder, offered, quantization, spec)
     model = _load_target(folder, config, ranks) if model is None else model
-    pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision)
+    memory = _memory(folder, source, spec, ranks, sum(sizes))
+    pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
     try:
         with resident(info.target_bytes):
             # Refuses targets without exact rollback now, not in an answer.
@@ -134,6 +136,15 @@ def load(
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
     return pair
+
+
+def _memory(
+    target: Path, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, weights: int
+) -> ContextMemory:
+    """Return what conversations of a pair with these bytes of weights take in memory."""
+    stored = [read_checkpoint(folder) for folder in (target, source and source.folder) if folder]
+    found = context_memory(stored, spec.kv_bits, 1 if ranks is None else ranks.size)
+    return replace(found, weights=weights)
 
 
 def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) -> mx.Dtype:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.memory import ContextMemory
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import measure_costs, scratch_text
 from mlx_spec.decode.running import RunningSequence
@@ -74,8 +76,10 @@ class Pair:
         kv_bits: int | None = None,
         ranks: Ranks | None = None,
         vision: Vision | NoVision = NO_VISION,
+        memory: ContextMemory | None = None,
     ) -> None:
         self.info = info
+        self.budget = memory_for_models  # returns the bytes for this pair and one of its conversations
         self.tokenizer = tokenizer
         self.policies = policies
         self._model = model
@@ -86,6 +90,7 @@ class Pair:
         self._ranks = ranks
         self._vision = vision
         self.rows = RowClass()  # of passes that agree bit by bit; without limits until they are measured
+        self._memory = memory
         self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
         self._measuring: Generator[Slice, None, None] | None = None  # an unfinished `calibrate`
         self._next_pass: Slice | None = None  # of that measurement
@@ -114,7 +119,7 @@ class Pair:
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
-        given = (self._kv_bits, self._ranks, self._vision)
+        given = (self._kv_bits, self._ranks, self._vision, self._memory)
         pair = Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
         pair.rows = self.rows
         return pair
@@ -296,6 +301,7 @@ class Pair:
             read_prompt,
             on_end,
             self._suppressed,
+            None if self._memory is None else self._memory.attention,
         )
 
     def batch(self, max_running: int | None = None) -> Batch:
@@ -382,7 +388,11 @@ class Pair:
         if low < 0 or high >= size:
             wrong = low if low < 0 else high
             raise InvalidValue(f"the prompt holds token {wrong}, this target has tokens 0 to {size - 1}")
-        length = self.info.context_length
+        length, most = self.info.context_length, self.most_tokens()
+        if most is not None and (length is None or most < length):
+            if len(prompt) >= most:
+                raise PromptTooLong(self._too_long_for_memory(len(prompt), most))
+            length = most
         if length is None:
             return max_tokens
         if len(prompt) >= length:
@@ -392,6 +402,31 @@ class Pair:
                 "target: shorten it, or begin a new conversation"
             )
         return min(max_tokens, length - len(prompt))
+
+    def most_tokens(self, least: int = 2048) -> int | None:
+        """Return how many tokens of a conversation fit the memory; None if its sizes are not known.
+
+        At least `least`: a model that has been loaded answers a short question.
+        """
+        return None if self.memory is None else max(self.memory.most_tokens(self.budget()), least)
+
+    @cached_property
+    def memory(self) -> ContextMemory | None:
+        """Return what conversations take in memory; None if it is not known. K/V are measured."""
+        if self._memory is None:
+            return None
+        target = self._target()
+        target.prefill([0])
+        return replace(self._memory, target_bytes=target.row_bytes)
+
+    def _too_long_for_memory(self, tokens: int, most: int) -> str:
+        assert self.memory is not None
+        way = "" if self._kv_bits == 4 else "quantize K and V with kv_bits 4 (--kv-bits 4), "
+        return (
+            f"the prompt is too long: {tokens} tokens > {most} maximum, for which this machine has memory: "
+            f"with them {self.info.target} takes {human_bytes(self.memory.total(tokens))} and may use "
+            f"{human_bytes(self.budget())}: {way}shorten it, or begin a new conversation"
+        )
 
 
 def _as_tokens(name: str, given: Iterable[int]) -> list[int]:

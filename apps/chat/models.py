@@ -16,7 +16,7 @@ from platformdirs import user_cache_path
 
 from mlx_spec import hub, load
 from mlx_spec.checkpoint.files import human_bytes, read_pair, typed_path, write_atomically
-from mlx_spec.checkpoint.weights import total_need
+from mlx_spec.checkpoint.memory import total_need
 from mlx_spec.cli.command import table
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
-from mlx_spec.checkpoint.families import Config, TargetShape, tower_bytes
-from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.quantizers import FP8, SCALES
 from mlx_spec.checkpoint.repairs import OTHER_PARTS
@@ -53,55 +52,6 @@ class DecodeSizes:
     kv_held: float = 0.0
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The bytes in memory of a model, or of a target and its drafter."""
-
-    weights: int
-    caches: int  # K/V of one conversation of `context` tokens
-    context: int
-    vision: int = 0  # the tower, which is read with the first picture
-
-    @property
-    def total(self) -> int:
-        """Return all bytes."""
-        return self.weights + self.caches + self.vision
-
-    def __str__(self) -> str:
-        vision = f"{human_bytes(self.vision)} of a vision tower, " if self.vision else ""
-        return (
-            f"{human_bytes(self.total)} ({human_bytes(self.weights)} of weights, {vision}"
-            f"{human_bytes(self.caches)} for {self.context} tokens of conversation)"
-        )
-
-
-def memory_need(checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: int = 8192) -> MemoryNeed:
-    """Return the memory that a target, its drafter and a conversation will take; load nothing.
-
-    Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, at most as many
-    as the target's context holds. Several machines read no pictures.
-    """
-    context = min(checkpoints[0].context or reserved, reserved)
-    target, *drafter = [sizes_of(checkpoint, context) for checkpoint in checkpoints]
-    return MemoryNeed(
-        int(target.held) // ranks + sum(int(size.held) for size in drafter),
-        int(target.kv_held) // ranks + sum(int(size.kv_held) for size in drafter),
-        context,
-        0 if ranks > 1 else tower_bytes(checkpoints[0].config, checkpoints[0].headers.tensors),
-    )
-
-
-def total_need(needs: Iterable[MemoryNeed]) -> MemoryNeed:
-    """Return the memory of several models together, with the longest of their conversations."""
-    each = list(needs)
-    return MemoryNeed(
-        sum(need.weights for need in each),
-        sum(need.caches for need in each),
-        max((need.context for need in each), default=0),
-        sum(need.vision for need in each),
-    )
-
-
 def decode_sizes(folder: Path, context: int) -> DecodeSizes:
     """Return the sizes of the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
     checkpoint = read_checkpoint(folder)
@@ -126,15 +76,15 @@ def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
         read += share
         held += size
         experts += share if parts & EXPERTS else 0
-    kv_read, kv_held = _kv_bytes(text, context)
+    layers, window = kv_layers(text), min(context, target_shape(text).window or context)
     return DecodeSizes(
         read=read,
         held=held,
         format=_format(config, headers.tensors),
         experts=experts,
         layers=integer(text, "num_hidden_layers"),
-        kv_read=kv_read,
-        kv_held=kv_held,
+        kv_read=layers.read * context + layers.window_read * window,
+        kv_held=layers.held * context + layers.window_held * window,
     )
 
 
@@ -266,23 +216,43 @@ def _common_dtype(tensors: Tensors) -> str:
     return sizes.most_common(1)[0][0] if sizes else "unknown"
 
 
-def _kv_bytes(text: Config, context: int) -> tuple[float, float]:
-    """Return the bytes of K/V that a token reads and that are held, 0 if not known."""
+@dataclass(frozen=True)
+class KVLayers:
+    """The bytes of K and V of one token, of all layers that keep every position and of those with a window.
+
+    `read` counts layers that read the K/V of another one, too.
+    """
+
+    read: float = 0.0
+    held: float = 0.0
+    window_read: float = 0.0
+    window_held: float = 0.0
+
+
+def kv_layers(text: Config, kv_bits: int | None = None) -> KVLayers:
+    """Return the bytes of a token's K/V, 0 if not known. Unknown attention counts as full attention.
+
+    With `kv_bits` all full-attention layers but the last are quantized (model/caches.py), in groups of 64.
+    """
     shape = target_shape(text)
     if shape.layers is None or shape.kv_heads is None or shape.head_dim is None:
-        return 0.0, 0.0
-    full_heads, full_size = shape.global_kv_heads or 0, shape.global_head_dim or 0
-    numbers = {  # in K, and as many in V
-        "full_attention": context * full_heads * full_size,
-        "sliding_attention": min(context, shape.window or context) * shape.kv_heads * shape.head_dim,
-    }
-    kinds, kv_bytes = text.get("layer_types"), 2  # of a number in K or V
-    owners = shape.layers - (integer(text, "num_kv_shared_layers") or 0)
-    if not isinstance(kinds, list):
-        layer = 2.0 * kv_bytes * numbers["full_attention"]
-        return layer * shape.layers, layer * max(owners, 0)
-    read = [2 * kv_bytes * numbers.get(str(kind), 0) for kind in kinds]
-    return float(sum(read)), float(sum(read[:owners]))
+        return KVLayers()
+    full = 2.0 * (shape.global_kv_heads or 0) * (shape.global_head_dim or 0)  # numbers in K and V
+    if rank := integer(text, "kv_lora_rank"):  # MLA keeps one latent vector for all heads
+        full = rank + (integer(text, "qk_rope_head_dim") or 0)
+    kinds, owners = text.get("layer_types"), shape.layers - (integer(text, "num_kv_shared_layers") or 0)
+    if not isinstance(kinds, list):  # all layers have full attention, or each n-th has
+        interval = integer(text, "full_attention_interval") or 1
+        kinds = [None if (i + 1) % interval else "full_attention" for i in range(shape.layers)]
+    read, held = kinds.count("full_attention"), kinds[: max(owners, 0)].count("full_attention")
+    quantized = 0 if kv_bits is None else max(held - 1, 0)
+    sliding = 2 * 2.0 * shape.kv_heads * shape.head_dim
+    return KVLayers(
+        2 * full * read,
+        full * (quantized * ((kv_bits or 0) / 8 + 4 / 64) + 2 * (held - quantized)),
+        sliding * kinds.count("sliding_attention"),
+        sliding * kinds[: max(owners, 0)].count("sliding_attention"),
+    )
 
 
 def _parameters(name: str, tensor: TensorInfo, tensors: Tensors, config: Config) -> int:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_spec.device import resident
+from mlx_spec.device.attention import FullAttention
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Prompt
@@ -136,7 +137,8 @@ class RunningSequence:
     """One sequence: its history, target, drafters, policy and sampler.
 
     `read_prompt` replaces `prefill` if reading the prompt does more, such as scoring its tokens. `on_end`
-    gets the tokens of the answer when it ends, also if it is incomplete.
+    gets the tokens of the answer when it ends, also if it is incomplete. The scores of `attention` limit the
+    passes that read the prompt.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class RunningSequence:
         read_prompt: Callable[[], Iterator[object]] | None = None,
         on_end: Callable[[list[int]], None] | None = None,
         suppressed: Suppressed | None = None,
+        attention: FullAttention | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -167,6 +170,7 @@ class RunningSequence:
         self._read_prompt = read_prompt
         self._last_step = PrefillStep(ends_chunk=True)
         self._on_end = on_end
+        self._attention = attention
         self._emitted = 0
         self._drafting = sampler.drafting
 
@@ -192,9 +196,15 @@ class RunningSequence:
         if self._read_prompt is not None:
             yield from (PrefillStep(ends_chunk=True) for _ in self._read_prompt())
             return
-        for made in prefill(self.target, self._drafters, self.prompt, step, in_parts):
+        for made in prefill(self.target, self._drafters, self.prompt, lambda: self._rows(step()), in_parts):
             self._last_step = made
             yield made
+
+    def _rows(self, most: int) -> int:
+        """Return how many tokens the next pass reads, at most `most` and what their scores allow."""
+        start = self.target.size
+        rows = min(most, len(self.history) - 1 - start)
+        return rows if self._attention is None else self._attention.longest_pass(start, rows)
 
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""

@@ -29,7 +29,7 @@ def most_scores() -> int:
 
 
 def bound_freed_buffers(weights: int) -> None:
-    """Bound the buffers that MLX keeps for reuse, before a model with so many bytes of weights is loaded.
+    """Bound the buffers that MLX keeps for reuse, before a model with these bytes of weights is loaded.
 
     By itself MLX frees them once 95 % of the recommended set are in use. The bound is a tenth of what weights
     leave: the arrays of a layer are smaller, and the next layer reuses them.

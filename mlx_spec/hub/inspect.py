@@ -31,16 +31,8 @@ from mlx_spec.checkpoint.headers import (
     choose_files,
     indexed_tensors,
 )
-from mlx_spec.checkpoint.weights import (
-    BITS,
-    MemoryNeed,
-    count_parameters,
-    memory_need,
-    precision,
-    sizes_of,
-    target_shape,
-    total_need,
-)
+from mlx_spec.checkpoint.memory import MemoryNeed, memory_need, total_need
+from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, sizes_of, target_shape
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan

@@ -19,7 +19,7 @@ from mlx_spec import load
 from mlx_spec.checkpoint import layouts
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.left_out import reason_left_out
-from mlx_spec.checkpoint.weights import memory_need
+from mlx_spec.checkpoint.memory import memory_need
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.options import ConversionOptions

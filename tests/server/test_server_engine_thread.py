@@ -58,7 +58,7 @@ from mlx_spec.apps.server.errors import Failure, unavailable
 from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
-from mlx_spec.checkpoint.weights import memory_need
+from mlx_spec.checkpoint.memory import memory_need
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.model.target import LMTarget
@@ -279,7 +279,7 @@ def test_a_request_with_many_choices_leaves_room_for_others() -> None:
 
 
 def test_what_does_not_fit_the_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "memory_need", partial(memory_need, reserved=300))
+    monkeypatch.setattr(models, "memory_need", partial(memory_need, reserved=200))
     with working(replace(DEMO, memory_bytes=models.need_of(DEMO.models[0]).total)) as engine:
         prompts = [raw((5 + i,) * 200, sampling=ENDLESS) for i in range(2)]
         streams = [begin(engine, prompt, held=prompt is prompts[0]) for prompt in prompts]

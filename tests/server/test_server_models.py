@@ -44,7 +44,7 @@ def settings(*served: ServedModel, room: float = 10, **given: Any) -> Settings:
 
 
 def budget(room: float) -> int:
-    return int(room * NEED.weights) + NEED.caches
+    return int(room * NEED.weights) + NEED.caches + NEED.chunk
 
 
 def loaded(engine: EngineThread) -> list[str]:
@@ -97,7 +97,8 @@ def test_a_vision_tower_needs_room_before_the_first_picture() -> None:
     seeing = ServedModel("one", PairSpec(str(ROOT / "e2b"), "none"))
     need, pair, tower = need_of(seeing), load_served(seeing), vision_of("e2b").nbytes
     assert need.vision == pair.info.vision_bytes == tower > 0
-    assert need.total == need.weights + need.caches + tower and "of a vision tower" in str(need)
+    assert need.total == need.weights + need.caches + tower + need.chunk
+    assert "of a vision tower" in str(need)
     with working(settings(seeing)) as engine:
         (loaded,) = engine.status().models
         assert loaded.weights == pair.info.target_bytes + tower

@@ -252,7 +252,9 @@ class Job:
     def _begin_choice(self, choice: RequestChoice) -> RunningSequence:
         """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
         number, i = choice.place
-        choice.caches = self.model.prefix_cache.take(choice.prompt, self._snapshots.get(number))
+        cache = self.model.prefix_cache
+        choice.caches = cache.take(choice.prompt, self._snapshots.get(number))
+        cache.shrink(self.model.chunk_bytes(len(choice.prompt)))
         if i == self.request.n - 1:
             self._snapshots.pop(number, None)
         is_scored = self._echoes and self.request.top_logprobs is not None and choice.is_first
@@ -270,10 +272,11 @@ class Job:
         sequence, cached = choice.entry.sequence, choice.generation.statistics.reused_tokens
         if cached < sequence.target.size:
             self._report(choice, sequence.target.size, is_last=not sequence.unread)
+        # Kept conversations give way to this one as it grows, and to the passes that read it.
+        cache, number = self.model.prefix_cache, choice.place[0]
+        cache.shrink(self.model.chunk_bytes(len(choice.prompt)) if sequence.unread else 0)
         if sequence.unread:
             return
-        cache, number = self.model.prefix_cache, choice.place[0]
-        cache.shrink()
         if choice.is_first:
             statistics = choice.statistics
             self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_spec import load
 from mlx_spec.checkpoint.config import context_length, fingerprint, read_checkpoint, read_config
 from mlx_spec.checkpoint.files import human_bytes, one_line
-from mlx_spec.checkpoint.weights import MemoryNeed, memory_need
+from mlx_spec.checkpoint.memory import MemoryNeed, memory_need
 from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
@@ -94,7 +94,12 @@ class LoadedModel:
         """
         used = self.prefix_cache.used_nbytes + unread * self.token_bytes
         is_alone = used + self.batch.nbytes == 0
-        return is_alone or used + tokens * self.token_bytes <= self.prefix_cache.max_bytes()
+        need = tokens * self.token_bytes + self.chunk_bytes(tokens)
+        return is_alone or used + need <= self.prefix_cache.max_bytes()
+
+    def chunk_bytes(self, tokens: int) -> int:
+        """Return the bytes of the largest pass that reads a prompt of that many tokens."""
+        return 0 if self.pair.memory is None else self.pair.memory.chunk(tokens)
 
     @property
     def expires_at(self) -> float:
@@ -287,6 +292,7 @@ class Models:
         finally:
             self.loading = None
         name, budget = served.name, partial(self._cache_budget, served.name)
+        pair.budget = partial(self._pair_budget, name)
         tokenizer, settings = pair.tokenizer, self._settings
         size, seconds = pair.info.vocab_size, settings.limits.grammar_seconds
 
@@ -332,6 +338,10 @@ class Models:
     def _weights(self) -> int:
         return sum(loaded.weights for loaded in self.loaded())
 
+    def _pair_budget(self, name: str) -> int:
+        """Return the bytes that the weights of other models leave for a model and one conversation."""
+        return self.budget - sum(one.weights for one in self.loaded() if one.name != name)
+
     def _cache_budget(self, name: str) -> int:
         """Return the bytes that weights and the caches of other models leave for the caches of a model."""
         others = sum(one.prefix_cache.nbytes for one in self.loaded() if one.name != name)
@@ -366,7 +376,7 @@ def need_of(served: ServedModel) -> MemoryNeed:
     checkpoints = [read_checkpoint(folder) for folder in checkpoint_folders(served)]
     for checkpoint in checkpoints:
         checkpoint.check_weights()
-    return memory_need(checkpoints, served.ranks)
+    return memory_need(checkpoints, served.ranks, kv_bits=served.spec.kv_bits)
 
 
 def _is_local(served: ServedModel) -> bool:
