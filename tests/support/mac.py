@@ -27,7 +27,6 @@ from typing import Any, Protocol
 
 from support.mac_memory import GIB as GIB
 from support.mac_memory import MACS, Allocator, Mac
-from support.mac_memory import PAGE as PAGE
 
 IS_REAL = sys.platform == "darwin"  # this machine is a Mac, so there is nothing to imitate
 
