@@ -46,6 +46,12 @@ def seed() -> None:
     mx.random.seed(0)
 
 
+@pytest.fixture
+def rules_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decisions that depend on the device be those for a CPU, also in a process that uses a GPU."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Save measured costs in a folder of the tests, not in the user's."""

@@ -491,8 +491,8 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         assert copied.q_proj.weight.dtype == mx.float32
 
 
-def test_load_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))  # a GPU is refused
+@pytest.mark.usefixtures("rules_of_a_cpu")  # beside a GPU it is refused
+def test_load_offers_it() -> None:
     with pytest.raises(InvalidValue, match="reads hidden states"):
         load("demo", ahead=True)
     pairs = [load("demo", "lookup", num_draft_tokens=4, ahead=on) for on in (True, False)]

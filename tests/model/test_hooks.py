@@ -47,6 +47,7 @@ def test_an_early_start_changes_no_logits(kind: str, monkeypatch: pytest.MonkeyP
     assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
 
 
+@pytest.mark.usefixtures("rules_of_a_cpu")
 @pytest.mark.parametrize("kind", ["full", "shared", "recurrent"])
 def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill must not: it never computes the layers after the last K/V."""
@@ -70,6 +71,7 @@ def test_a_gpu_starts_two_layers_and_then_eight_at_a_time(monkeypatch: pytest.Mo
     assert [i for i, layer in enumerate(model.layers) if isinstance(layer, EagerLayer)] == [1, 9, 17]
 
 
+@pytest.mark.usefixtures("rules_of_a_cpu")
 def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None:
     """A model that was a target's can still be saved, and loaded into, under its own names."""
     model = tiny.full()

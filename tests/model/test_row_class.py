@@ -36,6 +36,7 @@ def measured(model: nn.Module, chip: Chip, context_length: int | None = None) ->
         return measure_rows(model, LMTarget(model), tiny.VOCAB, context_length, outputs=2**14)
 
 
+@pytest.mark.usefixtures("rules_of_a_cpu")
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
