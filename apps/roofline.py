@@ -2,8 +2,8 @@
 
 A pass over a few rows reads the weights and computes with them. The longer of the two times counts, plus a
 fixed time for each layer. The choice of kernels follows mlx/backend/metal/quantized.cpp of MLX 0.32. Rates
-were fitted to published times: they agree within 22 % for single kernels, within 25 % for whole rounds
-(tests/apps/test_roofline.py lists both).
+were fitted to published times: they agree within 10 %, but for a few that tests/apps/test_roofline.py lists
+with the reason. `mlx-spec tune` measures instead.
 """
 
 from __future__ import annotations
@@ -165,19 +165,26 @@ def pass_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
 
 def weight_seconds(chip: Chip, model: DecodeSizes, rows: int) -> float:
     """Return the seconds of the matrix multiplications of a pass."""
-    # Rates are shares of the peak, fitted to mlx#3839, #3852, #3863 and mlxcel's LM head.
-    reads, rate, computed = 1.0, 0.31, rows
+    reads, rate, computed, first = 1.0, 0.31, float(rows), 0.0
     if chip.is_wide(model.format):
         reads = math.ceil(rows / 5)  # rows for which qmv_wide reads the weights once
+        # The share of the peak, and what it costs before the first row, in times of reading. By generation,
+        # fitted to mlx#3863 (M3), #3852 and #3839 (M4), #3791 (M5).
+        first, rate = {"3": (0.1, 0.335), "4": (0.2, 0.335)}.get(chip.name[1], (0.4, 0.47))
     elif model.format.group_size is not None:
         # Each further row of qmv costs most of a pass: 0.35 to 0.77 plain steps on M1 Ultra (mlxcel).
-        reads += 0.8 * (rows - 1)
+        reads += 0.75 * (rows - 1)
     elif rows > 1:
         rate, computed = 0.75, 32  # rows of a matmul tile: fewer cost as much
     shared = model.read - model.experts
+    reading = shared / chip.sustained
     arithmetic = 2 * computed / model.format.bytes_per_weight / (rate * chip.tflops * 1e12) * shared
-    experts = rows * model.experts / chip.sustained  # gather_qmv reads them row by row
-    return max(reads * shared / chip.sustained, arithmetic) + experts
+    both = max(reads * reading, arithmetic)
+    if rows > 1 and first:  # neither hides the other wholly where both take about as long
+        both = ((reads * reading) ** 6 + (first * reading + arithmetic) ** 6) ** (1 / 6)
+    # gather_qmm reads experts row by row; one row reaches less of the bandwidth than four (mlx#4509).
+    experts = (0.38 + 0.62 * rows) * model.experts / chip.sustained
+    return both + experts
 
 
 def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) -> float:

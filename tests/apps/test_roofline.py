@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.virtual_clock import CURVES
 
 from mlx_spec import demo
 from mlx_spec.apps.roofline import (
@@ -35,7 +36,9 @@ B12, DRAFTER12 = model(6.7, layers=48), model(0.24, layers=4)
 B31, DRAFTER31 = model(17.3, layers=60), model(0.94, BF16, layers=4)
 B70 = model(39.7, layers=80)
 
-# Single matrices, time over that of one row. Without M3 Ultra: what was published of it fits its caches.
+# Cited figures, by rows or draft tokens. EXPLAINED has the reasons for those from which predictions differ by
+# more than 10 %. Single matrices: time over one row. Not listed: M3 Ultra in mlx#4265, whose matrix fits its
+# caches, and mlx#3764, which compares with another kernel.
 KERNELS = {
     "mlx#3839": ("M4 Pro", G64, {2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69}),
     "mlx#3852": ("M4 Pro", G128, {2: 0.99, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84}),
@@ -46,48 +49,89 @@ KERNELS = {
 
 # Whole rounds (mlxcel), in plain steps, by draft tokens. Not listed: M5 Max 12B with 4 draft tokens, 1.31,
 # which the verification times of the same source contradict; they are checked below.
-ROUNDS = [
-    ("M5 Max", B12, DRAFTER12, {3: 1.28}),
-    ("M3 Ultra", B12, DRAFTER12, {3: 1.50, 4: 1.61}),
-    ("M1 Ultra", B12, DRAFTER12, {3: 2.71, 4: 3.15}),
-    ("M3 Ultra", B31, DRAFTER31, {1: 1.17, 2: 1.34, 3: 1.51, 4: 1.68, 5: 1.85, 7: 2.19}),
-]
-VERIFICATION = [  # of a plain step, by rows
-    ("M5 Max", B12, {3: 1.20, 4: 1.37, 8: 2.20}),  # mlxcel: 31.2, 35.5, 57 of 26 ms
-    ("M5 Max", B70, {3: 1.12, 5: 1.45, 8: 2.2}),  # mlx#3791
-]
+ROUNDS = {
+    "mlxcel, M5 Max 12B": ("M5 Max", B12, DRAFTER12, {3: 1.28}),
+    "mlxcel, M3 Ultra 12B": ("M3 Ultra", B12, DRAFTER12, {3: 1.50, 4: 1.61}),
+    "mlxcel, M1 Ultra 12B": ("M1 Ultra", B12, DRAFTER12, {3: 2.71, 4: 3.15}),
+    "mlxcel, M3 Ultra 31B": (
+        "M3 Ultra",
+        B31,
+        DRAFTER31,
+        {1: 1.17, 2: 1.34, 3: 1.51, 4: 1.68, 5: 1.85, 7: 2.19},
+    ),
+}
+VERIFICATION = {  # of a plain step, by rows
+    "mlxcel, M5 Max 12B": ("M5 Max", B12, {3: 1.20, 4: 1.37, 8: 2.20}),  # 31.2, 35.5, 57 of 26 ms
+    "mlx#3791": ("M5 Max", B70, {3: 1.11, 5: 1.42, 8: 2.20, 12: 3.16, 16: 3.87}),
+}
+EXPERTS = {  # of a MoE layer, by rows
+    "mlx#4509": ("M3 Ultra", {4: 2.86}),
+    "omlx#2077": ("M3 Ultra", {2: 2.2}),
+}
+EXPLAINED = {
+    "mlxcel, LM head": dict.fromkeys(
+        (5, 8), "whole passes on this chip (mlx#3791) grow far less from 3 rows on"
+    ),
+    "mlxcel, M5 Max 12B": {8: "57 ms for 8 rows are more than two passes of 4 rows less their fixed time"},
+    "mlxcel, M5 Max 12B, rounds": {3: "less than the same source says of the verification alone, 1.37"},
+    "mlxcel, M3 Ultra 12B, rounds": {3: "matrices of 12B use less of an Ultra than matrices of 31B"},
+    "mlxcel, M3 Ultra 31B, rounds": dict.fromkeys(
+        (5, 7), "a straight line; qmv_wide reads twice from 6 rows on"
+    ),
+    "omlx#2077": {
+        2: "more than two passes: its cost is not in the experts. omlx#3382: about 1.5 on this chip"
+    },
+}
 
 
 def find(name: str) -> Chip:
     return next(chip for chip in CHIPS if chip.name == name)
 
 
-def check(found: dict[int, tuple[float, float]], tolerance: float) -> None:
-    """Compare predicted with published figures, by rows or draft tokens."""
-    errors = {size: predicted / published - 1 for size, (predicted, published) in found.items()}
-    print({size: f"{error:+.0%}" for size, error in errors.items()})
-    assert max(map(abs, errors.values())) < tolerance
+def check(source: str, found: dict[int, tuple[float, float]]) -> None:
+    """Compare predicted with cited figures, by rows or draft tokens."""
+    errors = {size: predicted / cited - 1 for size, (predicted, cited) in found.items()}
+    print(source, {size: f"{error:+.0%}" for size, error in errors.items()})
+    assert {size for size, error in errors.items() if abs(error) > 0.1} == set(EXPLAINED.get(source, {}))
 
 
 @pytest.mark.parametrize("source", KERNELS)
 def test_single_kernels(source):
-    name, format, published = KERNELS[source]
+    name, format, cited = KERNELS[source]
     chip, matrix = find(name), model(0.1, format)
     one = weight_seconds(chip, matrix, 1)
-    check({rows: (weight_seconds(chip, matrix, rows) / one, time) for rows, time in published.items()}, 0.22)
+    check(source, {rows: (weight_seconds(chip, matrix, rows) / one, time) for rows, time in cited.items()})
 
 
-@pytest.mark.parametrize(("name", "target", "drafter", "published"), ROUNDS)
-def test_whole_rounds(name, target, drafter, published):
+@pytest.mark.parametrize(("source", "curve"), [("mlx#3852", "M4 Pro"), ("mlx#3863", "M3 Max")])
+def test_the_policy_is_simulated_with_the_same_figures(source, curve):
+    name, _, cited = KERNELS[source]
+    assert name == curve and {rows: CURVES[curve].rows(rows) for rows in cited} == pytest.approx(
+        cited, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("source", ROUNDS)
+def test_whole_rounds(source):
+    name, target, drafter, cited = ROUNDS[source]
     chip = find(name)
-    check({k: (round_cost(chip, target, drafter, k), cost) for k, cost in published.items()}, 0.25)
+    check(f"{source}, rounds", {k: (round_cost(chip, target, drafter, k), cost) for k, cost in cited.items()})
 
 
-@pytest.mark.parametrize(("name", "target", "published"), VERIFICATION)
-def test_verification(name, target, published):
+@pytest.mark.parametrize("source", VERIFICATION)
+def test_verification(source):
+    name, target, cited = VERIFICATION[source]
     chip = find(name)
     one = pass_seconds(chip, target, 1)
-    check({rows: (pass_seconds(chip, target, rows) / one, cost) for rows, cost in published.items()}, 0.25)
+    check(source, {rows: (pass_seconds(chip, target, rows) / one, cost) for rows, cost in cited.items()})
+
+
+@pytest.mark.parametrize("source", EXPERTS)
+def test_experts(source):
+    name, cited = EXPERTS[source]
+    chip, layer = find(name), replace(model(0.1), experts=0.1e9)
+    one = weight_seconds(chip, layer, 1)
+    check(source, {rows: (weight_seconds(chip, layer, rows) / one, cost) for rows, cost in cited.items()})
 
 
 def test_speculation_pays_from_m3_on():
@@ -105,7 +149,7 @@ def test_experts_are_read_for_every_row():
     experts = replace(dense, experts=0.75 * dense.read)
     chip = find("M4 Max")
     assert weight_seconds(chip, experts, 1) == pytest.approx(weight_seconds(chip, dense, 1))
-    assert weight_seconds(chip, experts, 4) > 2 * weight_seconds(chip, dense, 4)
+    assert weight_seconds(chip, experts, 4) > 1.5 * weight_seconds(chip, dense, 4)
     assert gains(chip, experts, None, 0.8)[3] < gains(chip, dense, None, 0.8)[3]
 
 
