@@ -55,6 +55,18 @@ class LostText(InvalidValue):
         self.shown = shown  # texts before it that are in the prompt
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt, and where other prompts may part from it.
+
+    The places are near the ends of the system prompt, of the user's last message and of the message before
+    it, and never after them, as far as marks tell.
+    """
+
+    text: str
+    turns: Sequence[int] = ()
+
+
 def render_history(
     template: ChatTemplate,
     messages: Sequence[Message],
@@ -63,8 +75,8 @@ def render_history(
     tools: Sequence[Message] = (),
     variables: Mapping[str, Any] | None = None,
     known: KnownChecks | None = None,
-) -> str:
-    """Return the prompt of a conversation. `known` has checks of its earlier turns.
+) -> Rendered:
+    """Return the prompt of a conversation, and its turns. `known` has checks of its earlier turns.
 
     Raises InvalidValue if the template refuses the messages in every form, LostText if it leaves out a text.
     """
@@ -78,7 +90,7 @@ def render_history(
         check = TextCheck(known or KnownChecks(Recent[CheckedPrompt](), None), settings)
         attempts = _Attempts(partial(_render, each, thinking, variables), given, tools, check)
         if (found := attempts.best()) is not None:
-            return found
+            return Rendered(found, check.turns if found == check.shown else ())
         problems += attempts.problems
     raise next((each for each in problems if isinstance(each, LostText)), problems[0])
 
@@ -199,6 +211,7 @@ class TextCheck:
 
     def __init__(self, known: KnownChecks, settings: object) -> None:
         self._recent, self._settings = known, settings
+        self.shown, self.turns = "", list[int]()  # the last prompt without a missing text, and its turns
         self._wanted: list[_Wanted] = []
         self._known: dict[str, tuple[str, int]] = {}  # texts with NEW_MARK in each line, and how often
 
@@ -214,6 +227,11 @@ class TextCheck:
             ends = self._ends(render, messages, tools, prompt)
         checked = CheckedPrompt(self._settings, messages, tools, prompt, ends)
         self._recent.recent.add(self._recent.scope, checked)
+        self.shown, roles = prompt, [message.get("role") for message in messages]
+        first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+        last = max((i for i, role in enumerate(roles) if role == "user"), default=0)
+        turns = {ends[i] - 1 for i in (first - 1, last - 1, last) if i >= 0}  # of one line, a text ends there
+        self.turns = sorted(turn for turn in turns if 0 < turn < len(prompt))
         return prompt
 
     def _ends_of_continued(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -80,6 +80,11 @@ class Encoded:
     places: Sequence[int]  # in the text, of tokens that cut it; ascending
     indices: Sequence[int]  # of the same tokens
 
+    def size_after(self, place: int) -> int | None:
+        """Return the number of tokens up to the first cutting one after a place, with it; None if none is."""
+        found = bisect_left(self.places, place)
+        return self.indices[found] + 1 if found < len(self.places) else None
+
 
 class RecentEncodings:
     """Encodes a text from the last place on at which a recent text can be cut.
@@ -97,8 +102,8 @@ class RecentEncodings:
         self._reach = 1 + max((len(token.content) for _, token in tokens), default=0)
         self._cutting = frozenset(i for i, token in tokens if not (token.lstrip or token.single_word))
 
-    def encode(self, text: str, scope: Hashable) -> list[int]:
-        """Return the tokens of a text, as encoding all of it does."""
+    def encode(self, text: str, scope: Hashable) -> Encoded:
+        """Return a text with its tokens, as encoding all of it gives them."""
         known, common = self._recent.longest(scope, text)
         cut = 0 if known is None else bisect_right(known.places, common - self._reach)
         if known is None or not cut:
@@ -118,5 +123,6 @@ class RecentEncodings:
                 places.append(start + place[0])
                 indices.append(before + i)
         tokens.extend(ids)
-        self._recent.add(scope, Encoded(text, tokens, places, indices))
-        return list(tokens)
+        encoded = Encoded(text, tokens, places, indices)
+        self._recent.add(scope, encoded)
+        return encoded

@@ -114,7 +114,11 @@ class Tokenizer:
         """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
         return self._ids(text, special=True)
 
-    def prompt(
+    def prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Return the tokens of a conversation. `options` and errors are those of `prompt_with_turns`."""
+        return self.prompt_with_turns(messages, **options)[0]
+
+    def prompt_with_turns(
         self,
         messages: Sequence[Message],
         *,
@@ -123,8 +127,11 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         expand: Callable[[str], str] = lambda rendered: rendered,
         scope: Hashable = None,
-    ) -> list[int]:
-        """Return the tokens of a conversation up to the start of the model's answer.
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """Return the tokens of a conversation up to the start of the model's answer, and its turns.
+
+        Turns are numbers of tokens after which other prompts may go on otherwise. None is known without
+        tokens that end a message.
 
         Without `thinking` (None) the template decides whether the model shall think. `tools` are function
         definitions as in OpenAI's API, `variables` further variables of the template. `expand` changes the
@@ -145,7 +152,19 @@ class Tokenizer:
             variables=variables,
             known=KnownChecks(self._checks, scope),
         )
-        return self._encodings.encode(expand(rendered), scope)
+        encoded = self._encodings.encode(expand(rendered.text), scope)
+        more, turns = len(encoded.text) - len(rendered.text), set[int]()
+        for turn in rendered.turns:
+            # Pictures before it were written out, or only after it; those on both sides hide it.
+            if encoded.text.endswith(rendered.text[turn:]):
+                size = encoded.size_after(turn + more)
+            elif encoded.text.startswith(rendered.text[:turn]):
+                size = encoded.size_after(turn)
+            else:
+                size = None
+            if size is not None:
+                turns.add(size)
+        return list(encoded.tokens), tuple(sorted(turns))
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         return list(self._encoding(text, special=special).ids)

@@ -7,6 +7,8 @@ A part is {"type": "text", "text": ...} or {"type": "image", "image": ...}, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,16 +61,17 @@ def conversation_prompt(
 ) -> Prompt:
     """Return the prompt of a conversation whose pictures are `prepared`.
 
-    `options` go to `Tokenizer.prompt`. Raises what that does, NoVision, and InvalidValue for pictures
-    that the template does not show.
+    `options` go to `Tokenizer.prompt_with_turns`. Raises what that does, NoVision, and InvalidValue for
+    pictures that the template does not show.
     """
     pictures = [part["image"] for message in messages for part in _parts(message) if _is_image(part)]
     if not pictures:
-        return text_prompt(tokenizer.prompt(messages, **options))
+        return text_prompt(*tokenizer.prompt_with_turns(messages, **options))
     eyes = seeing(vision)
     shown = [{**m, "content": [_shown(part) for part in _parts(m)]} if _parts(m) else m for m in messages]
-    tokens = tokenizer.prompt(shown, expand=lambda text: eyes.expand(text, pictures), **options)
-    return eyes.prompt(tokens, pictures)
+    expand = partial(eyes.expand, pictures=pictures)
+    tokens, turns = tokenizer.prompt_with_turns(shown, expand=expand, **options)
+    return replace(eyes.prompt(tokens, pictures), turns=turns)
 
 
 def _parts(message: Message) -> Sequence[Part]:

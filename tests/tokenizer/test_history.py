@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.pairs import TEMPLATE, TOKENIZER
 from support.vocabularies import byte_level
 
 from mlx_spec.errors import InvalidValue
@@ -252,3 +253,26 @@ def test_templates_for_tools() -> None:
     ):
         assert tokenizer.decode_raw(tokenizer.prompt(messages, tools=tools)) == expected
     assert for_tools.render([Q], thinking=False) == "[user:Hi?]"
+
+
+def test_turns_are_where_messages_end() -> None:
+    """Of the system prompt, the last question and the message before, also once their checks are known."""
+    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
+    messages = [system("Be brief."), user("What?"), answer("That."), user("And why?\nSay it.")]
+    for _ in range(3):
+        tokens, turns = tokenizer.prompt_with_turns(messages, scope="me")
+        shown = [tokenizer.decode_raw(tokens[:turn]) for turn in turns]
+        ends = [1, *([len(messages) - 1] if len(messages) > 2 else []), len(messages)]
+        assert [one.count("<turn|>") for one in shown] == sorted({*ends} - {0})
+        assert all(one.endswith("<turn|>") for one in shown)
+        messages = [*messages, answer("Because."), user("I see.")]
+    tokens, turns = tokenizer.prompt_with_turns([user("One.")])
+    assert [tokenizer.decode_raw(tokens[:turn]) for turn in turns] == ["<bos><|turn>user\nOne.<turn|>"]
+    assert not Tokenizer(byte_level(), ChatTemplate(template(), {}), ()).prompt_with_turns(messages)[1]
+
+
+def test_turns_are_the_last_question_while_tools_are_called() -> None:
+    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
+    messages = [system("Be brief."), user("What?"), answer("That."), {"role": "tool", "content": "No."}]
+    tokens, turns = tokenizer.prompt_with_turns(messages)
+    assert [tokenizer.decode_raw(tokens[:turn]).count("<turn|>") for turn in turns] == [1, 2]

@@ -60,7 +60,8 @@ def test_tokens_are_those_of_the_whole_text(make: Callable[[], FastTokenizer], s
             for _ in range(5)
         ]
         texts.append(old[:kept] + "".join(pieces))
-        assert recent.encode(texts[-1], None) == tokenizer.encode(texts[-1], add_special_tokens=False).ids
+        expected = tokenizer.encode(texts[-1], add_special_tokens=False).ids
+        assert list(recent.encode(texts[-1], None).tokens) == expected
         whole += len(texts[-1])
     assert sum(read) < 0.5 * whole
 

@@ -18,6 +18,7 @@ from mlx_spec.checkpoint.config import read_config
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.vision import qwen
+from mlx_spec.vision.conversation import conversation_prompt
 from mlx_spec.vision.pictures import MAX_PICTURES, read_picture
 from mlx_spec.vision.pixels import MergedPatches, Patches
 from mlx_spec.vision.vision import Picture, Vision, read_vision
@@ -111,6 +112,21 @@ def test_prompts_equal_those_of_transformers(variant: str) -> None:
         inside = {i for span in prompt.spans for i in range(span.start, span.end)}
         assert inside == {i for i, token in enumerate(tokens) if token == row}
         assert [span.grid for span in prompt.spans] == [picture.grid for picture in pictures]
+
+
+def test_turns_beside_pictures() -> None:
+    """They are counted after the rows of pictures, and not cut any."""
+    tokenizer, vision = opened("e2b")
+    picture = {"type": "image", "image": vision.prepare(pixels("a"))}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is it?"}]
+    messages.append({"role": "assistant", "content": "Show me."})
+    messages.append({"role": "user", "content": [picture, {"type": "text", "text": "This one."}]})
+    for more in (0, 1):
+        prompt = conversation_prompt(messages, tokenizer, vision)
+        shown = [tokenizer.decode_raw(prompt[:turn]) for turn in prompt.turns]
+        assert [one.count("<turn|>") for one in shown] == [2 + 2 * more, 3 + 2 * more]
+        assert all(prompt.whole(turn) == turn for turn in prompt.turns)
+        messages += [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Sure?"}]
 
 
 def test_a_picture_that_comes_twice_is_encoded_once() -> None:
