@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import (
@@ -33,11 +33,11 @@ from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
 from mlx_spec.checkpoint.memory import ContextMemory, context_memory
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
-from mlx_spec.device import bound_freed_buffers, resident, use_device
+from mlx_spec.device import bound_freed_buffers, keep_attention_order, resident, use_device
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NoVision
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, PairSpec, made_for
+from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, Exact, PairSpec, made_for
 from mlx_spec.hub.names import resolve
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def load(
     num_draft_tokens: int | None = None,
     kv_bits: int | None = None,
     ahead: bool = False,
+    exact: Exact = "auto",
     ranks: Ranks | None = None,
     draft_ranks: Ranks | None = None,
 ) -> Pair:
@@ -76,26 +77,36 @@ def load(
     By default the policy adapts the length, and the first load on a device takes a second to measure costs.
     `kv_bits`, 4 or 8, quantizes the K/V of full attention. With `ahead`, the drafter also drafts for likely
     outcomes while the target verifies, as long as that is measured to pay; with `num_draft_tokens`, always.
-    Where MLX uses a GPU it is refused. With `draft_ranks`, rank 1 of the two drafts ahead, on any device; run
-    `draft_for` there. With `ranks`, this is rank 0 and has a part of the target; run `follow` on the others.
+    Where MLX uses a GPU it is refused. `exact` is for activations in half precision, where a pass of several
+    rows may round otherwise than a pass of one row. "auto" and "on" decode with passes that agree bit by bit;
+    the first load on a device measures which do. "auto" does not if plain decoding would be more than 5 %
+    slower. "off" never does, and "float32" computes in float32. With `draft_ranks`, rank 1 of the two drafts
+    ahead, on any device; run `draft_for` there. With `ranks`, this is rank 0 and has a part of the target;
+    run `follow` on the others.
 
     Raises NotFound, BadCheckpoint, Mismatch, NotRewindable or InvalidValue: one line each, with the way out.
     """
     use_blas()
     use_device()
-    spec = PairSpec(str(target), None if drafter is None else str(drafter), num_draft_tokens, kv_bits, ahead)
+    keep_attention_order()
+    drafter_name = None if drafter is None else str(drafter)
+    spec = PairSpec(str(target), drafter_name, num_draft_tokens, kv_bits, ahead, exact)
     _check_values(spec)
+    if exact == "float32" and ranks is not None:
+        raise InvalidValue("--exact float32 needs the whole target on this machine: leave one of them out")
     shown, paths = _located(spec)
     folder, config, size = _find_target(paths, ranks)
     import mlx.core as mx
+    from mlx.utils import tree_flatten
 
+    from mlx_spec.model.row_class import RowClass
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.tokenizer import read_tokenizer
 
     bound_freed_buffers(size)
     model = None
     if is_dequantized(config) and ranks is None:
-        model = _load_target(folder, config)
+        model = _load_target(folder, config, exact)
         mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
     tokenizer = read_tokenizer(folder, config)
     if unread := tokenizer.generation.without_effect:
@@ -119,9 +130,15 @@ def load(
     if draft_ranks is not None:
         _check_same_drafter(draft_ranks, shown, source)
     offered = _offered(source, spec, draft_ranks)
-    quantization = _quantization(config) + ("" if ranks is None else f", over {ranks.size} ranks")
+    quantization = _quantization(config) + (", in float32" if exact == "float32" else "")
+    quantization += "" if ranks is None else f", over {ranks.size} ranks"
     policies = _policies(folder, offered, quantization, spec)
-    model = _load_target(folder, config, ranks) if model is None else model
+    model = _load_target(folder, config, exact, ranks) if model is None else model
+    if exact == "float32":
+        weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        info = replace(info, target_bytes=sum(array.nbytes for _, array in weights))
+        for network in (each.network for each in offered if each.network is not None):
+            network.set_dtype(mx.float32)
     memory = _memory(folder, source, spec, ranks, sum(sizes))
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
     try:
@@ -129,8 +146,9 @@ def load(
             # Refuses targets without exact rollback now, not in an answer.
             activations = _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
             if activations != mx.float32:
-                quantization += f", activations in {str(activations).rpartition('.')[2]}"
-                pair.rows = _row_class(pair, _key(folder, (), quantization, spec))
+                key = _key(folder, (), f"{quantization}, activations in {activations}", spec)
+                rows = RowClass() if exact == "off" else _row_class(pair, key)
+                pair.use_rows(rows.under(exact))
             _measure(pair)
     except LOADING_ERRORS as error:
         kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
@@ -213,7 +231,7 @@ def follow(target: str, ranks: Ranks) -> int:
     use_device()
     folder, config, size = _find_target(_located(PairSpec(target, NONE))[1], ranks)
     bound_freed_buffers(size // ranks.size)
-    _load_target(folder, config, ranks)
+    _load_target(folder, config, "auto", ranks)
     return ranks.follow()
 
 
@@ -318,6 +336,8 @@ def _identity(folder: Path) -> dict[str, str]:
 
 
 def _check_values(spec: PairSpec) -> None:
+    if spec.exact not in get_args(Exact):
+        raise InvalidValue(f"exact is {spec.exact!r}, it must be one of {', '.join(get_args(Exact))}")
     if spec.kv_bits not in (None, 4, 8):
         raise InvalidValue(f"kv_bits is {spec.kv_bits}, it must be 4 or 8, or left out for K/V as computed")
     if spec.num_draft_tokens is not None:
@@ -439,8 +459,12 @@ def _quantization(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
 
 
-def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> nn.Module:
+def _load_target(
+    folder: Path, config: Mapping[str, Any], exact: Exact, ranks: Ranks | None = None
+) -> nn.Module:
     """Load the model with mlx-lm. With `ranks`, keep this rank's part. Raises BadCheckpoint."""
+    import mlx.core as mx
+
     from mlx_spec.model.dense import dequantized
     from mlx_spec.model.read import read_model
 
@@ -452,6 +476,8 @@ def _load_target(folder: Path, config: Mapping[str, Any], ranks: Ranks | None = 
         print(f"{config['gguf']}: {how}, because {why}", file=sys.stderr)
     if is_dense:
         model = dequantized(model)
+    if exact == "float32":
+        model.set_dtype(mx.float32)
     if ranks is not None:
         ranks.shard(model, config)
     return model

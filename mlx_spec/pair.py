@@ -121,7 +121,7 @@ class Pair:
         """Return a pair of the same target with other drafters."""
         given = (self._kv_bits, self._ranks, self._vision, self._memory)
         pair = Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
-        pair.rows = self.rows
+        pair.use_rows(self.rows)
         return pair
 
     def with_policies(self, policies: AdaptivePolicies | FixedPolicy) -> Pair:
@@ -195,6 +195,12 @@ class Pair:
                 drafter.observe(text, features)
                 drafter.draft(text, 1, GREEDY.sampler(len(text), self.info.vocab_size))
         return found
+
+    def use_rows(self, rows: RowClass) -> None:
+        """Decode with passes of a row class. Sequences that are open keep theirs."""
+        self.rows = rows
+        if isinstance(self.policies, AdaptivePolicies):
+            self.policies.rows = rows
 
     def measured_rows(self) -> RowClass:
         """Measure which passes agree bit by bit with plain decoding. It takes about 30 passes."""
@@ -329,19 +335,24 @@ class Pair:
     @cached_property
     def batch_support(self) -> BatchSupport:
         """Return whether sequences of this target can share passes."""
-        return probe_batch(self._model) if self._ranks is None else self._ranks.batch_support()
+        return probe_batch(self._model, self.rows) if self._ranks is None else self._ranks.batch_support()
 
     def _target(self) -> LMTarget:
         if self._ranks is None:
             sight = None if isinstance(self._vision, NoVision) else self._vision.sight
-            return LMTarget(self._model, self._needs, kv_bits=self._kv_bits, sight=sight)
-        return RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
+            return LMTarget(self._model, self._needs, kv_bits=self._kv_bits, sight=sight, rows=self.rows)
+        target = RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
+        target.rows = self.rows
+        return target
 
     def _target_batch(self) -> TargetBatch:
         takes_drafts = self.batch_support.takes_drafts
         if self._ranks is None:
-            return TargetBatch(self._model, self._needs, takes_drafts=takes_drafts)
-        return RankTargetBatch(self._ranks, self._needs, takes_drafts=takes_drafts)
+            rows = self.rows if self.batch_support.is_bitwise else replace(self.rows, shared=0)
+            return TargetBatch(self._model, self._needs, takes_drafts=takes_drafts, rows=rows)
+        targets = RankTargetBatch(self._ranks, self._needs, takes_drafts=takes_drafts)
+        targets.rows = self.rows
+        return targets
 
     def generate_batch(
         self,

@@ -67,6 +67,8 @@ class Statistics:
     costs: Mapping[Hashable, tuple[int, Cost]] = field(default_factory=dict)  # rounds by shape, and the cost
     finish_reason: FinishReason | None = None  # None while it goes on, or if interrupted
     reasons: Mapping[Reason, int] = field(default_factory=dict)  # tokens by the reason of their round
+    exact_tokens: int = 0  # from the first one on, as many as have the bits of plain decoding
+    doubt: str | None = None  # why the token after them may not have them; None if all have
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,10 +111,11 @@ class Statistics:
     def gain(self) -> float | None:
         """Return the speed as a multiple of plain decoding: exactly 1 if nothing was drafted.
 
-        It does not depend on the load of the machine. None if it may be wrong by more than 15 %, or by more
-        than the gain itself.
+        Plain decoding has one row a pass here. If the passes of this answer had two, its plain tokens count
+        as slower. The gain does not depend on the load of the machine. None if it may be wrong by more than
+        15 %, or by more than the gain itself.
         """
-        if not self.drafted:
+        if not self.drafted and all(cost.plain_tokens == 1 for _, cost in self.costs.values()):
             return 1.0 if self.generated_tokens else None
         costs = [(rounds * cost.plain_tokens, cost.error) for rounds, cost in self.costs.values()]
         if not (total := sum(cost for cost, _ in costs)) or self.compared_tokens < self.generated_tokens:
@@ -138,6 +141,18 @@ class Statistics:
             return reason
         gain = self.gain
         return Reason.LEARNING if gain is None else Reason.PAYS if gain > 1 else Reason.LOST
+
+    @property
+    def exact(self) -> bool:
+        """Return True if every token has the bits of plain decoding, or is in single precision."""
+        return self.doubt is None
+
+    @property
+    def exact_words(self) -> str:
+        """Return what is known about the bits of the tokens, as users read it."""
+        if self.doubt is None:
+            return "every token exact"
+        return f"exact up to token {self.exact_tokens}, then likely: {self.doubt}"
 
     @property
     def drafted_at(self) -> tuple[int, ...]:
@@ -181,9 +196,11 @@ class Statistics:
         """Add a round, for which the caller waited `seconds`; the first one may include prefill."""
         prefill = max(seconds - round.seconds, 0.0) if not self.rounds else 0.0
         cost, count = round.cost, len(round.tokens)
-        speculative = round.drafted > 0
+        speculative, doubt = round.drafted > 0, self.doubt or round.doubt
         return replace(
             self,
+            exact_tokens=self.exact_tokens + count * (doubt is None),
+            doubt=doubt,
             generated_tokens=self.generated_tokens + count,
             rounds=self.rounds + 1,
             batch_size_sum=self.batch_size_sum + round.batch_size,
@@ -239,7 +256,8 @@ def added(parts: Sequence[Statistics]) -> Statistics:
         reasons.update(part.reasons)
         costs = _merged(costs, part.costs)
     sums = {name: sum(vars(part)[name] for part in parts) for name in SUMMED}
-    return replace(parts[-1], by_drafter=by_drafter, reasons=reasons, costs=costs, **sums)
+    doubt = next((part.doubt for part in parts if part.doubt), None)
+    return replace(parts[-1], by_drafter=by_drafter, reasons=reasons, costs=costs, doubt=doubt, **sums)
 
 
 def _merged(

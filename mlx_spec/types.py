@@ -37,6 +37,7 @@ class Reason(enum.StrEnum):
     BUDGET = "speculation has lost time so far"
     PROBE = "probing"
     RECURRENT = "plain while batched: this target's recurrent state cannot be padded"
+    EXACT = "plain: passes of more rows would round otherwise"
     LOST = "speculation gained nothing"  # of a whole answer
 
     @property
@@ -60,6 +61,7 @@ class Reason(enum.StrEnum):
             Reason.BUDGET: "off, they have lost time so far",
             Reason.PROBE: "a few, to see whether they pay again",
             Reason.RECURRENT: "off beside other answers, which this model cannot check together",
+            Reason.EXACT: "off, checking them would round otherwise than plain decoding",
             Reason.LOST: "they gained nothing in this answer",
         }[self]
 
@@ -233,6 +235,7 @@ class Round:
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if requested
     batch_size: int = 1  # sequences that shared the pass, this one included
     drafter_index: int | None = None  # of the drafter of a "draft" round, for the policy
+    doubt: str | None = None  # why the bits may not be plain decoding's; None if they are
 
 
 class Sampler(Protocol):

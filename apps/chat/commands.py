@@ -115,7 +115,7 @@ class Commands:
         if not name:
             self._terminal.note(*models.listing(present.target))
             return
-        choice, missing = models.find_model(name, present.kv_bits)
+        choice, missing = models.find_model(name, present)
         if missing:
             self._terminal.note(*models.describe_download(missing))
             if not self._confirms("Download? [y/N] "):

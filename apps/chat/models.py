@@ -115,7 +115,7 @@ def names() -> list[str]:
     return [*here, *(name for name in (SMOLLM2, *aliases()) if name not in here)]
 
 
-def find_model(name: str, kv_bits: int | None) -> tuple[PairSpec, list[str]]:
+def find_model(name: str, present: PairSpec) -> tuple[PairSpec, list[str]]:
     """Return the pair that a typed name means, and its repositories that must be downloaded.
 
     Raises NotFound.
@@ -124,7 +124,7 @@ def find_model(name: str, kv_bits: int | None) -> tuple[PairSpec, list[str]]:
     drafter = None if found.drafter == made_for(found.target) else found.drafter
     parts = [found.target, *([found.drafter] if found.drafter else [])]
     missing = [each for each in parts if not (each == DEMO or typed_path(each).exists() or _is_local(each))]
-    return PairSpec(found.target, drafter, kv_bits=kv_bits), missing
+    return PairSpec(found.target, drafter, kv_bits=present.kv_bits, exact=present.exact), missing
 
 
 def listing(present: str) -> list[str]:

@@ -24,7 +24,7 @@ from mlx_spec import __version__
 from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
-from mlx_spec.hub.catalog import DEMO, PairSpec
+from mlx_spec.hub.catalog import DEMO, Exact, PairSpec
 from mlx_spec.hub.names import resolve
 
 ERROR, INTERRUPTED = 1, 130  # 2 is a bad option, 130 is 128 + SIGINT
@@ -143,6 +143,14 @@ class LoadOptions(PairOptions):
         ),
     ] = None
     kv_bits: KvBits = None
+    exact: Annotated[
+        Exact,
+        option(
+            help="let drafts change no bit in half precision: where that costs at most 5 % of plain speed, "
+            "always, never, or by activations in float32",
+            panel=MODEL_PANEL,
+        ),
+    ] = "auto"
     ahead: Annotated[
         bool,
         flag(
@@ -159,6 +167,7 @@ class LoadOptions(PairOptions):
             num_draft_tokens=self.num_draft_tokens,
             kv_bits=self.kv_bits,
             ahead=self.ahead,
+            exact=self.exact,
         )
 
 

@@ -41,12 +41,14 @@ def matched(chosen: Sequence[int], drafted: Sequence[int]) -> tuple[int, int]:
     return accepted, chosen[accepted]
 
 
-def round_of(draft: Draft, rows: Sequence[int], tokens: list[int]) -> Round:
+def round_of(draft: Draft, doubt: str | None, rows: Sequence[int], tokens: list[int]) -> Round:
     """Return the round of a draft. `rows` are its accepted rows, the pending token's first."""
     if draft.source is None:
-        return Round(tokens, 0, 0, "drained")
+        return Round(tokens, 0, 0, "drained", doubt=doubt)
     size, accepted = draft.tokens.size, rows[1 : len(tokens) + 1]
-    of_draft = partial(Round, source=draft.source, drafter_index=draft.drafter_index, ahead=draft.ahead)
+    of_draft = partial(
+        Round, source=draft.source, drafter_index=draft.drafter_index, ahead=draft.ahead, doubt=doubt
+    )
     if draft.parents is None:
         return of_draft(tokens, size, len(accepted), "draft")
     tree = tree_of(draft.parents)

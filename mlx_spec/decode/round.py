@@ -22,7 +22,7 @@ from mlx_spec.device import resident
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
-from mlx_spec.types import Decision, Draft, DraftChoice, Features, GroupPolicy, Reason, Round, no_draft
+from mlx_spec.types import Cost, Decision, Draft, DraftChoice, Features, GroupPolicy, Reason, Round, no_draft
 
 MAX_MISSES = 2  # rounds in a row without the wanted draft; then plain decoding queues tokens ahead again
 
@@ -46,6 +46,7 @@ class Group:
         self._shortlisted: list[tuple[RunningSequence, mx.array, mx.array]] = []
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
+        self._doubt: str | None = None  # `Round.doubt` of the last pass
 
     def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
         """Decode one round of every sequence: draft, verify, accept, commit.
@@ -92,8 +93,8 @@ class Group:
             if not may_probe:
                 plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
                 decisions = [plain if each.reason is Reason.PROBE else each for each in decisions]
-        pairs = zip(self.sequences, decisions, strict=True)
-        return [limited(decision, sequence.remaining - 1) for sequence, decision in pairs]
+        most, pairs = self.targets.most_drafted, zip(self.sequences, decisions, strict=True)
+        return [limited(decision, min(sequence.remaining - 1, most)) for sequence, decision in pairs]
 
     def _draft(self, decisions: Sequence[Decision]) -> list[Draft]:
         """Return the draft of each sequence. All are empty if a queued token has to be emitted first."""
@@ -124,7 +125,8 @@ class Group:
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
                 drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
-        return drafts if len(drafts) == 1 else [chain_of(draft) for draft in drafts]
+        takes_trees = len(drafts) == 1 and not self.sequences[0].target.rows.is_bitwise
+        return drafts if takes_trees else [chain_of(draft) for draft in drafts]
 
     def _verify(self, drafts: Sequence[Draft], decisions: Sequence[Decision]) -> mx.array:
         """Write the pending token and the draft of each sequence in one pass. Return logits [R, V]."""
@@ -134,10 +136,13 @@ class Group:
         pairs = zip(self.sequences, drafts, strict=True)
         written = mx.concatenate([block for s, draft in pairs for block in (s.pending, draft.tokens)])
         if drafts[0].parents is not None:  # a tree, of the only sequence
+            self._doubt = self.sequences[0].target.rows.doubt
             logits = self.sequences[0].target.verify_tree(written, drafts[0].parents)
             return self._allowed(logits, [logits.shape[0]])
         sizes = [1 + draft.tokens.size for draft in drafts]
-        return self._allowed(self.targets.verify(written, sizes), sizes)
+        logits = self.targets.verify(written, sizes)
+        self._doubt = self.targets.doubt
+        return self._allowed(logits, sizes)
 
     def _accept(self, drafts: Sequence[Draft], logits: mx.array) -> list[Accepted]:
         """Return the accepted rows and the new tokens of each sequence. Makes the one copy to the host."""
@@ -176,7 +181,8 @@ class Group:
 
     def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Emitted]:
         """Keep the rows of the new tokens, drop the others, and emit the tokens."""
-        rounds = [round_of(draft, *each) for draft, each in zip(drafts, accepted, strict=True)]
+        pairs = zip(drafts, accepted, strict=True)
+        rounds = [round_of(draft, self._doubt, *each) for draft, each in pairs]
         kept = [rows[: len(tokens)] for rows, tokens in accepted]
         if drafts[0].parents is not None:
             return self._emit(rounds, [self.sequences[0].target.commit_path(kept[0])])
@@ -189,7 +195,7 @@ class Group:
         if tokens is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
             tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
-        shortlisted = self._shortlisted
+        shortlisted, doubt = self._shortlisted, self._doubt
         features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
@@ -208,7 +214,7 @@ class Group:
             draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
             (found[self.sequences.index(sequence)],) = self._await(sequence.attempt(draw, mx.array([0])))
         kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
-        return self._emit([Round([token], 0, 0, kind) for token in found], features)
+        return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in found], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
         """Write one token of each sequence and draw the next ones, [B] int32.
@@ -217,7 +223,7 @@ class Group:
         """
         sizes = [1] * len(self.sequences)
         logits = self._allowed(self.targets.verify(tokens, sizes, early=not unread), sizes, unread)
-        self._shortlisted = []
+        self._shortlisted, self._doubt = [], self.targets.doubt
         if self._takes_argmax:
             return logits.argmax(axis=-1).astype(mx.int32)
         drawn = []
@@ -264,7 +270,7 @@ class Group:
                 reason=decision.reason,
                 finish_reason=finish_reason,
                 plain_seconds=decision.plain_seconds,
-                cost=decision.cost_of(longest),
+                cost=_scaled(decision.cost_of(longest), self.targets.plain_cost),
                 logprobs=logprobs,
                 batch_size=len(self.sequences),
             )
@@ -294,6 +300,13 @@ class Group:
     def _takes_argmax(self) -> bool:
         """Return True if one argmax chooses the tokens of all sequences."""
         return all(sequence.sampler.is_argmax for sequence in self.sequences)
+
+
+def _scaled(cost: Cost | None, plain_cost: float) -> Cost | None:
+    """Return a cost in passes of one row: users compare with those, even where plain passes have two."""
+    if cost is None or plain_cost == 1:
+        return cost
+    return Cost((cost.shape, plain_cost), cost.plain_tokens * plain_cost, cost.error)
 
 
 def _read(array: mx.array) -> list[int]:

@@ -184,7 +184,8 @@ class RunningSequence:
         """Return True if one pass may read its prompt and others."""
         reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
         is_free = self._read_prompt is None and self._last_step.ends_chunk
-        is_alone = self.target.is_recurrent or self.target.has_copies
+        # Kernels depend on the rows of a pass: in half precision, K and V must not depend on other prompts.
+        is_alone = self.target.is_recurrent or self.target.has_copies or self.target.rows.is_bitwise
         return is_free and not is_alone and not reads_spans
 
     def prefill(

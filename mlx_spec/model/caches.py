@@ -172,6 +172,10 @@ class Caches:
         self.sizes = [size + k for size, k in zip(self.sizes, keep, strict=True)]
         self.uncommitted = 0
 
+    def drop(self, rows: int) -> None:
+        """Drop the last uncommitted rows, which were padding. Not for recurrent layers."""
+        self.uncommitted -= rows
+
     def keep_path(self, rows: mx.array) -> None:
         """Move these uncommitted rows of the only sequence to the front of the others."""
         for cache in self.attention:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from mlx_spec.hub.catalog import Exact
 from mlx_spec.types import MAX_DRAFT_TOKENS
-
-Exact = Literal["auto", "on", "off", "float32"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,20 @@ class RowClass:
         first, last = min(sizes) + 1, max(sizes) + rows + self.base
         is_crossed = any(first <= edge <= last for edge in self.edges)
         return 0 if rows < self.fewest or is_crossed else rows
+
+    def under(self, exact: Exact, most_cost: float = 1.05) -> RowClass:
+        """Return the class to decode with, for a choice of `--exact`.
+
+        "auto" takes a class of two rows if a plain pass costs at most `most_cost` passes of one row.
+        """
+        if exact == "off":
+            return RowClass(doubt="--exact off")
+        if self.doubt is not None and exact == "on":
+            return RowClass(limits=((0, 1),), differs=self.differs, compared=self.compared)
+        if exact == "auto" and self.cost > most_cost:
+            share = f"two rows a pass take {self.cost - 1:.0%} longer here"
+            return RowClass(doubt=f"{share}; --exact on takes them", compared=self.compared)
+        return self
 
     @property
     def words(self) -> str:

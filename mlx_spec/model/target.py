@@ -23,6 +23,7 @@ from mlx_spec.model.hooks import (
     take_outputs,
 )
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import (
     Tree,
@@ -57,7 +58,9 @@ class LMTarget:
         *,
         kv_bits: int | None = None,
         sight: Sight | None = None,
+        rows: RowClass | None = None,
     ) -> None:
+        self.rows = rows or RowClass()
         self._model = model
         self._sight = sight
         self._kv_bits = kv_bits
@@ -109,6 +112,11 @@ class LMTarget:
     def is_recurrent(self) -> bool:
         """Return True if its state follows one path, and rollback needs a checkpoint."""
         return self._recurrent
+
+    @property
+    def most_rows(self) -> int:
+        """Return the most rows of the next pass, so that it has the bits of plain decoding."""
+        return self.rows.most_rows(self._size) - self._replay.size
 
     @property
     def caches(self) -> Caches:
@@ -244,7 +252,7 @@ class LMTarget:
         if self._replay.size > MAX_REPLAY_TOKENS:
             self._write_replay()
         with self._eager.on(early):
-            logits = self._write(tokens)
+            logits = self._write(tokens, padding=max(self.rows.base - tokens.size, 0))
         self._uncommitted.append(tokens)
         return logits
 
@@ -300,6 +308,8 @@ class LMTarget:
         model = self._model
         if self._recurrent:
             return "its state is recurrent and follows one path"
+        if self.rows.is_bitwise:
+            return "the keys of a path lie apart, so its rows would not have the bits of plain decoding"
         if (reason := rope_obstacle(model, decoder_of(model).layers)) or has_rowwise_ropes(model):
             return reason
         wrap_ropes(model)
@@ -462,10 +472,17 @@ class LMTarget:
         *,
         reads_prompt: bool = False,
         spans: Sequence[Span] = (),
+        padding: int = 0,
     ) -> mx.array:
-        """Write tokens; the first pass after a commit writes the tokens of `_replay` before them."""
+        """Write tokens; the first pass after a commit writes the tokens of `_replay` before them.
+
+        So many rows of padding repeat the last token and are dropped. An MoE reads no other experts for it.
+        """
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
+        before = rows.size - tokens.size
+        if padding:
+            rows = mx.concatenate([rows, *[tokens[-1:]] * padding])
         start = self._caches.sizes[0] + self._caches.uncommitted
         end = start + rows.size
         spans = spans_between(spans, start, end)
@@ -482,9 +499,10 @@ class LMTarget:
             logits = run_with_spans(self._model, self._sight, self._places, rows, start, spans, cache)
         else:
             logits = self._model(rows[None], cache=cache)[0]
-        before = rows.size - tokens.size
-        self._captured.append([each[0, before:] for each in take_outputs(self._captures)])
-        return logits[before:] if before else logits
+        self._caches.drop(padding)
+        end = before + tokens.size
+        self._captured.append([each[0, before:end] for each in take_outputs(self._captures)])
+        return logits[before:end] if before or padding else logits
 
     def _features(self, keep: int) -> Features:
         hidden = [

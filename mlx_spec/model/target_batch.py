@@ -12,24 +12,43 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.hooks import captures_of, decoder_of, features_of, start_layers_early, take_outputs
+from mlx_spec.model.hooks import (
+    captures_of,
+    decoder_of,
+    features_of,
+    start_layers_early,
+    take_outputs,
+)
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.probe import rounding_of
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
 from mlx_spec.model.tree import POSITION_ERRORS
-from mlx_spec.types import Features, FeatureSpec, KVRows, no_draft
+from mlx_spec.types import MAX_DRAFT_TOKENS, Features, FeatureSpec, KVRows, no_draft
 
 
 class SingleTarget:
-    """The target of one sequence: its passes need no padding, and it can verify trees."""
+    """The target of one sequence: its passes need no other lanes, and it can verify trees."""
 
     takes_drafts = True
 
     def __init__(self, target: LMTarget) -> None:
         self.target = target
+        self.doubt: str | None = None  # why the last pass may not have the bits of plain decoding
+
+    @property
+    def most_drafted(self) -> int:
+        """Return the most draft tokens of the next pass, so that it has the bits of plain decoding."""
+        return max(self.target.most_rows - 1, 0)
+
+    @property
+    def plain_cost(self) -> float:
+        """Return the time of a plain pass, in passes of one row of each sequence."""
+        return self.target.rows.cost
 
     def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
         """Write the tokens of the only sequence."""
+        self.doubt = self.target.rows.doubt if tokens.size > 1 else None
         return self.target.verify(tokens, early=early)
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
@@ -45,8 +64,19 @@ class TargetBatch:
     `takes_drafts` is False if a pass may hold only one token of each sequence.
     """
 
-    def __init__(self, model: nn.Module, needs: FeatureSpec, *, takes_drafts: bool = True) -> None:
+    plain_cost = 1.0  # its plain passes have one row of each sequence, or one is as good as two
+
+    def __init__(
+        self,
+        model: nn.Module,
+        needs: FeatureSpec,
+        *,
+        takes_drafts: bool = True,
+        rows: RowClass | None = None,
+    ) -> None:
         self.takes_drafts = takes_drafts
+        self.rows = rows or RowClass()
+        self.doubt: str | None = None  # why the last pass may not have the bits of plain decoding
         self._model = model
         self._needs = needs
         self._captures = captures_of(model, needs)
@@ -57,6 +87,16 @@ class TargetBatch:
         # By target: tokens of the last pass, replayed ones included. Only for recurrent states.
         self._rows: list[mx.array] = []
         self._captured: list[mx.array] = []  # by capture, [B, T, D]
+
+    @property
+    def most_drafted(self) -> int:
+        """Return the most draft tokens of each sequence in the next pass.
+
+        With them it has the bits of plain decoding. If no pass of so many sequences has, drafts are free.
+        """
+        most = self.rows.most_shared([origin.size for origin in self._origins])
+        replayed = max(replay.size for replay in self._replays)
+        return most - 1 - replayed if most > replayed else MAX_DRAFT_TOKENS
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +183,11 @@ class TargetBatch:
         Returns the logits [R, V] of the rows of each target from its `starts` on.
         """
         T = max(sizes)
+        if not reads_prompt:
+            T = max(T, self.rows.fewest)
+            is_exact = self.rows.most_shared([origin.size for origin in self._origins]) >= T
+            beside = f"beside {len(sizes) - 1} other answer{'s' * (len(sizes) > 2)}"
+            self.doubt = self.rows.doubt or (None if is_exact else beside)
         self._caches.begin(T, sizes, reads_prompt=reads_prompt)
         if min(sizes) < T:  # any token may serve as padding
             ends = zip(sizes, itertools.accumulate(sizes), strict=True)
@@ -191,38 +236,45 @@ class BatchSupport:
 
     obstacle: str | None  # None if they can
     takes_drafts: bool  # False if padding spoils a recurrent state
+    is_bitwise: bool = True  # False if their logits are not, bit by bit, those of each alone
 
 
-def probe_batch(model: nn.Module) -> BatchSupport:
+def probe_batch(model: nn.Module, rows: RowClass | None = None) -> BatchSupport:
     """Return whether sequences of a model can share passes: two unequal ones decode together and alone.
 
     A model that calculates with positions raises, or its logits differ. A model that does not mask padding in
-    its recurrent state has wrong logits after an unequal pass.
+    its recurrent state has wrong logits after an unequal pass. With a row class the bits are compared, too.
     """
     is_recurrent, tolerance = LMTarget(model).is_recurrent, rounding_of(model)
-    rows = 4  # neither 1 nor the number of sequences, so that no wrong shape fits
+    drafted = 4  # neither 1 nor the number of sequences, so that no wrong shape fits
     try:
-        error = _probe(model, [[1, 1] if is_recurrent else [rows, rows]])
+        error = _probe(model, [[1, 1] if is_recurrent else [drafted, drafted]])
     except POSITION_ERRORS as reason:
         return BatchSupport(f"its model calculates with positions ({one_line(reason, 80)})", False)
     if not error <= tolerance:  # NaN, too
         return BatchSupport("its logits for two sequences together are not those of each alone", False)
-    if not is_recurrent:
-        return BatchSupport(None, True)
-    try:
-        return BatchSupport(None, _probe(model, [[1, rows], [1, 1]]) <= tolerance)
-    except POSITION_ERRORS:
-        return BatchSupport(None, False)
+    takes_drafts = True
+    if is_recurrent:
+        try:
+            takes_drafts = _probe(model, [[1, drafted], [1, 1]]) <= tolerance
+        except POSITION_ERRORS:
+            takes_drafts = False
+    is_bitwise = True
+    if rows is not None and (most := rows.most_shared([3, 6])) and rows.is_bitwise:
+        sizes = [[1, 1], [most, most], [1, most], [1, 1]] if takes_drafts else [[1, 1]]
+        is_bitwise = _probe(model, sizes, rows) == 0
+    return BatchSupport(None, takes_drafts, is_bitwise)
 
 
-def _probe(model: nn.Module, passes: Sequence[Sequence[int]]) -> float:
+def _probe(model: nn.Module, passes: Sequence[Sequence[int]], rows: RowClass | None = None) -> float:
     """Return the largest error of two sequences together, over passes with the given rows of each.
 
     It is the error of logits, or the median error of recurrent states: padding that is not masked spoils all
     of them, and may hardly show in the next logits.
     """
     lengths = (3, 6)  # tokens of two prompts: unequal, so that their positions differ
-    shared, alone = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in lengths]
+    shared = TargetBatch(model, FeatureSpec(), rows=rows)
+    alone = [LMTarget(model, rows=rows) for _ in lengths]
     for target, length in zip(alone, lengths, strict=True):
         origin = LMTarget(model)
         for each in (target, origin):

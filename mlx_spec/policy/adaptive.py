@@ -20,6 +20,7 @@ from types import MappingProxyType
 import numpy as np
 
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
 from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, RoundCosts, Table, best_length
@@ -153,8 +154,10 @@ class AdaptivePolicy:
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[DraftChoice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
         others: list[int] = []
+        if (most := self._shared.rows.most_rows(len(history) - 1 + self._queued) - 1) < 1:
+            return (), Reason.EXACT
         for index, proposal in enumerate(self._proposals):
-            if (limit := proposal.available(history, self._queued)) < 1:
+            if (limit := min(proposal.available(history, self._queued), most)) < 1:
                 continue
             length, speed, ahead = self._best(index, limit, costs)
             if speed * costs.plain > 1 + EPSILON:
@@ -164,7 +167,7 @@ class AdaptivePolicy:
         paying.sort(reverse=True)
         limits = [(i, self._limit(i, length, costs, ahead), ahead) for _, i, length, ahead in paying]
         choices = tuple(self.choice(*each) for each in limits if each[1])
-        hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i)]
+        hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i, most)]
         probes = tuple(self.choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
         if len(hopeful) < len(others) and not self._too_dear:
             self._too_dear = True
@@ -316,6 +319,7 @@ class AdaptivePolicies:
         self.own_costs = {i: own_costs[name] for i, name in timed if name in own_costs}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account, self.ratios = Account(), Ratios()
+        self.rows = RowClass()  # the passes that drafts may take
         self.costs: Costs | None = None
         self.measured: str | None = None  # date of the costs
         self._saved: Mapping[int, float] = {}  # seconds of passes by rows, as in the file
@@ -446,7 +450,7 @@ class FixedPolicy:
         self._queued, self._done = round.kind == "plain", now
 
 
-def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int) -> bool:
-    """Return True if drafting would pay on the most predictable text."""
-    _, speed = best_length(acceptance.tokens[-1], costs.rounds(drafter), MAX_DRAFT_TOKENS)
+def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int, most: int) -> bool:
+    """Return True if drafting at most `most` tokens would pay on the most predictable text."""
+    _, speed = best_length(acceptance.tokens[-1], costs.rounds(drafter), most)
     return speed * costs.plain > 1 + EPSILON

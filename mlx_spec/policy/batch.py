@@ -218,7 +218,10 @@ class BatchPolicy:
         candidates = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
         drafters = [each[0][0] for each in candidates if each]
         seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
-        lengths, reason = self._lengths(adaptive, candidates, costs, seconds)
+        # If not even plain passes of these sequences are in one class, drafts change nothing about that.
+        rows = self._shared.rows.most_shared([len(history) - 1 for history in histories])
+        most = rows - 1 if rows else MAX_DRAFT_TOKENS
+        lengths, reason = self._lengths(adaptive, candidates, costs, seconds, most)
         choices = [
             tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in each if length)
             for policy, each, length in zip(adaptive, candidates, lengths, strict=True)
@@ -243,8 +246,11 @@ class BatchPolicy:
         candidates: Sequence[list[tuple[int, Floats]]],
         costs: CostModel,
         seconds: Floats,
+        most: int,
     ) -> tuple[list[int], Reason]:
-        """Return the draft lengths and their reason. `seconds` of a round are by its longest draft."""
+        """Return the draft lengths, at most `most`, and why. `seconds` of a round are by longest draft."""
+        if most < 1:
+            return [0] * len(policies), Reason.EXACT
         count, plain, wait = len(policies), float(seconds[0]), costs.host / float(seconds[0])
         pairs = [(policy, each[0]) for policy, each in zip(policies, candidates, strict=True) if each]
         firsts = [first for _, first in pairs]
@@ -252,7 +258,7 @@ class BatchPolicy:
             return [0] * count, Reason.WAITING
         affordable = min(policy.affordable_rounds(wait) for policy in policies)
         limit = 0
-        while limit < min(MAX_DRAFT_TOKENS, costs.longest) and seconds[limit + 1] <= affordable * plain:
+        while limit < min(most, costs.longest) and seconds[limit + 1] <= affordable * plain:
             limit += 1
         tokens = np.sum([_extended(tokens) for _, tokens in firsts], axis=0) + count - len(firsts)
         if limit:
@@ -264,7 +270,7 @@ class BatchPolicy:
         if limit and min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
             return [int(bool(each)) for each in candidates], Reason.PROBE
         best = BEST_TOKENS * len(firsts) + count - len(firsts)
-        if best_length(best, seconds, MAX_DRAFT_TOKENS)[1] * plain <= (1 + EPSILON) * count:
+        if best_length(best, seconds, most)[1] * plain <= (1 + EPSILON) * count:
             return [0] * count, Reason.COST
         return [0] * count, Reason.ACCEPTANCE if limit else Reason.BUDGET
 
