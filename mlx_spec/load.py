@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import (
@@ -46,15 +45,12 @@ if TYPE_CHECKING:
 
     from mlx_spec.distributed.ranks import Ranks
     from mlx_spec.drafters import DrafterSource
-    from mlx_spec.model.row_class import RowClass
     from mlx_spec.pair import Pair
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.vision.vision import Vision
 
 WITHOUT = 'drafter="none" decodes without one'
-
-_log = logging.getLogger("mlx_spec")
 
 
 def load(
@@ -97,9 +93,8 @@ def load(
     shown, paths = _located(spec)
     folder, config, size = _find_target(paths, ranks)
     import mlx.core as mx
-    from mlx.utils import tree_flatten
 
-    from mlx_spec.model.row_class import RowClass
+    from mlx_spec.model.probe import arrays_of
     from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.tokenizer import read_tokenizer
 
@@ -113,12 +108,7 @@ def load(
         print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
     source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
     if ranks is not None and source is not None and source.needs.shared_kv:
-        why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
-        if drafter is not None:
-            raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
-        print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
-        shown = replace(shown, drafter=LOOKUP)
-        source = _open_drafter(shown, LOOKUP, folder, config, tokenizer)
+        shown, source = _without_shared_kv(shown, folder, config, tokenizer, is_named=drafter is not None)
     vision = _vision(folder, tokenizer, ranks)
     sizes = (
         size // (1 if ranks is None else ranks.size),
@@ -135,25 +125,46 @@ def load(
     policies = _policies(folder, offered, quantization, spec)
     model = _load_target(folder, config, exact, ranks) if model is None else model
     if exact == "float32":
-        weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-        info = replace(info, target_bytes=sum(array.nbytes for _, array in weights))
+        info = replace(info, target_bytes=sum(array.nbytes for array in arrays_of(model)))
         for network in (each.network for each in offered if each.network is not None):
             network.set_dtype(mx.float32)
-    memory = _memory(folder, source, spec, ranks, sum(sizes))
+    memory = _memory(folder, source, spec, ranks, info.target_bytes + sum(sizes[1:]))
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
+    _prepare(pair, folder, config, quantization, spec, is_whole=ranks is None)
+    return pair
+
+
+def _without_shared_kv(
+    shown: PairSpec, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, is_named: bool
+) -> tuple[PairSpec, DrafterSource | None]:
+    """Return lookup in place of a drafter that reads the target's K/V. Raises Mismatch if it was named."""
+    why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
+    if is_named:
+        raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
+    print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
+    return replace(shown, drafter=LOOKUP), _open_drafter(shown, LOOKUP, folder, config, tokenizer)
+
+
+def _prepare(
+    pair: Pair, folder: Path, config: Mapping[str, Any], quantization: str, spec: PairSpec, *, is_whole: bool
+) -> None:
+    """Check and measure a pair. Targets without exact rollback are refused now, not in an answer."""
+    import mlx.core as mx
+
+    from mlx_spec.policy import saved_costs
+
     try:
-        with resident(info.target_bytes):
-            # Refuses targets without exact rollback now, not in an answer.
-            activations = _check(pair, folder, [] if ranks is not None else critical_lengths(config), kv_bits)
-            if activations != mx.float32:
+        with resident(pair.info.target_bytes):
+            activations = _check(pair, folder, critical_lengths(config) if is_whole else [], spec.kv_bits)
+            if activations != mx.float32 and spec.exact == "off":
+                pair.use_rows(pair.rows.under(spec.exact))
+            elif activations != mx.float32:
                 key = _key(folder, (), f"{quantization}, activations in {activations}", spec)
-                rows = RowClass() if exact == "off" else _row_class(pair, key)
-                pair.use_rows(rows.under(exact))
+                pair.use_rows(saved_costs.row_class(key, _short(pair), pair.measured_rows).under(spec.exact))
             _measure(pair)
     except LOADING_ERRORS as error:
-        kind = config["model_type"] + ("" if kv_bits is None else f" with kv_bits {kv_bits}")
+        kind = config["model_type"] + ("" if spec.kv_bits is None else f" with kv_bits {spec.kv_bits}")
         raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
-    return pair
 
 
 def _memory(
@@ -183,26 +194,6 @@ def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) ->
             checked.parent.mkdir(parents=True, exist_ok=True)
             checked.touch()
     return activations
-
-
-def _row_class(pair: Pair, key: Key) -> RowClass:
-    """Return the row class of a target, measured now if no file of this device has it."""
-    from mlx_spec.policy import BadCosts, saved_costs
-
-    file = saved_costs.folder() / saved_costs.file_name(key)
-    try:
-        return saved_costs.read_rows(file, key)
-    except NotFound:
-        pass
-    except (BadCosts, Mismatch) as error:
-        _log.warning("%s: it is not used and will be replaced", error)
-    print(f"measuring which passes of {_short(pair)} agree bit by bit, once", file=sys.stderr, flush=True)
-    rows = pair.measured_rows()
-    try:
-        saved_costs.write_rows(file, key, rows)
-    except BadCosts as error:
-        _log.warning("%s: row classes will be measured again", error)
-    return rows
 
 
 def _short(pair: Pair) -> str:

@@ -14,10 +14,15 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import POSITION_ERRORS
 
 
+def arrays_of(model: nn.Module) -> list[mx.array]:
+    """Return all arrays of a model."""
+    weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    return [array for _, array in weights]
+
+
 def rounding_of(model: nn.Module) -> float:
     """Return the largest relative error that rounding explains in a model."""
-    weights = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    types = {array.dtype for _, array in weights}
+    types = {array.dtype for array in arrays_of(model)}
     # Shares of the largest logit or state.
     return 0.05 if types & {mx.bfloat16, mx.float16} else 0.01
 

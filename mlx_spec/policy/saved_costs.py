@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from mlx_spec.checkpoint.files import one_line, write_atomically
 from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy.costs import BadCosts, Table
+
+_log = logging.getLogger("mlx_spec")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,24 @@ def read_rows(file: Path, key: Key) -> RowClass:
         return RowClass.from_json(found["rows"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadCosts(f"{file} does not hold a row class ({one_line(error)})") from error
+
+
+def row_class(key: Key, name: str, measure: Callable[[], RowClass]) -> RowClass:
+    """Return the saved row class of a target, or measure and save it. `name` is the target's, for users."""
+    file = folder() / file_name(key)
+    try:
+        return read_rows(file, key)
+    except NotFound:
+        pass
+    except (BadCosts, Mismatch) as error:
+        _log.warning("%s: it is not used and will be replaced", error)
+    print(f"measuring which passes of {name} agree bit by bit, once", file=sys.stderr, flush=True)
+    found = measure()
+    try:
+        write_rows(file, key, found)
+    except BadCosts as error:
+        _log.warning("%s: row classes will be measured again", error)
+    return found
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
