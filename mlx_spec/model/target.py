@@ -25,16 +25,7 @@ from mlx_spec.model.hooks import (
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
-from mlx_spec.model.tree import (
-    Tree,
-    TreeCacheView,
-    has_rowwise_ropes,
-    misread_tree,
-    rope_obstacle,
-    tree_of,
-    unwrap_ropes,
-    wrap_ropes,
-)
+from mlx_spec.model.tree import Tree, TreeCacheView, model_obstacle, tree_of
 from mlx_spec.prompt import Places, Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
@@ -117,11 +108,6 @@ class LMTarget:
     def most_rows(self) -> int:
         """Return the most rows of the next pass, so that it has the bits of plain decoding."""
         return self.rows.most_rows(self._size) - self._replay.size
-
-    @property
-    def caches(self) -> Caches:
-        """Return the caches, to look at them."""
-        return self._caches
 
     @property
     def nbytes(self) -> int:
@@ -305,17 +291,11 @@ class LMTarget:
     @cached_property
     def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
-        model = self._model
         if self._recurrent:
             return "its state is recurrent and follows one path"
         if self.rows.is_bitwise:
             return "the keys of a path lie apart, so its rows would not have the bits of plain decoding"
-        if (reason := rope_obstacle(model, decoder_of(model).layers)) or has_rowwise_ropes(model):
-            return reason
-        wrap_ropes(model)
-        if reason := misread_tree(model):
-            unwrap_ropes(model)
-        return reason
+        return model_obstacle(self._model)
 
     def verify_tree(self, tokens: mx.array, parents: tuple[int, ...]) -> mx.array:
         """Write the pending token and a tree, [K + 1], uncommitted. Return logits [K + 1, V].
@@ -474,15 +454,12 @@ class LMTarget:
         spans: Sequence[Span] = (),
         padding: int = 0,
     ) -> mx.array:
-        """Write tokens; the first pass after a commit writes the tokens of `_replay` before them.
-
-        So many rows of padding repeat the last token and are dropped. An MoE reads no other experts for it.
-        """
+        """Write tokens, those of `_replay` before them, and `padding` rows after them that are dropped."""
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
         before = rows.size - tokens.size
         if padding:
-            rows = mx.concatenate([rows, *[tokens[-1:]] * padding])
+            rows = mx.concatenate([rows, *[tokens[-1:]] * padding])  # an MoE reads no other experts
         start = self._caches.sizes[0] + self._caches.uncommitted
         end = start + rows.size
         spans = spans_between(spans, start, end)

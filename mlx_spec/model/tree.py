@@ -18,7 +18,7 @@ from mlx_lm.models import rope_utils
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.hooks import ModuleWrapper
+from mlx_spec.model.hooks import ModuleWrapper, decoder_of
 from mlx_spec.model.layer_caches import AttentionCache, Packed
 
 # Errors of a model that expects one int and gets the positions of several rows or sequences.
@@ -245,6 +245,16 @@ def _rotates_rows_independently(rope: Any) -> bool:
         return False
     known = (kind.__module__ == rope_utils.__name__ for kind in type(rope).mro())
     return isinstance(rope, nn.RoPE) or any(known)
+
+
+def model_obstacle(model: nn.Module) -> str | None:
+    """Return why a model cannot verify a tree of draft tokens; None if it can, from then on."""
+    if (reason := rope_obstacle(model, decoder_of(model).layers)) or has_rowwise_ropes(model):
+        return reason
+    wrap_ropes(model)
+    if reason := misread_tree(model):
+        unwrap_ropes(model)
+    return reason
 
 
 def misread_tree(model: nn.Module) -> str | None:
