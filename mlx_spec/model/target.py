@@ -110,6 +110,11 @@ class LMTarget:
         return self.rows.most_rows(self._size) - self._replay.size
 
     @property
+    def caches(self) -> Caches:
+        """Return the caches, to look at them."""
+        return self._caches
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the caches, with checkpoints."""
         return sum(array.nbytes for array in self._caches.arrays()) + sum(self.pinned.values())
