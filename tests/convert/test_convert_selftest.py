@@ -104,7 +104,7 @@ def test_a_drafter_with_a_rotary_base_of_its_own_is_measured_with_both(
     assert acceptance["first"] < acceptance["first_with_rope_of_target"]
     shown = capsys.readouterr()
     assert "default, base 3; the target has default, base 10000" in shown.out
-    assert 'with "rope": "target" in its config.json' in shown.out
+    assert '"rope": "target" in its config.json' in shown.out
 
 
 # --- what is wrong is named
