@@ -135,6 +135,10 @@ class ChatState:
         if outcome.statistics.prompt_tokens:
             self.last = outcome
             self.report(outcome, full=self.full_reports)
+            if outcome.statistics.finish_reason != "stop" and repeats(outcome.answer or outcome.thinking):
+                way = "/set repetition_penalty 1.1 or /set temperature 0.7, then /retry"
+                way = way if self.is_interactive else "--temperature 0.7"
+                self.terminal.note(f"the answer repeats itself: {way} may help")
             if self.is_interactive and self.shows_race and wants_race(outcome.statistics):
                 self.shows_race = False
                 self.terminal.note("/race answers again with drafts and without, to show what they gain here")
@@ -164,6 +168,15 @@ class ChatState:
 
 
 # --- reports
+
+
+def repeats(text: str, shortest: int = 160, times: int = 4) -> bool:
+    """Return True if a text ends with one piece `times` times or more, over `shortest` characters."""
+    for length in range(1, min(len(text) // times, 400) + 1):
+        piece = text[-length:]
+        if piece.strip() and text.endswith(piece * max(times, -(-shortest // length))):
+            return True
+    return False
 
 
 def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]]:

@@ -50,7 +50,9 @@ class Options(LoadOptions):
     ] = False
     no_earlier_answers: NoEarlierAnswers = False
 
-    temperature: Annotated[float | None, _sampling(value="T", help="0, the default, is greedy")] = None
+    temperature: Annotated[
+        float | None, _sampling(value="T", help="0 is greedy; default: the model's own, else 0")
+    ] = None
     top_p: Annotated[float | None, _sampling(value="P", help="likeliest tokens that reach P together")] = None
     top_k: Annotated[int | None, _sampling(value="N", help="the N likeliest tokens; 0 is all", min=0)] = None
     min_p: Annotated[float | None, _sampling(value="P", help="at least P times as likely as the best")] = None

@@ -20,7 +20,7 @@ from . import models, pictures, saved
 from .answer import ChatState, Outcome
 from .input import CommandCompleter, edited, hidden_typing
 from .interrupts import CtrlC
-from .settings import NAMES, AnswerSettings, changed, shown, values
+from .settings import NAMES, AnswerSettings, changed, sampling_words, shown, values
 from .terminal import legend
 
 ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}
@@ -296,7 +296,8 @@ class Commands:
                     raise
                 problem = f"{choice.target} is not loaded: the conversation goes on as before"
                 raise SpecError(problem) from None
-        self._terminal.note(self._drafts())
+        words = sampling_words(self._conversation.settings, self._conversation.sampling)
+        self._terminal.note(self._drafts(), *([words] if words and note else []))
 
     def _drafts(self) -> str:
         choice, names = self._conversation.choice, self._conversation.pair.drafter_names

@@ -18,7 +18,7 @@ from mlx_spec.types import Reason
 
 from .models import check_thinking, open_pair
 from .pictures import Content, ready, ready_turns, stored
-from .settings import AnswerSettings, from_values, values
+from .settings import AnswerSettings, for_model, from_values, values
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Conversation:
         self._key = key
         self.choice, self.settings, self.system = choice, settings, system
         self.schema: AnswerSchema | None = None
+        self.sampling = pair.tokenizer.generation.sampling  # settings that the model brings
         self._resume(pair, choice, [])
 
     @property
@@ -162,4 +163,6 @@ class Conversation:
         session = pair.session(self.system, key=self._key)  # refuses a target that does not chat
         session.resume(ready_turns(turns, pair))
         self.pair, self.choice, self.session = pair, choice, session
+        before, self.sampling = self.sampling, pair.tokenizer.generation.sampling
+        self.settings = for_model(self.settings, before, self.sampling)
         self._own: AdaptivePolicies | FixedPolicy = pair.policies  # the loaded policies, for /draft auto

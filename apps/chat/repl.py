@@ -27,7 +27,7 @@ from .input import open_input
 from .interrupts import CtrlC, Interrupts
 from .models import choose, open_pair, used_last
 from .pictures import shown
-from .settings import from_options
+from .settings import from_options, sampling_words
 from .terminal import Terminal
 
 
@@ -58,6 +58,10 @@ def run(
             first = open_pair(choice, think=settings.think, ranks=ranks)
         if prompt is None and (hint := blas_hint()):
             terminal.note(hint)
+        of_model = first.tokenizer.generation.sampling
+        settings = from_options(options, of_model)
+        if not options.json and past is None and (words := sampling_words(settings, of_model)):
+            terminal.note(words)
         talk = Conversation(
             first, choice, settings, options.system, None if options.no_earlier_answers else ""
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
@@ -34,9 +35,28 @@ NAMES = tuple(  # the settings that `/set` knows
 )
 
 
-def from_options(options: Options) -> AnswerSettings:
-    """Return the settings of a command line. Raises InvalidValue."""
-    return from_values({name: value for name, value in vars(options).items() if value is not None})
+def from_options(options: Options, of_model: Mapping[str, float] = MappingProxyType({})) -> AnswerSettings:
+    """Return the settings of a command line; others are `of_model` or as usual. Raises InvalidValue."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return from_values({**of_model, **given})
+
+
+def for_model(
+    settings: AnswerSettings, before: Mapping[str, float], after: Mapping[str, float]
+) -> AnswerSettings:
+    """Return the settings for another model: what the model before brought is replaced by its own."""
+    usual, now = values(AnswerSettings()), values(settings)
+    kept = (name for name in {*before, *after} if now[name] == before.get(name, usual[name]))
+    return replace(settings, **{name: after.get(name, usual[name]) for name in kept})
+
+
+def sampling_words(settings: AnswerSettings, of_model: Mapping[str, float]) -> str | None:
+    """Return which settings are the model's own; None if none are."""
+    now = values(settings)
+    same = [f"{name} {value:g}" for name, value in of_model.items() if now[name] == value]
+    if not same:
+        return None
+    return f"sampling as in the model's generation_config.json: {', '.join(same)}; temperature 0 is greedy"
 
 
 def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:

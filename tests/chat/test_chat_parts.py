@@ -28,7 +28,7 @@ from support.screen import GOLDEN, LIMIT
 
 from mlx_spec.apps.chat import conversation
 from mlx_spec.apps.chat import saved as files
-from mlx_spec.apps.chat.answer import ChatState, Trace, details, status_line, wants_race
+from mlx_spec.apps.chat.answer import ChatState, Trace, details, repeats, status_line, wants_race
 from mlx_spec.apps.chat.commands import Commands
 from mlx_spec.apps.chat.conversation import Conversation
 from mlx_spec.apps.chat.input import LineEditor, open_history
@@ -36,7 +36,7 @@ from mlx_spec.apps.chat.interrupts import CtrlC, Interrupts
 from mlx_spec.apps.chat.markdown import rendered
 from mlx_spec.apps.chat.models import open_pair, with_drafts
 from mlx_spec.apps.chat.saved import Journal
-from mlx_spec.apps.chat.settings import AnswerSettings, from_values
+from mlx_spec.apps.chat.settings import AnswerSettings, for_model, from_values, sampling_words
 from mlx_spec.apps.chat.terminal import DIM, GAINED, Terminal, Wrapping
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import PairSpec
@@ -103,6 +103,23 @@ def test_status_line():
     )
     long = replace(cut, generated_tokens=2048, compared_tokens=2048, accepted=1222, decode_seconds=9.9)
     assert len(line_of(long)) <= 80
+
+
+def test_an_answer_that_repeats_itself_is_noticed():
+    assert repeats("It is " + "very " * 40) and repeats("a list\n" + "- one\n- two\n- three\n" * 12)
+    assert not repeats("It is " + "very " * 20) and not repeats("word " + " " * 400) and not repeats("")
+    assert not repeats(" ".join(f"{i} is the number after {i - 1}." for i in range(90)))
+
+
+def test_settings_of_another_model_replace_those_that_the_model_brought():
+    first, second = {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 64}
+    settings = from_values({**first, "top_p": 0.5})
+    found = for_model(settings, first, second)
+    assert (found.temperature, found.top_p, found.top_k) == (1.0, 0.5, 64)
+    assert for_model(found, second, {}).temperature == 0 and for_model(found, second, {}).top_k == 0
+    words = sampling_words(found, second)
+    assert words is not None and "temperature 1, top_k 64" in words
+    assert sampling_words(found, {"temperature": 0.2}) is None
 
 
 def test_details():

@@ -166,7 +166,7 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     tab.click("#settings summary")
     tab.value("document.querySelector('#max-completion-tokens').value = 3")
     tab.value("document.querySelector('#settings').dispatchEvent(new Event('input'))")
-    assert "up to 3 tokens" in text(tab, "#settings-summary")
+    assert "temperature 0 · up to 3 tokens" in text(tab, "#settings-summary")
     tab.value("document.querySelector('#message').focus()")
     tab.write("What does zip")
     tab.press("Enter", shift=True)

@@ -56,6 +56,7 @@ class ModelCard:
     tools: bool | None = None  # its chat template takes tools
     images: bool | None = None  # it reads pictures
     template: str | None = None  # the chat template
+    sampling: Mapping[str, float] | None = None  # its own settings, which the page takes as defaults
 
 
 @dataclass
@@ -164,6 +165,7 @@ class Models:
                         tools=find_tool_format(tokenizer) is not None,
                         images=isinstance(self.vision(name), Vision),
                         template=tokenizer.template,
+                        sampling=tokenizer.generation.sampling,
                     )
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 

@@ -14,7 +14,7 @@ const NUMBERS = {
   frequency_penalty: ["Frequency penalty", -2, 2, 0.1, "0"],
   repetition_penalty: ["Repetition penalty", 0, 2, 0.05, "1"],
 };
-const FIRST = { temperature: "0", max_completion_tokens: "2048" }; // as in the terminal
+const FIRST = { max_completion_tokens: "2048" }; // as in the terminal
 const idOf = (name) => name.replaceAll("_", "-");
 const IDS = [...Object.keys(NUMBERS).map(idOf), "system"];
 
@@ -34,9 +34,12 @@ export function offerModels(found) {
   describe();
 }
 
+// Sampling as in the model's generation_config.json; greedy without.
+const ownSampling = () => ({ temperature: 0, ...chosenCard()?.sampling });
+
 // Returns the fields of a request without its messages.
 export function requestFields() {
-  const fields = { model: modelName() };
+  const fields = { model: modelName(), ...ownSampling() };
   for (const name of Object.keys(NUMBERS)) {
     const value = byId(idOf(name)).valueAsNumber;
     if (Number.isFinite(value)) fields[name] = value;
@@ -55,9 +58,14 @@ function describe() {
   document.title = name ? `${name} · mlx_spec` : "mlx_spec";
   byId("can-think").hidden = !chosenCard()?.thinks;
   const { model: _, temperature, max_completion_tokens: most, chat_template_kwargs: thinks, ...others } = requestFields();
-  const parts = [temperature ? `temperature ${temperature}` : "temperature 0"];
+  const stated = chosenCard()?.sampling ?? {};
+  const own = (name) => name in stated && byId(idOf(name)).value === "" ? ", the model's own" : "";
+  for (const [name, [, , , , empty]] of Object.entries(NUMBERS)) {
+    byId(idOf(name)).placeholder = name in stated ? `${stated[name]}, the model's own` : empty;
+  }
+  const parts = [`temperature ${temperature}${own("temperature")}`];
   if (most) parts.push(`up to ${most} tokens`);
-  for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}`);
+  for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}${own(key)}`);
   if (thinks?.enable_thinking) parts.push("thinking");
   if (systemMessages().length) parts.push("system prompt");
   byId("settings-summary").textContent = parts.join(" · ");
