@@ -20,6 +20,7 @@ from mlx_spec import hub
 from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
+from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.catalog import DEMO, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
@@ -109,6 +110,21 @@ def shown_number(value: int) -> str:
     return str(value)
 
 
+def context_words(sizes: Mapping[int, int]) -> str | None:
+    """Return what a model takes with conversations of some lengths, beside what this machine has."""
+    if not sizes:
+        return None
+    try:
+        most = memory_for_models()
+    except ImportError:
+        return None
+    parts = (
+        f"{tokens // 1024}k {human_bytes(size)}{' (too much)' if size > most else ''}"
+        for tokens, size in sizes.items()
+    )
+    return f"{', '.join(parts)}; here {human_bytes(most)}"
+
+
 def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
     facts: dict[str, object] = {
@@ -135,6 +151,7 @@ def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
     elif found.speculative_heads == "stripped":
         own = "stripped: config.json promises them, no tensor of theirs is here"
     eyes = f"yes, by a vision tower of {human_bytes(found.vision)}"
+    facts |= {"memory by context": context_words(found.contexts)}
     own_parts = {"pictures": f"no: {found.no_vision}" if found.no_vision else eyes, "own draft heads": own}
     return facts | own_parts | {"drafters": ", ".join(found.goes_with)}
 

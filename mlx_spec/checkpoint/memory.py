@@ -80,6 +80,13 @@ def context_memory(
     )
 
 
+def context_sizes(memory: ContextMemory, longest: int | None) -> dict[int, int]:
+    """Return the bytes of a model with 8k, 32k and 128k tokens of conversation, up to its own context."""
+    context = longest or 2**17
+    lengths = [tokens for tokens in (2**13, 2**15, 2**17) if tokens <= context] or [context]
+    return {tokens: memory.total(tokens) for tokens in lengths}
+
+
 @dataclass(frozen=True)
 class MemoryNeed:
     """The bytes in memory of a model, or of a target and its drafter."""

@@ -241,17 +241,20 @@ def kv_layers(text: Config, kv_bits: int | None = None) -> KVLayers:
     if rank := integer(text, "kv_lora_rank"):  # MLA keeps one latent vector for all heads
         full = rank + (integer(text, "qk_rope_head_dim") or 0)
     kinds, owners = text.get("layer_types"), shape.layers - (integer(text, "num_kv_shared_layers") or 0)
-    if not isinstance(kinds, list):  # all layers have full attention, or each n-th has
+    owners = max(owners, 0)
+    if isinstance(kinds, list):
+        read, held = kinds.count("full_attention"), kinds[:owners].count("full_attention")
+        windows = [each.count("sliding_attention") for each in (kinds, kinds[:owners])]
+    else:  # all layers have full attention, or each n-th has
         interval = integer(text, "full_attention_interval") or 1
-        kinds = [None if (i + 1) % interval else "full_attention" for i in range(shape.layers)]
-    read, held = kinds.count("full_attention"), kinds[: max(owners, 0)].count("full_attention")
+        read, held, windows = shape.layers // interval, owners // interval, [0, 0]
     quantized = 0 if kv_bits is None else max(held - 1, 0)
     sliding = 2 * 2.0 * shape.kv_heads * shape.head_dim
     return KVLayers(
         2 * full * read,
         full * (quantized * ((kv_bits or 0) / 8 + 4 / 64) + 2 * (held - quantized)),
-        sliding * kinds.count("sliding_attention"),
-        sliding * kinds[: max(owners, 0)].count("sliding_attention"),
+        sliding * windows[0],
+        sliding * windows[1],
     )
 
 

@@ -31,7 +31,13 @@ from mlx_spec.checkpoint.headers import (
     choose_files,
     indexed_tensors,
 )
-from mlx_spec.checkpoint.memory import MemoryNeed, memory_need, total_need
+from mlx_spec.checkpoint.memory import (
+    MemoryNeed,
+    context_memory,
+    context_sizes,
+    memory_need,
+    total_need,
+)
 from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, sizes_of, target_shape
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
@@ -49,6 +55,7 @@ class CheckpointInfo(TargetShape):
     parameters: int
     size: int  # bytes of the weights
     memory: MemoryNeed  # once it is loaded
+    contexts: Mapping[int, int]  # bytes by the tokens of a conversation, empty without MLX
     read: int  # bytes of weights for a token, once it is loaded
     gguf_read: int | None  # the same for the GGUF file that the checkpoint comes from
     precision: str
@@ -213,6 +220,7 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         parameters=count_parameters(tensors, config),
         size=headers.size,
         memory=memory_need([checkpoint]),
+        contexts=_contexts(checkpoint),
         read=int(sizes_of(checkpoint, 0).read),
         gguf_read=integer(config, "gguf_read"),
         precision=precision(tensors, config),
@@ -231,6 +239,13 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         problem=headers.problem or (None if family or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
         **vars(shape),
     )
+
+
+def _contexts(checkpoint: StoredModel) -> dict[int, int]:
+    try:
+        return context_sizes(context_memory([checkpoint]), checkpoint.context)
+    except ImportError:
+        return {}
 
 
 def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInfo | None, str | None]:

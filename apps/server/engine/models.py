@@ -15,9 +15,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import load
-from mlx_spec.checkpoint.config import context_length, fingerprint, read_checkpoint, read_config
+from mlx_spec.checkpoint.config import StoredModel, context_length, fingerprint, read_checkpoint, read_config
 from mlx_spec.checkpoint.files import human_bytes, one_line
-from mlx_spec.checkpoint.memory import MemoryNeed, memory_need
+from mlx_spec.checkpoint.memory import MemoryNeed, context_memory, context_sizes, memory_need
 from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
 from mlx_spec.distributed.ranks import Ranks
@@ -52,6 +52,7 @@ class ModelCard:
     created: int  # seconds since 1970, when the server started
     loaded: bool = False
     context_length: int | None = None
+    contexts: tuple[Mapping[str, int | bool], ...] = ()  # tokens, bytes with weights, and if these fit
     thinks: bool | None = None  # answers may contain thinking
     tools: bool | None = None  # its chat template takes tools
     images: bool | None = None  # it reads pictures
@@ -157,10 +158,18 @@ class Models:
             with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
                 if name not in self._described and _is_local(served):
                     self._described.add(name)
-                    config, tokenizer = read_config(checkpoint_folders(served)[0]), self.tokenizer(name)
+                    stored, tokenizer = _stored(served), self.tokenizer(name)
+                    config = stored[0].config
+                    sizes = context_sizes(
+                        context_memory(stored, served.spec.kv_bits, served.ranks), context_length(config)
+                    )
                     self._cards[name] = replace(
                         self._cards[name],
                         context_length=context_length(config),
+                        contexts=tuple(
+                            {"tokens": tokens, "bytes": size, "fits": size <= self.budget}
+                            for tokens, size in sizes.items()
+                        ),
                         thinks=tokenizer.may_think,
                         tools=find_tool_format(tokenizer) is not None,
                         images=isinstance(self.vision(name), Vision),
@@ -375,10 +384,14 @@ def need_of(served: ServedModel) -> MemoryNeed:
 
     Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
     """
-    checkpoints = [read_checkpoint(folder) for folder in checkpoint_folders(served)]
+    checkpoints = _stored(served)
     for checkpoint in checkpoints:
         checkpoint.check_weights()
     return memory_need(checkpoints, served.ranks, kv_bits=served.spec.kv_bits)
+
+
+def _stored(served: ServedModel) -> list[StoredModel]:
+    return [read_checkpoint(folder) for folder in checkpoint_folders(served)]
 
 
 def _is_local(served: ServedModel) -> bool:

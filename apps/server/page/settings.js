@@ -1,5 +1,5 @@
 // The settings of requests: the model, its sampling, the system prompt.
-import { byId, element, keep, recall } from "./dom.js";
+import { byId, bytes, element, keep, recall } from "./dom.js";
 
 const KEPT = "mlx_spec.settings"; // of this browser
 // Parameters of the API -> [label, least, most, step, placeholder]. An empty field is not sent.
@@ -69,6 +69,14 @@ function describe() {
   if (thinks?.enable_thinking) parts.push("thinking");
   if (systemMessages().length) parts.push("system prompt");
   byId("settings-summary").textContent = parts.join(" · ");
+  byId("context-note").textContent = contextWords(chosenCard()?.contexts ?? []);
+}
+
+// Says what conversations of some lengths take, with the model itself.
+function contextWords(contexts) {
+  const words = contexts.map(({ tokens, bytes: size, fits }) =>
+    `${Math.floor(tokens / 1024)}k ${bytes(size)}${fits ? "" : " (too much here)"}`);
+  return words.length ? `Model and context: ${words.join(", ")}` : "";
 }
 
 // Draws the fields with their kept values. Calls `changed` after each change.
