@@ -30,6 +30,13 @@ class InvalidValue(SpecError):
 class PromptTooLong(SpecError):
     """A prompt that does not fit the context of the target."""
 
+    def __init__(self, tokens: str, most: int) -> None:
+        super().__init__(
+            # Coding agents look for these words, compact their conversation and go on.
+            f"the prompt is too long: {tokens} tokens > {most} maximum, the context of this target: shorten "
+            "it, or begin a new conversation"
+        )
+
 
 class NoVision(SpecError):
     """A model that reads no pictures; its text is the reason."""

@@ -81,6 +81,7 @@ class Pair:
         self.info = info
         self.budget = memory_for_models  # returns the bytes for this pair and one of its conversations
         self.tokenizer = tokenizer
+        tokenizer.context_length = info.context_length
         self.policies = policies
         self._model = model
         self._drafters = tuple(drafters)
@@ -407,11 +408,7 @@ class Pair:
         if length is None:
             return max_tokens
         if len(prompt) >= length:
-            raise PromptTooLong(
-                # Coding agents look for these words, compact their conversation and go on.
-                f"the prompt is too long: {len(prompt)} tokens > {length} maximum, the context of this "
-                "target: shorten it, or begin a new conversation"
-            )
+            raise PromptTooLong(str(len(prompt)), length)
         return min(max_tokens, length - len(prompt))
 
     def most_tokens(self, least: int = 2048) -> int | None:

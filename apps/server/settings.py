@@ -54,6 +54,7 @@ class Limits:
     waiting: int = 32  # requests in the queue, running ones not included
     running: int | None = None  # choices that decode at a time; None: derived from measured costs
     body_bytes: int = 32 * 2**20  # a photo in base64 is 11 MB
+    text_bytes: int = 8 * 2**20  # of a body, pictures not included; no context holds as much
     choices: int = 16  # n, or prompts times n
     stop_strings: int = 64  # completion in editors sends long lists
     schema_bytes: int = 256 * 2**10  # of the output format, and of each tool

@@ -77,7 +77,7 @@ class StoredModel:
         """Return config.json as mlx-lm reads it. Missing sizes come from the weights."""
         try:
             found = repair_config(self.published, self.headers.tensors)
-        except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise BadCheckpoint(f"{self.folder / 'config.json'} is malformed ({error}): {AGAIN}") from error
         if self.is_fp8:
             for part in (found, *(found[key] for key in TEXT_CONFIGS if isinstance(found.get(key), dict))):

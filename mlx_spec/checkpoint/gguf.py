@@ -8,6 +8,7 @@ in the file, or float32 if they are products. `gguf_model` turns the result into
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -117,9 +118,17 @@ def read_gguf(file: Path) -> GGUF:
             raise BadCheckpoint(f"{file} is GGUF of version {version}, versions 2 and 3 are read: {AGAIN}")
         metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(keys)}
         found = [reader.tensor() for _ in range(count)]
-    except (struct.error, ValueError, KeyError, IndexError, MemoryError, RecursionError) as error:
+        alignment = operator.index(metadata.get("general.alignment", 0)) or 32  # bytes between tensors
+    except (
+        struct.error,
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise BadCheckpoint(f"{file} ends inside its header, or the header is damaged: {AGAIN}") from error
-    alignment = int(metadata.get("general.alignment", 0)) or 32  # bytes between tensors, of the format
     start = -(-reader.place // alignment) * alignment
     unread = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in found if kind not in TYPES})
     if unread:
@@ -172,6 +181,8 @@ class _Reader:
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self.string(), self.number("I")
+        if dimensions > 4:  # as in llama.cpp; the product of thousands takes seconds
+            raise ValueError("too many dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         return name, shape, self.number("I"), self.number("Q")
 

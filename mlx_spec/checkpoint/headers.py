@@ -169,7 +169,7 @@ def parse_header(file: Path, header: bytes) -> dict[str, TensorInfo]:
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise BadCheckpoint(f"{file} has a damaged header: {AGAIN}") from error
 
 

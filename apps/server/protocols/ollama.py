@@ -28,6 +28,7 @@ from ..engine.models import LATEST, ModelCard, checkpoint_folders
 from ..errors import Failure, unsupported
 from ..http import OLLAMA_PATH, Api, Json, answer, json_line
 from ..requests import parsing
+from ..requests.conversation import ConversationBuilder
 from ..requests.parameters import (
     CONSTRAINTS,
     GROUP,
@@ -214,7 +215,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
         if body.suffix:
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
-    conversation = parsing.ConversationBuilder()
+    conversation = ConversationBuilder()
     conversation.place = "prompt"
     if body.system:
         conversation.add("system", body.system)
@@ -226,8 +227,8 @@ def _pictures(images: list[str] | None, field: str) -> list[PictureFile]:
     return [parsing.picture(from_base64, each, f"{field}.{i}") for i, each in enumerate(images or ())]
 
 
-def _parse_messages(messages: list[OllamaMessage]) -> parsing.ConversationBuilder:
-    conversation = parsing.ConversationBuilder()
+def _parse_messages(messages: list[OllamaMessage]) -> ConversationBuilder:
+    conversation = ConversationBuilder()
     waiting: list[tuple[str, str]] = []  # ids and names of the calls without a result
     for i, message in enumerate(messages):
         field, content = f"messages.{i}", message.content or ""

@@ -16,6 +16,7 @@ from ..engine import answers
 from ..errors import invalid, unsupported
 from ..http import Api, Json, comment, data_event
 from ..requests import parameters, parsing
+from ..requests.conversation import ConversationBuilder
 from ..requests.parsing import Fields, FunctionField, Parts, Texts, part_texts
 from ..requests.request import Chat, GenerationRequest, RawPrompts, Tool, ToolUse
 from ..requests.thinking_fields import Effort, ThinkingField, ThinkingFields
@@ -235,8 +236,8 @@ def _parse_tool(tool: ToolField, field: str) -> Tool:
     return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
-def _parse_messages(body: ChatBody) -> parsing.ConversationBuilder:
-    conversation = parsing.ConversationBuilder()
+def _parse_messages(body: ChatBody) -> ConversationBuilder:
+    conversation = ConversationBuilder()
     for i, message in enumerate(body.messages):
         field = conversation.place = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
@@ -257,7 +258,7 @@ def _parse_messages(body: ChatBody) -> parsing.ConversationBuilder:
     return conversation
 
 
-def _add_answer(conversation: parsing.ConversationBuilder, message: Message, field: str) -> None:
+def _add_answer(conversation: ConversationBuilder, message: Message, field: str) -> None:
     texts, calls = [] if message.refusal is None else [message.refusal], message.tool_calls or []
     if message.content is not None:
         texts = part_texts(message.content, f"{field}.content")

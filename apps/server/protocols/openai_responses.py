@@ -25,6 +25,7 @@ from ..engine.engine_thread import EngineThread
 from ..errors import Failure, invalid, unsupported
 from ..http import Api, Json, answer, given_key, named_event
 from ..requests import parameters, parsing
+from ..requests.conversation import ConversationBuilder
 from ..requests.parsing import Fields, FunctionField
 from ..requests.request import GenerationRequest, Tool, ToolUse
 from ..requests.thinking_fields import ThinkingFields
@@ -156,8 +157,8 @@ def _check_supported(body: ResponsesBody) -> None:
         raise invalid("stream_options: only for a stream", "stream_options")
 
 
-def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> parsing.ConversationBuilder:
-    conversation = parsing.ConversationBuilder()
+def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> ConversationBuilder:
+    conversation = ConversationBuilder()
     conversation.place = "instructions"
     if body.instructions is not None:
         conversation.add("system", body.instructions)
@@ -167,7 +168,7 @@ def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> parsing.
     return conversation
 
 
-def _add_item(conversation: parsing.ConversationBuilder, item: ItemField, field: str) -> None:
+def _add_item(conversation: ConversationBuilder, item: ItemField, field: str) -> None:
     text_parts = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
     match item.type or "message":
         case "message":

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -18,9 +19,11 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from mlx_spec.errors import InvalidValue
+from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.vision.pictures import from_data_url
 
 from ..errors import Failure, hung_up, invalid, missing, unsupported
@@ -29,13 +32,8 @@ from .request import Chat, GenerationRequest, PictureFile, Tool, ToolChoice, Too
 
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 PICTURES = ("image_url", "input_image")  # the types of parts in OpenAI's protocols
-PARAGRAPH = "\n\n"  # joins texts that were written apart
 MAX_SHOWN_CHARS = 64  # characters of a value that an error repeats
-# In JSON: an escaped pair of surrogates, half a pair, or an escaped backslash, after which no escape begins.
-SURROGATES = (
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|\\)"
-)
+PARAGRAPH = "\n\n"  # joins texts that were written apart
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -122,25 +120,52 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise unsupported(message, "content-encoding")
     try:
         body = (await request.body()).removeprefix(BOM_UTF8)
-        text_bytes = 8 * 2**20  # base64 has no commas, and reading many values takes seconds
-        if len(body) > text_bytes and body.count(b",") > 500_000:
-            message = f"the body has more than {text_bytes} bytes, and they are not pictures"
-            raise Failure(413, message, code="body_too_large")
-        # Half a surrogate pair as bytes, not as an escape: UTF-8 does not have these bytes.
-        body = re.sub(rb"\xed[\xa0-\xbf][\x80-\xbf]", "\ufffd".encode(), body)
-        return model.model_validate_json(re.sub(SURROGATES.encode(), _whole_bytes, body))
+        quick_bytes = 2**18  # the event loop reads these in milliseconds
+        if len(body) <= quick_bytes:
+            return _validated(body, model)
+        return await run_in_threadpool(_validated, body, model)
     except ClientDisconnect as error:
         raise hung_up() from error
     except ValidationError as error:
         raise _first_problem(error) from error
 
 
-def _whole_bytes(found: re.Match[bytes]) -> bytes:
-    return found[0] if found["half"] is None else rb"\ufffd"
+def _validated(body: bytes, model: type[M]) -> M:
+    """Return a body as a `model`. Raises ValidationError, and Failure (413) for a text that is too long."""
+    most = Limits.text_bytes  # base64 has no commas, and reading many values takes seconds
+    if len(body) > most and body.count(b",") > 500_000:
+        message = f"the body has more than {most} bytes, and they are not pictures"
+        raise Failure(413, message, code="body_too_large")
+    # Half a surrogate pair as bytes, not as an escape: UTF-8 does not have these bytes.
+    body = re.sub(rb"\xed[\xa0-\xbf][\x80-\xbf]", "\ufffd".encode(), body)
+    return model.model_validate_json(replace_halves(body))
 
 
-def _whole_text(found: re.Match[str]) -> str:
-    return found[0] if found["half"] is None else r"\ufffd"
+def replace_halves(body: bytes) -> bytes:
+    """Return JSON with U+FFFD for each escaped half of a surrogate pair.
+
+    It takes the same time whatever the body holds.
+    """
+    if not re.search(rb"\\u[dD][89a-fA-F]", body):
+        return body
+    data = np.frombuffer(body + bytes(6), np.uint8).copy()
+    is_hex = np.isin(np.arange(256), list(b"0123456789abcdefABCDEF"))
+    backslash, end = data == ord("\\"), len(body)
+    starts = np.flatnonzero(
+        backslash[:end] & (data[1 : end + 1] == ord("u")) & (data[2 : end + 2] | 32 == ord("d"))
+    )
+    is_low, is_high = (np.isin(data[starts + 3], list(digits)) for digits in (b"cdefCDEF", b"89abAB"))
+    is_half = (is_low | is_high) & is_hex[data[starts + 4]] & is_hex[data[starts + 5]]
+    # After an odd number of backslashes the next one is escaped, and begins no escape.
+    others = np.concatenate(([-1], np.flatnonzero(~backslash)))
+    is_half &= (starts - others[np.searchsorted(others, starts) - 1]) % 2 == 1
+    starts, is_high = starts[is_half], is_high[is_half]
+    begins = np.zeros(len(starts), np.bool_)  # a pair
+    begins[:-1] = is_high[:-1] & ~is_high[1:] & (np.diff(starts) == 6)
+    alone = starts[~(begins | np.roll(begins, 1))]
+    for i, letter in enumerate(b"fffd"):
+        data[alone + 2 + i] = letter
+    return data[:end].tobytes()
 
 
 def read_query(request: Request, model: type[M]) -> M:
@@ -175,6 +200,10 @@ def required(value: T | None, field: str) -> T:
 def check_limits(request: GenerationRequest, limits: Limits) -> None:
     """Raise Failure (400) if a request asks for more than the server gives to one."""
     prompt, n = request.prompt, request.n
+    texts = prompt.messages if isinstance(prompt, Chat) else prompt.prompts
+    if _text_length(texts) > limits.text_bytes:
+        message = f"{request.prompt_param}: the text is longer than {limits.text_bytes} characters"
+        raise Failure(413, message, param=request.prompt_param, code="body_too_large")
     prompts = 1 if isinstance(prompt, Chat) else len(prompt.prompts)
     _check_count("prompts", prompts, limits.choices, request.prompt_param)
     if n * prompts > limits.choices:
@@ -197,6 +226,19 @@ def check_limits(request: GenerationRequest, limits: Limits) -> None:
     if request.format is not None:
         size, param = len(request.format.text.encode()), request.format.param
         _check_count(f"bytes in {param}", size, limits.schema_bytes, param)
+
+
+def _text_length(value: Any) -> int:
+    """Return the characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif isinstance(value, FillIn):
+        value = (value.prefix, value.suffix)
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_text_length, value))
 
 
 def _check_count(what: str, count: int, limit: int, param: str) -> None:
@@ -361,107 +403,7 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
 def parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None. Half a surrogate pair is read as U+FFFD."""
     try:
-        found = json.loads(re.sub(SURROGATES, _whole_text, text))
+        found = json.loads(replace_halves(text.encode("utf-8", "surrogatepass")))
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-class ConversationBuilder:
-    """Collects the turns of a conversation, as chat templates take them.
-
-    Neighbours with the same role become one turn, except results of tools. Texts of a user or the system are
-    joined as paragraphs, texts of the model as they were generated. The content of a turn with pictures is a
-    list of parts. Templates only take texts as results of tools, so pictures of a result begin the next turn
-    of the user. A call whose arguments are not a JSON object becomes text: a client sends such a call back
-    after a stream that was cut at its limit.
-    """
-
-    def __init__(self) -> None:
-        self.turns: list[dict[str, Any]] = []
-        self.place = "messages"  # the field of the body that is being read
-        self._places: list[str] = []  # where each turn begins
-        self._shown: list[PictureFile] = []  # by the results of tools, for the next turn of the user
-        self._names: dict[str, str | None] = {}  # functions by the ids of calls; None: the call became text
-
-    def add(self, role: str, *contents: str | PictureFile, thinking: str | None = None) -> dict[str, Any]:
-        """Add texts and pictures to the turn of a role. Return the turn.
-
-        Leaves out the line of accounting that Claude Code writes before its system prompt. It differs between
-        sessions, so the prompt after it would never be found in a cache.
-        """
-        if role == "system" and contents:
-            accounting = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-            texts = [each for each in contents if isinstance(each, str)]
-            contents = tuple(t for each in texts if (t := accounting.sub("", each, count=1)) or t == each)
-            if not contents:
-                return {}
-        if self._shown:
-            shown, self._shown = self._shown, []
-            if role == "user":
-                contents = (*shown, *contents)
-            else:
-                self.add("user", *shown)
-        if not self.turns or self.turns[-1]["role"] != role:
-            self._append({"role": role, "content": None})
-        turn = self.turns[-1]
-        if contents:
-            turn["content"] = _joined(turn["content"], contents, "" if role == "assistant" else PARAGRAPH)
-        if thinking:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + thinking
-        return turn
-
-    def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
-        """Add a tool call of the model."""
-        found = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
-        turn = self.add("assistant")
-        if found is None:
-            turn["content"] = PARAGRAPH.join(filter(None, [turn["content"], f"{name} {arguments}"]))
-        else:
-            call = {"id": id, "type": "function", "function": {"name": name, "arguments": found}}
-            turn.setdefault("tool_calls", []).append(call)
-        self._names[id] = None if found is None else name
-
-    def add_result(self, id: str | None, contents: Sequence[str | PictureFile], field: str) -> None:
-        """Add the result of an earlier tool call. Raises Failure (400) that names `field`, the id's field."""
-        id = required(id, field)
-        if id not in self._names:
-            raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
-        if (name := self._names[id]) is None:
-            self.add("user", *contents)
-        else:
-            self.add_output(id, name, contents)
-
-    def add_output(self, id: str, name: str, contents: Sequence[str | PictureFile]) -> None:
-        """Add the result of a tool, with or without an earlier call."""
-        text = PARAGRAPH.join(each for each in contents if isinstance(each, str))
-        shown = [each for each in contents if isinstance(each, PictureFile)]
-        self._shown += shown
-        text = text or ("The result is the picture that follows." if shown else "")
-        self._append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
-
-    def chat(self, tools: ToolUse | None, thinking: bool | None, variables: Mapping[str, Any]) -> Chat:
-        """Return the conversation to answer."""
-        if self._shown:
-            self.add("user")
-        return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._places))
-
-    def _append(self, turn: dict[str, Any]) -> None:
-        self.turns.append(turn)
-        self._places.append(self.place)
-
-
-def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> str | list[dict[str, Any]]:
-    """Return the content of a turn with more: one text, or parts if there are pictures."""
-    if not isinstance(before, list):
-        texts = [each for each in (before, *contents) if isinstance(each, str)]
-        if len(texts) == len(contents) + (before is not None):
-            return glue.join(texts)
-        before = [] if before is None else [{"type": "text", "text": before}]
-    return [*before, *map(_part, contents)]
-
-
-def _part(content: str | PictureFile) -> dict[str, Any]:
-    """Return a text or picture as a part of a message."""
-    kind = "text" if isinstance(content, str) else "image"
-    return {"type": kind, kind: content}
