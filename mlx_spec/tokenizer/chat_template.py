@@ -15,19 +15,27 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.utils import Namespace
 
 from mlx_spec.checkpoint.files import one_line, read_optional
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import special_tokens
+from mlx_spec.tokenizer.template_sandbox import BoundedSandbox, TemplateLimit, bounded, bounded_filter
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names in templates, the usual one first
 
 # Templates raise these when messages or tools are not what they expect.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 Message = Mapping[str, Any]  # "role", "content" and further keys that a template reads
 
@@ -41,6 +49,7 @@ class ChatTemplate:
         self.for_tools = for_tools
         self.source: str = source if for_tools is None else source + for_tools.source  # searched for names
         self._special_tokens = dict(special_tokens)
+        self._limit: TemplateLimit | None = None  # the bound that a rendering reached
         try:
             self._template = _compiled(source)
         except jinja2.TemplateError as error:
@@ -74,7 +83,7 @@ class ChatTemplate:
         }
         shown = list(tools)
         try:
-            return self._template.render(values, tools=shown or None)
+            return self._rendered(values, shown or None)
         except TEMPLATE_ERRORS as error:
             if not shown and (found := self._with_no_tools(values)) is not None:
                 return found
@@ -83,9 +92,22 @@ class ChatTemplate:
     def _with_no_tools(self, values: Mapping[str, Any]) -> str | None:
         """Return the prompt with an empty list of tools, which some templates need; None on error."""
         try:
-            return self._template.render(values, tools=[])
+            return self._rendered(values, [])
         except TEMPLATE_ERRORS:
             return None
+
+    def _rendered(self, values: Mapping[str, Any], tools: list[Mapping[str, Any]] | None) -> str:
+        """Return the prompt. A template without end is not rendered again: that takes seconds."""
+        if self._limit is not None:
+            raise self._limit
+        with bounded() as budget:
+            try:
+                return self._template.render(values, tools=tools)
+            except TemplateLimit as error:
+                short = 10_000  # characters: the bound was not reached because of the messages
+                if budget.size(values["messages"]) < short:
+                    self._limit = error
+                raise
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
@@ -128,27 +150,13 @@ def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache  # compiling takes longer than reading the rest of a small model
 def _compiled(source: str) -> jinja2.Template:
-    environment = _Sandbox(
+    environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = bounded_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment.from_string(source)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without the checks that change nothing: they took half of the time of a render."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute, or a key of a dict that is not the name of a method."""
-        if type(obj) is dict and not hasattr(dict, attribute):
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is Namespace and not attribute.startswith("_"):
-            value = getattr(obj, attribute, None)
-            if type(value) in (str, bool, int):  # no method that the sandbox would have to wrap or refuse
-                return value
-        return super().getattr(obj, attribute)
 
 
 class _Generation(jinja2.ext.Extension):

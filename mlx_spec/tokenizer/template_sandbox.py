@@ -1,0 +1,231 @@
+"""A sandbox for chat templates whose steps, values and CPU time are bounded.
+
+A template comes with a checkpoint that anybody may have written. jinja2's sandbox keeps it from the process,
+but not from a loop without end or a text of gigabytes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000  # of loops and calls in one rendering; a conversation of 1,000 turns takes 20,000
+MAX_CPU_S = 10.0  # of one rendering
+MAX_SIZE = 2**24  # characters of a text, or 16 for each item of a list; no context holds as much
+MAX_NUMBER = 10**6  # of an argument, such as a width or a count of repetitions
+CONTAINERS = (list, tuple, dict)
+STEP, JOIN, BUILT = "_step", "_join", "_built"  # filters that only `_Bounding` writes
+
+
+class TemplateLimit(jinja2.TemplateError):
+    """A rendering that exceeds a bound."""
+
+
+class _Budget:
+    """The steps and seconds that a rendering may still take, and the sizes of its values."""
+
+    def __init__(self) -> None:
+        self._steps, self._chars, self._end = 0, 0, time.thread_time() + MAX_CPU_S
+        self._sizes: dict[int, tuple[Any, int]] = {}  # by id; values of a template never change
+
+    def spend(self) -> None:
+        """Count a step. Raises TemplateLimit."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise TemplateLimit(f"it takes more than {MAX_STEPS} steps")
+        if self._steps % 64 == 0 and time.thread_time() > self._end:
+            raise TemplateLimit(f"it takes more than {MAX_CPU_S:g} s")
+
+    def make(self, count: int) -> None:
+        """Count the characters of a new text. Raises TemplateLimit."""
+        self._chars += count
+        if count > MAX_SIZE or self._chars > 16 * MAX_SIZE:  # all of them may be in memory
+            _check_size(self._chars)
+
+    def size(self, value: Any) -> int:
+        """Return the size of a value written out: one that is in a list twice counts twice."""
+        item = 16  # as many characters as a reference and a number take bytes
+        if isinstance(value, str):
+            return item + len(value)
+        if not isinstance(value, CONTAINERS):
+            return item
+        if id(value) not in self._sizes:
+            items = value.values() if isinstance(value, dict) else value
+            self._sizes[id(value)] = value, item + sum(map(self.size, items))
+        return self._sizes[id(value)][1]
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget of a rendering")
+
+
+@contextmanager
+def bounded() -> Iterator[_Budget]:
+    """Bound the rendering within this block, on this thread."""
+    budget = _Budget()
+    token = _budget.set(budget)
+    try:
+        yield budget
+    finally:
+        _budget.reset(token)
+
+
+class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox of transformers, with bounds. Its templates are rendered within `bounded`."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        own = {STEP: _stepped, JOIN: _joined, BUILT: _checked}
+        self.filters = {**{name: bounded_filter(name, made) for name, made in self.filters.items()}, **own}
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Join the pieces of an output: of the template, a macro or a block."""
+        pieces = list(parts)
+        _check_size(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template: nodes.Template = _Bounding().visit(Parser(self, source, name, filename).parse())
+        return template
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute, or a key of a dict that is not the name of a method.
+
+        Leaves out checks of the sandbox that change nothing: they took half of the time of a rendering.
+        """
+        if type(obj) is dict and not hasattr(dict, attribute):
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is Namespace and not attribute.startswith("_"):
+            value = getattr(obj, attribute, None)
+            if type(value) in (str, bool, int):  # no method that the sandbox would have to wrap or refuse
+                return value
+        return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a function or a method of a value."""
+        _budget.get().spend()
+        if not isinstance(__obj, Macro):
+            method = getattr(__obj, "__wrapped__", __obj)  # of `format`, which the sandbox wraps
+            if isinstance(text := getattr(method, "__self__", None), str):
+                _check_call(method.__name__, text, args, kwargs)
+        return _checked(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operation whose result may be larger than its operands."""
+        if operator == "+":  # the most frequent one, and never twice as large as both
+            return _checked(left + right)
+        match operator, left, right:
+            case "*", int(), int():
+                _check_size(max(left.bit_length(), right.bit_length()) * 2**14)
+            case "**", int(), int():
+                _check_size(left.bit_length() * abs(right))
+            case "*", int(), _:
+                _check_size(left * _budget.get().size(right))
+            case "*", _, int():
+                _check_size(_budget.get().size(left) * right)
+            case "%", str(), _:
+                _check_call("format", left, (), {})
+        return _checked(super().call_binop(context, operator, left, right))
+
+    def call_filter(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a filter by its name, as `map` does."""
+        _budget.get().spend()
+        return super().call_filter(name, value, *args, **kwargs)
+
+
+class _Bounding(NodeTransformer):
+    """Adds to a template the checks that its operations do not pass otherwise."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        """Count each round of a loop."""
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(0), STEP, node)))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        """Join the texts around `~` with a bound."""
+        self.generic_visit(node)
+        return _filtered(nodes.Tuple(node.nodes, "load"), JOIN, node)
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Filter:
+        """Bound what a list holds. Lists that hold each other twice grow without copies."""
+        self.generic_visit(node)
+        return _filtered(node, BUILT, node)
+
+    visit_Dict = visit_List
+
+
+def _filtered(value: nodes.Expr, name: str, at: nodes.Node) -> nodes.Filter:
+    filtered = nodes.Filter(value, name, [], [], None, None)
+    return filtered.set_lineno(at.lineno)  # type: ignore[return-value]
+
+
+def _stepped(value: Any) -> Any:
+    _budget.get().spend()
+    return value
+
+
+def _joined(parts: tuple[Any, ...]) -> str:
+    return BoundedSandbox.concat(str(_checked(part)) for part in parts)
+
+
+def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that refuses large numbers and results."""
+    grows = name in ("batch", "center", "format", "indent", "join", "replace", "slice", "tojson", "wordwrap")
+
+    @wraps(made)
+    def checked_filter(*args: Any, **kwargs: Any) -> Any:
+        if grows:
+            contexts = Context | EvalContext | jinja2.Environment
+            value, *others = (arg for arg in args if not isinstance(arg, contexts))
+            _check_call(name, value, tuple(others), kwargs)
+        return _checked(made(*args, **kwargs))
+
+    return checked_filter
+
+
+def _check_call(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise TemplateLimit for a call whose result may be much larger than its arguments."""
+    numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float)]
+    # A width in a format, as in %9999999d.
+    if any(abs(number) > MAX_NUMBER for number in numbers) or (
+        name in ("format", "format_map") and re.search(r"\d{7}", str(value))
+    ):
+        raise TemplateLimit(f"an argument is more than {MAX_NUMBER}")
+    match name, value, args:
+        case "replace", str(), (str(old), str(new), *_):
+            _check_size(len(value) + value.count(old) * len(new))
+        case "join", str(), (items, *_) if hasattr(items, "__len__"):
+            _check_size(len(value) * len(items) + _budget.get().size(items))
+        case "join", list() | tuple(), (str(glue), *_):
+            _check_size(len(glue) * len(value))
+
+
+def _checked(result: Any) -> Any:
+    """Return a value. Raises TemplateLimit if it is too large."""
+    if type(result) is str:  # most values
+        _budget.get().make(len(result))
+    elif isinstance(result, (str, *CONTAINERS)):
+        _check_size(_budget.get().size(result))
+    return result
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_SIZE:
+        raise TemplateLimit(f"it makes a value of more than {MAX_SIZE} characters")
