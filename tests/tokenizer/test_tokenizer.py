@@ -11,9 +11,10 @@ from support.vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, rando
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, processors
 
-from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.errors import BadCheckpoint, InvalidValue, PromptTooLong
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
+from mlx_spec.tokenizer.tokenizer import longest_token
 
 
 def test_end_tokens_are_the_union_of_all_files() -> None:
@@ -244,3 +245,57 @@ def write(folder: Path, files: dict) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+PANICS = {"type": "Split", "pattern": {"Regex": "(q+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_text() -> None:
+    """It is a BaseException, which would end the thread that tokenizes."""
+    source = json.loads(byte_level().to_str())
+    text = Tokenizer(FastTokenizer.from_str(json.dumps(source | {"pre_tokenizer": PANICS})), None, ())
+    with pytest.raises(InvalidValue, match="the tokenizer fails on this text"):
+        text.encode("q" * 60 + "!")
+    assert text.decode_raw(text.encode("q")) == "q"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_that_the_context_cannot_hold_is_not_tokenized(name: str) -> None:
+    """A text with fewer tokens than the context is never refused: the longest token bounds it."""
+    text = TEXTS[name]
+    most = longest_token(text._tokenizer)
+    tokens = sorted(text.vocabulary().values(), key=lambda token: -len(text.decode_raw([token])))[:40]
+    try:
+        for token in tokens:
+            written = text.decode_raw([token] * 50)
+            text.context_length = len(text.encode(written))
+            text.encode(written)
+            text.context_length = None
+        if most is not None:
+            text.context_length = 10
+            with pytest.raises(PromptTooLong, match=r"the prompt is too long: at least \d+ tokens > 10"):
+                text.encode("x" * (10 * most + 1))
+    finally:
+        text.context_length = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "Removed",
+                "invert": False,
+            }
+        },
+    ],
+)
+def test_a_token_that_may_stand_for_any_text_sets_no_bound(change: dict[str, object]) -> None:
+    source = json.loads(byte_level().to_str())
+    assert longest_token(FastTokenizer.from_str(json.dumps(source))) is not None
+    assert longest_token(FastTokenizer.from_str(json.dumps(source | change))) is None
