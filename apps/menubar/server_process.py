@@ -45,7 +45,7 @@ class Address:
 
 
 def health(address: Address, patience_s: float) -> str | None:
-    """Return "ok", "loading", "draining" or "failed"; None if no mlx-spec server answers in time."""
+    """Return "ok", "loading", "stuck", "draining" or "failed"; None if no mlx-spec server answers in time."""
     found = get_json(address, "/health", patience_s=patience_s)
     status = found.get("status")
     service = "mlx_spec"  # only an mlx-spec server has this name in /health

@@ -258,12 +258,18 @@ class Server(uvicorn.Server):
             print(f"{start}mlx-spec: ready in {time.monotonic() - began:.0f} s", flush=True)
             if hint := blas_hint():
                 tell(hint)
+            if self._engine.wait_ended():
+                self._fail("the engine ended: the log says why")
             return
         if self._engine.status().state != "failed":  # it was ended before
             return
-        self.problem = self._engine.status().problem
-        if self.problem and self._has_log_file:  # else the log has said so on stderr
-            print(f"mlx-spec: {self.problem}", file=sys.stderr)
+        self._fail(self._engine.status().problem)
+
+    def _fail(self, problem: str | None) -> None:
+        """End the server with a status."""
+        self.problem = problem
+        if problem and self._has_log_file:  # else the log has said so on stderr
+            print(f"mlx-spec: {problem}", file=sys.stderr)
         self.should_exit = True
 
 

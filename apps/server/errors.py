@@ -106,7 +106,7 @@ def hung_up() -> Failure:
     return Failure(499, "the client hung up", code="disconnected")
 
 
-def to_failure(error: Exception) -> Failure:
+def to_failure(error: BaseException) -> Failure:
     """Return the failure for an exception; log an unexpected one."""
     if isinstance(error, Failure):
         return error

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -151,7 +152,15 @@ def _serve() -> None:
         print(request["limit_s"] - left, flush=True)
 
 
+def _limit_memory() -> None:
+    """Bound the memory of this process, where the system can: a grammar may ask for all of it."""
+    most = 4 * 2**30  # bytes of address space; llguidance and a large vocabulary take 1 GB
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 if __name__ == "__main__":
+    _limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # although a program that starts this one ignores it
     threading.stack_size(2**22)  # half the stack of a server thread: the child overflows first
     thread = threading.Thread(target=_serve)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
@@ -19,7 +20,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -120,11 +121,16 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method of a value."""
         _budget.get().spend()
-        if not isinstance(__obj, Macro):
-            method = getattr(__obj, "__wrapped__", __obj)  # of `format`, which the sandbox wraps
-            if isinstance(text := getattr(method, "__self__", None), str):
-                _check_call(method.__name__, text, args, kwargs)
+        if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
+            _check_call(__obj.__name__, __obj.__self__, args, kwargs)
         return _checked(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return the sandbox's own `format` of a text."""
+        is_method = isinstance(value, BuiltinMethodType) and isinstance(value.__self__, str)
+        if is_method and value.__name__ in ("format", "format_map"):
+            _check_call(value.__name__, value.__self__, (), {})
+        return super().wrap_str_format(value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operation whose result may be larger than its operands."""
@@ -211,7 +217,7 @@ def _check_call(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[st
     match name, value, args:
         case "replace", str(), (str(old), str(new), *_):
             _check_size(len(value) + value.count(old) * len(new))
-        case "join", str(), (items, *_) if hasattr(items, "__len__"):
+        case "join", str(), (list() | tuple() | dict() as items, *_):
             _check_size(len(value) * len(items) + _budget.get().size(items))
         case "join", list() | tuple(), (str(glue), *_):
             _check_size(len(glue) * len(value))

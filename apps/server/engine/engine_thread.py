@@ -20,7 +20,7 @@ from mlx_spec.device import Stay
 from mlx_spec.device.awake import Awake
 from mlx_spec.grammar.sandbox import SANDBOX
 
-from ..errors import queue_full, shutting_down, to_failure, unavailable
+from ..errors import LOG, queue_full, shutting_down, to_failure, unavailable
 from ..requests.request import GenerationRequest
 from ..settings import Settings
 from .job import Job, Send
@@ -29,6 +29,7 @@ from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in
 from .preparation import find_prompts
 
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
+STUCK_S = 30.0  # that a turn may take before the server says that it is stuck; a chunk of a prompt takes 10
 LOADING_WAIT_S = (
     300  # that a request waits for the first model, which may be downloaded first; Ollama's limit
 )
@@ -46,6 +47,8 @@ class EngineThread:
         self._preparers = ThreadPoolExecutor(
             settings.limits.running or preparing, thread_name_prefix="mlx_spec preparing"
         )
+        # Compiling a grammar may take seconds: requests without one do not wait behind it.
+        self._grammar_preparers = ThreadPoolExecutor(preparing, thread_name_prefix="mlx_spec grammars")
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: list[Job] = []
@@ -57,6 +60,9 @@ class EngineThread:
         self._parallel = settings.limits.running or 1  # choices at a time; a loaded model sets it
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read_at = 0.0  # time.monotonic()
+        self._turned_at = 0.0  # time.monotonic() when the present turn began
+        self._longest_turn = 0.0  # seconds, so far
+        self._ended_unasked = False
         self._last_busy = 0.0  # time.monotonic() when a request last waited or ran
         self._awake = Awake()
         self._stay = Stay()  # models stay resident while requests wait or run
@@ -106,7 +112,7 @@ class EngineThread:
         with self._changed:
             return replace(
                 self._status,
-                state=self._state,
+                state="stuck" if self._is_stuck() else self._state,
                 waiting=self._pending(),
                 running=len(self._running),
                 loading=self._models.loading,
@@ -120,7 +126,7 @@ class EngineThread:
             name = self._models.resolve(request.model)
             tokenizer, vision = self._models.tokenizer(name), self._models.vision(name)
             return sum(map(len, find_prompts(request, tokenizer, vision)))
-        except Exception as error:
+        except BaseException as error:  # Rust code that panics raises no Exception
             raise to_failure(error) from error
 
     def close(self, timeout: float | None = None) -> bool:
@@ -139,6 +145,17 @@ class EngineThread:
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def wait_ended(self) -> bool:
+        """Wait until the engine ends. Return True if an error ended it, which the log names."""
+        self._thread.join()
+        return self._ended_unasked
+
+    def _is_stuck(self) -> bool:
+        """Return True if a turn takes longer than a model needs. Loading and measuring take their time."""
+        if self._state != "ready" or self._models.loading or self._models.measuring:
+            return False
+        return time.monotonic() - self._turned_at > max(STUCK_S, 4 * self._longest_turn)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -167,6 +184,7 @@ class EngineThread:
         try:
             self._load_first()
             while self._wait_for_work():
+                self._turned_at = time.monotonic()
                 if self._running or self._is_wanted():
                     self._stay.hold()
                 self._admit()
@@ -174,15 +192,25 @@ class EngineThread:
                 self._expire_models()
                 self._check_costs()
                 self._read_memory()
+                self._end_turn()
+        except BaseException as error:
+            self._ended_unasked = True
+            LOG.critical("the engine ended", exc_info=error)
         finally:
             self._end_all()
+
+    def _end_turn(self) -> None:
+        now = time.monotonic()
+        if self._running:  # else it may have loaded a model
+            self._longest_turn = max(self._longest_turn, now - self._turned_at)
+        self._turned_at = now
 
     def _load_first(self) -> None:
         threading.Thread(target=self._end_long_waits, name="mlx_spec loading", daemon=True).start()
         name, failed = self.resolve(None), list[Job]()
         try:
             self._models.ready(name, ())
-        except Exception as error:
+        except BaseException as error:  # Rust code that panics raises no Exception
             self._problem, failure = str(error.__cause__ or error), to_failure(error)
             with self._changed:  # else each of them would try to load it again
                 failed = [job for job in self._waiting if job.request.model == name]
@@ -214,6 +242,7 @@ class EngineThread:
 
     def _wait_for_work(self) -> bool:
         """Return False if the server closes."""
+        self._turned_at = time.monotonic()
         with self._changed:
             is_busy = self._next() is not None or any(job.is_ready for job in self._running)
             if not self._closing and not is_busy:
@@ -277,8 +306,9 @@ class EngineThread:
             kept = job.request.keep_alive
             model.idle_seconds = self._settings.idle_seconds if kept is None else kept
             self._parallel = model.batch.max_running
-            job.begin(model, self._preparers, self._has_place)
-        except Exception as error:
+            preparers = self._grammar_preparers if job.request.has_grammar else self._preparers
+            job.begin(model, preparers, self._has_place)
+        except BaseException as error:  # Rust code that panics raises no Exception
             self._leave_queue(job)
             job.fail(to_failure(error))
             return
@@ -307,7 +337,7 @@ class EngineThread:
         for model in self._models.loaded():
             try:
                 results = model.batch.step()
-            except Exception as error:
+            except BaseException as error:  # Rust code that panics raises no Exception
                 self._replace_batch(model, error)
                 continue
             jobs = {id: job for job in self._running if job.model is model for id in job.choices}
@@ -318,7 +348,7 @@ class EngineThread:
     def _has_place(self) -> bool:
         return sum(model.batch.begun for model in self._models.loaded()) < self._parallel
 
-    def _replace_batch(self, model: LoadedModel, error: Exception) -> None:
+    def _replace_batch(self, model: LoadedModel, error: BaseException) -> None:
         """Fail all requests of a model and make a new batch: the state of the old one is unknown."""
         for job in [job for job in self._running if job.model is model]:
             job.fail(to_failure(error))
@@ -330,7 +360,7 @@ class EngineThread:
         try:
             if action():
                 self._finish(job)
-        except Exception as error:
+        except BaseException as error:  # Rust code that panics raises no Exception
             job.fail(to_failure(error))
             self._finish(job)
 
@@ -374,7 +404,8 @@ class EngineThread:
 
     def _end_all(self) -> None:
         """Fail all requests without an answer, and give all memory back."""
-        self._preparers.shutdown(wait=False, cancel_futures=True)
+        for preparers in (self._preparers, self._grammar_preparers):
+            preparers.shutdown(wait=False, cancel_futures=True)
         self._awake.release()
         SANDBOX.close()
         for job in tuple(self._running):

@@ -22,7 +22,7 @@ from ..errors import LOG
 from .answers import Event, Failed, Finished, PromptRead, RoundDone, measurements
 from .prefix_cache import CacheCounters
 
-State = Literal["loading", "ready", "failed", "draining", "closed"]
+State = Literal["loading", "ready", "stuck", "failed", "draining", "closed"]
 
 
 @dataclass(frozen=True)

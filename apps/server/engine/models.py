@@ -433,7 +433,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 def _warm_up(pair: Pair) -> None:
     """Generate a few tokens, so that the first request does not wait for compilation."""
     tokenizer = pair.tokenizer
-    prompt = tokenizer.prompt([{"role": "user", "content": "Hello"}]) if tokenizer.chats else [0]
+    prompt = tokenizer.prompt_tokens("Hello") or [0]  # no chat template is rendered on the engine thread
     for _ in pair.generate(prompt, max_tokens=WARM_UP_TOKENS):
         pass
 

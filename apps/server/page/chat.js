@@ -24,6 +24,7 @@ const WIDE = { chats: matchMedia("(min-width: 75rem)").matches, figures: matchMe
 const STATES = {
   ok: ["ready", "ready"],
   loading: ["wait", "loading"],
+  stuck: ["bad", "a pass takes very long"],
   draining: ["wait", "shutting down"],
   failed: ["bad", "could not load its model"],
 };

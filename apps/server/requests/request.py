@@ -107,3 +107,8 @@ class GenerationRequest:
     key: str = field(default="", repr=False)  # the API key: nothing of other keys is reused
     earlier_answers: bool = True  # drafts may be copied from earlier answers to the key
     notes: tuple[str, ...] = ()  # parameters without effect, which the answer names
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return True if a grammar may have to be compiled for the answer."""
+        return self.format is not None or (isinstance(self.prompt, Chat) and self.prompt.tools is not None)
