@@ -24,12 +24,7 @@ from jinja2.runtime import Context
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000  # of loops and calls in one rendering; a conversation of 1,000 turns takes 20,000
-MAX_CPU_S = 10.0  # of one rendering
 MAX_SIZE = 2**24  # characters of a text, or 16 for each item of a list; no context holds as much
-MAX_NUMBER = 10**6  # of an argument, such as a width or a count of repetitions
-CONTAINERS = (list, tuple, dict)
-STEP, JOIN, BUILT = "_step", "_join", "_built"  # filters that only `_Bounding` writes
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -37,19 +32,23 @@ class TemplateLimit(jinja2.TemplateError):
 
 
 class _Budget:
-    """The steps and seconds that a rendering may still take, and the sizes of its values."""
+    """The steps and seconds that a rendering may still take, and the sizes of its values.
 
-    def __init__(self) -> None:
-        self._steps, self._chars, self._end = 0, 0, time.thread_time() + MAX_CPU_S
+    A conversation of 1,000 turns takes 20,000 steps.
+    """
+
+    def __init__(self, steps: int = 1_000_000, cpu_s: float = 10.0) -> None:
+        self._most_steps, self._most_s = steps, cpu_s
+        self._steps, self._chars, self._end = 0, 0, time.thread_time() + cpu_s
         self._sizes: dict[int, tuple[Any, int]] = {}  # by id; values of a template never change
 
     def spend(self) -> None:
         """Count a step. Raises TemplateLimit."""
         self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise TemplateLimit(f"it takes more than {MAX_STEPS} steps")
+        if self._steps > self._most_steps:
+            raise TemplateLimit(f"it takes more than {self._most_steps} steps")
         if self._steps % 64 == 0 and time.thread_time() > self._end:
-            raise TemplateLimit(f"it takes more than {MAX_CPU_S:g} s")
+            raise TemplateLimit(f"it takes more than {self._most_s:g} s")
 
     def make(self, count: int) -> None:
         """Count the characters of a new text. Raises TemplateLimit."""
@@ -62,7 +61,7 @@ class _Budget:
         item = 16  # as many characters as a reference and a number take bytes
         if isinstance(value, str):
             return item + len(value)
-        if not isinstance(value, CONTAINERS):
+        if not isinstance(value, (list, tuple, dict)):
             return item
         if id(value) not in self._sizes:
             items = value.values() if isinstance(value, dict) else value
@@ -91,7 +90,7 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        own = {STEP: _stepped, JOIN: _joined, BUILT: _checked}
+        own = {"_step": _stepped, "_join": _joined, "_built": _checked}  # which only `_Bounding` writes
         self.filters = {**{name: bounded_filter(name, made) for name, made in self.filters.items()}, **own}
 
     @staticmethod
@@ -161,18 +160,18 @@ class _Bounding(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         """Count each round of a loop."""
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(0), STEP, node)))
+        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(0), "_step", node)))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         """Join the texts around `~` with a bound."""
         self.generic_visit(node)
-        return _filtered(nodes.Tuple(node.nodes, "load"), JOIN, node)
+        return _filtered(nodes.Tuple(node.nodes, "load"), "_join", node)
 
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Filter:
         """Bound what a list holds. Lists that hold each other twice grow without copies."""
         self.generic_visit(node)
-        return _filtered(node, BUILT, node)
+        return _filtered(node, "_built", node)
 
     visit_Dict = visit_List
 
@@ -208,12 +207,13 @@ def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_call(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TemplateLimit for a call whose result may be much larger than its arguments."""
+    most = 10**6  # of an argument, such as a width or a count of repetitions
     numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float)]
     # A width in a format, as in %9999999d.
-    if any(abs(number) > MAX_NUMBER for number in numbers) or (
+    if any(abs(number) > most for number in numbers) or (
         name in ("format", "format_map") and re.search(r"\d{7}", str(value))
     ):
-        raise TemplateLimit(f"an argument is more than {MAX_NUMBER}")
+        raise TemplateLimit(f"an argument is more than {most}")
     match name, value, args:
         case "replace", str(), (str(old), str(new), *_):
             _check_size(len(value) + value.count(old) * len(new))
@@ -227,7 +227,7 @@ def _checked(result: Any) -> Any:
     """Return a value. Raises TemplateLimit if it is too large."""
     if type(result) is str:  # most values
         _budget.get().make(len(result))
-    elif isinstance(result, (str, *CONTAINERS)):
+    elif isinstance(result, (str, list, tuple, dict)):
         _check_size(_budget.get().size(result))
     return result
 

@@ -29,7 +29,7 @@ anthropic = pytest.importorskip("anthropic")
 from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402
 from pydantic import TypeAdapter, ValidationError  # noqa: E402
 
-from mlx_spec.apps.server.protocols.anthropic_messages import SIGNATURE  # noqa: E402
+from mlx_spec.apps.server.protocols.anthropic_messages import MessageWriter  # noqa: E402
 from mlx_spec.apps.server.settings import Settings  # noqa: E402
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -108,7 +108,7 @@ def test_a_whole_answer(place: Place, stub: Stub):
     message = Message.model_validate(body, strict=True)
     assert status == 200 and message.stop_reason == "tool_use" and message.model == "demo"
     assert message.model_dump(exclude_none=True)["content"] == [
-        {"type": "thinking", "thinking": "Weather?", "signature": SIGNATURE},
+        {"type": "thinking", "thinking": "Weather?", "signature": MessageWriter.signature},
         {"type": "text", "text": "I ask: zwölf\n\n🌦 data: x"},
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Köln", "days": [1, 2]}},
         {"type": "tool_use", "id": "call_2", "name": "now", "input": {}},
@@ -136,7 +136,9 @@ def test_a_stream(place: Place, stub: Stub):
     borders = [c["index"] for name, c in found if name in ("content_block_start", "content_block_stop")]
     assert borders == [0, 0, 1, 1, 2, 2, 3, 3]
     signed = [c["delta"]["signature"] for _, c in found if "signature" in c.get("delta", {})]
-    assert signed == [SIGNATURE] and SIGNATURE  # pi takes a block without one for a broken one
+    assert (
+        signed == [MessageWriter.signature] and MessageWriter.signature
+    )  # pi takes a block without one for a broken one
 
 
 CUT = said("one", " two", reason="length")
@@ -172,7 +174,7 @@ def test_thinking_can_be_omitted(place: Place, stub: Stub):
     found = place.frames(thinking=thinking)
     assert "Wea" not in str(found) and "zwölf" in str(found)
     _, body = place.post(thinking=thinking)
-    assert body["content"][0] == {"type": "thinking", "thinking": "", "signature": SIGNATURE}
+    assert body["content"][0] == {"type": "thinking", "thinking": "", "signature": MessageWriter.signature}
     assert stub.requests[-1].prompt.thinking
 
 

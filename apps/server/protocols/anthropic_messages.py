@@ -27,9 +27,6 @@ from ..requests.request import Chat, GenerationRequest, PictureFile, ToolChoice,
 from ..requests.thinking_fields import ThinkingField, ThinkingFields
 from ..settings import Settings
 
-# Signs a thinking block. A client takes a block without a signature for one that was broken off, and may send
-# its thinking back as text of the answer. Requests may have any signature.
-SIGNATURE = "mlx_spec"
 HOSTED_TOOLS = re.compile("web_search_|web_fetch_|code_execution_|tool_search_tool_|mcp_toolset$")
 
 
@@ -244,7 +241,13 @@ def _picture(block: ContentBlock, place: str) -> PictureFile:
 
 
 class MessageWriter(answers.BlockWriter):
-    """Writes an answer as a message that grows block by block."""
+    """Writes an answer as a message that grows block by block.
+
+    `signature` signs a thinking block. A client takes a block without one for a block that was broken off, and
+    may send its thinking back as text of the answer. Requests may have any signature.
+    """
+
+    signature = "mlx_spec"
 
     def __init__(self, body: MessagesBody, request: GenerationRequest) -> None:
         super().__init__()
@@ -315,8 +318,8 @@ class MessageWriter(answers.BlockWriter):
 
     def ended(self, block: Json, *, is_cut: bool) -> Iterator[Json]:
         if block["type"] == "thinking":
-            block["signature"] = SIGNATURE
-            yield self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE})
+            block["signature"] = self.signature
+            yield self._event("delta", delta={"type": "signature_delta", "signature": self.signature})
         yield self._event("stop")
 
     def _event(self, name: str, **more: Any) -> Json:
