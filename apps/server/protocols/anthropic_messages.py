@@ -243,7 +243,7 @@ def _picture(block: ContentBlock, place: str) -> PictureFile:
 class MessageWriter(answers.BlockWriter):
     """Writes an answer as a message that grows block by block.
 
-    `signature` signs a thinking block. A client takes a block without one for a block that was broken off, and
+    `signature` signs a thinking block. A client takes one without it for one that was broken off, and
     may send its thinking back as text of the answer. Requests may have any signature.
     """
 
