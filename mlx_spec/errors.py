@@ -28,10 +28,12 @@ class InvalidValue(SpecError):
 
 
 class PromptTooLong(SpecError):
-    """A prompt that does not fit the context of the target."""
+    """A prompt that does not fit the context of the target, or the memory."""
 
-    def __init__(self, tokens: str, most: int) -> None:
-        super().__init__(
+    @classmethod
+    def for_context(cls, tokens: str, most: int) -> PromptTooLong:
+        """Return the error of a prompt that has more than `most` tokens."""
+        return cls(
             # Coding agents look for these words, compact their conversation and go on.
             f"the prompt is too long: {tokens} tokens > {most} maximum, the context of this target: shorten "
             "it, or begin a new conversation"

@@ -408,7 +408,7 @@ class Pair:
         if length is None:
             return max_tokens
         if len(prompt) >= length:
-            raise PromptTooLong(str(len(prompt)), length)
+            raise PromptTooLong.for_context(str(len(prompt)), length)
         return min(max_tokens, length - len(prompt))
 
     def most_tokens(self, least: int = 2048) -> int | None:

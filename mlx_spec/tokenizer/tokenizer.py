@@ -209,7 +209,7 @@ class Tokenizer:
             return
         least = -(-len(text) // self._token_chars)
         if least > self.context_length:
-            raise PromptTooLong(f"at least {least}", self.context_length)
+            raise PromptTooLong.for_context(f"at least {least}", self.context_length)
 
     @cached_property
     def _token_chars(self) -> int | None:

@@ -7,6 +7,7 @@ import random
 import re
 import time
 
+from support import served
 from support.endpoint import CHAT, error_of, fresh
 
 from mlx_spec.apps.server.requests.parsing import replace_halves
@@ -54,3 +55,13 @@ def test_a_text_beyond_the_limit_is_refused():
     response = fresh()[1].client.post(CHAT, json={"messages": [{"role": "user", "content": text}]})
     failure = error_of(response, 413)
     assert failure["code"] == "body_too_large" and failure["param"] == "messages"
+
+
+def test_a_prompt_that_no_context_holds_is_refused_before_it_is_tokenized():
+    """Words of the error as for other long prompts: coding agents look for them."""
+    with served.working() as engine:
+        text = "x" * 1_000_000
+        for request in (served.chat(text), served.raw(text)):
+            failure = served.failure(served.answer(engine, request))
+            assert (failure.status, failure.code) == (400, "context_length_exceeded")
+            assert failure.message.startswith("the prompt is too long: at least ")

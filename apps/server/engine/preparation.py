@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong
 from mlx_spec.grammar import Grammar
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
@@ -90,6 +90,15 @@ def find_prompts(
     request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision = NO_VISION
 ) -> tuple[Prompt, ...]:
     """Return the prompts of a request as tokens. Raises Failure (400)."""
+    try:
+        return _read_prompts(request, tokenizer, vision)
+    except PromptTooLong as error:
+        raise invalid(str(error), request.prompt_param, "context_length_exceeded") from error
+
+
+def _read_prompts(
+    request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision
+) -> tuple[Prompt, ...]:
     if not isinstance(request.prompt, Chat):
         given = request.prompt.prompts
         return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model)) for prompt in given)
