@@ -51,17 +51,18 @@ class Shape:
     """The caches of a model that go beside full attention."""
 
     window: int | None  # tokens; None without windows
-    place_tokens: int  # whose K and V in full attention take as many bytes as a window or a state
+    place_tokens: int  # whose K and V in full attention take as many bytes as the windows or states
+    kv_bytes: int  # K and V of a token in the layers with full attention
 
 
 # From the configurations of the models, K and V in 16 bits, states in 32 bits: see RESULTS.md.
 SHAPES = {
-    "full attention": Shape(None, 0),
-    "Gemma 4 E4B": Shape(512, 1280),
-    "Gemma 4 26B-A4B": Shape(1024, 10240),
-    "Gemma 4 12B": Shape(1024, 20480),
-    "gpt-oss 20B": Shape(128, 128),
-    "Qwen3.5 9B": Shape(None, 1572),
+    "full attention": Shape(None, 0, 131072),
+    "Gemma 4 E4B": Shape(512, 1280, 16384),
+    "Gemma 4 26B-A4B": Shape(1024, 10240, 20480),
+    "Gemma 4 12B": Shape(1024, 20480, 16384),
+    "gpt-oss 20B": Shape(128, 128, 24576),
+    "Qwen3.5 9B": Shape(None, 1572, 32768),
 }
 
 
@@ -206,8 +207,10 @@ def texts(requests: Sequence[Request], seed: int) -> list[tuple[list[int], list[
     return found
 
 
-def answer(cache: PrefixCache, prompt: list[int], turns: tuple[int, ...], said: list[int]) -> int:
-    """Answer a prompt. Return how many of its tokens were read."""
+def answer(
+    cache: PrefixCache, prompt: list[int], turns: tuple[int, ...], said: list[int]
+) -> tuple[int, int, int]:
+    """Answer a prompt. Return how many tokens were read, and how many again, by reason."""
     given = text_prompt(prompt, turns)
     sequence = cache.take(given)
     kept, target = sequence.rewind_to_prefix(given), sequence.parts.target
@@ -221,7 +224,7 @@ def answer(cache: PrefixCache, prompt: list[int], turns: tuple[int, ...], said: 
     cache.give_back(sequence)
     if cache.files is not None:
         cache.files.close([])  # wait: between two requests of an agent a file is written
-    return len(prompt) - kept
+    return len(prompt) - kept, *sequence.reread_counts()
 
 
 def bytes_of_one(pair: Pair, requests: Sequence[Request]) -> int:
@@ -252,7 +255,7 @@ def replay(
             files = PrefixFiles(CacheFolder(folder, 10**11), {"shape": 1}, pair)
         return PrefixCache(pair.open, 64, lambda: most, files)
 
-    cache, read, least, peak, again = begin(), 0, 0, 0, [0, 0]
+    cache, read, least, peak, evicted, no_place = begin(), 0, 0, 0, 0, 0
     forks = 0
     for i, (request, (prompt, output)) in enumerate(zip(requests, said, strict=True)):
         new = request.best < 0 or request.ideal < requests[request.best].prompt
@@ -260,19 +263,38 @@ def replay(
             cache.close()
             forks += cache.counters.forks
             cache = begin()
-        read += answer(cache, prompt, request.turns, output)
+        counts = answer(cache, prompt, request.turns, output)
+        read, evicted, no_place = read + counts[0], evicted + counts[1], no_place + counts[2]
         least += request.prompt - min(request.ideal, request.prompt - 2)
         peak = max(peak, cache.nbytes)
-    counters = cache.counters
-    again = [counters.reread_evicted, counters.reread_no_place]
     over = 100 * (read - least) / least
     return {
         "read": read,
         "least": least,
         "over %": round(over, 1),
-        "forks": forks + counters.forks,
-        "evicted, no place": again,
+        "forks": forks + cache.counters.forks,
+        "evicted": evicted,
+        "no place": no_place,
         "peak of limit %": round(100 * peak / most),
+    }
+
+
+def places(shape: Shape, tokens: int) -> dict[str, float]:
+    """Return what the places of one long prompt take in the model of a shape, in MB."""
+    sequence, prompt = CachedSequence(pair_of(shape).open()), text_prompt(range(tokens), (6000, tokens - 6))
+    sequence.rewind_to_prefix(prompt)
+    target = sequence.parts.target
+    for _ in prefill(target, (), prompt):
+        pass
+    scale, pinned = shape.kv_bytes / FULL_BYTES / 1e6, sum(target.pinned.values())
+    count = len(list(target.checkpoints))
+    return {
+        "K and V": round(tokens * shape.kv_bytes / 1e6),
+        "places": count,
+        "one": round(pinned / max(count, 1) * scale),
+        "all": round(pinned * scale),
+        "window buffers, trimmed": round((target.nbytes - pinned - target.caches.slack()) * scale)
+        - round(-(-tokens // 256) * 256 * shape.kv_bytes / 1e6),
     }
 
 
@@ -287,7 +309,13 @@ def main() -> None:
         sessions = {f"made {seed}": made(seed) for seed in range(settings.seed, settings.seed + 3)}
     if settings.quick:
         settings.shapes, sessions = [*settings.shapes[:1], "Qwen3.5 9B"], dict(list(sessions.items())[:1])
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"places": {}}
+    rows = []
+    for name in settings.shapes:
+        for tokens in (2**12,) if settings.quick else (2**15, 2**17):
+            found = results["places"].setdefault(name, {})[tokens] = places(SHAPES[name], tokens)
+            rows.append([name, tokens, *found.values()])
+    table(["MB of a prompt", "tokens", *found], rows)
     for name, requests in sessions.items():
         rows = []
         for shape in settings.shapes:

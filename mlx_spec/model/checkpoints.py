@@ -51,8 +51,8 @@ class Checkpoints:
 
         There is one at the end of a prompt, and at the ends of chunks at least `apart` tokens from the place
         before, and further the longer the prompt is. Those that cost more than K and V of the tokens between
-        them are at least 4 * `apart` tokens apart. Together they take at most twice the `kv_bytes` of the
-        prompt in full attention, or the bytes of `fewest` checkpoints.
+        them are at least 4 * `apart` tokens apart. Together they take at most the `kv_bytes` of the prompt in
+        full attention; a short prompt may have `fewest` places, and up to twice as many if they are cheap.
         """
         gap = size - max(place.size for place in [*self._places, *places, Checkpoint(0, {}, [])])
         if ends_prompt:
@@ -64,7 +64,8 @@ class Checkpoints:
                 places = [*places, made]
         if places:
             mx.eval([place.arrays() for place in places])
-            self.add(places, max(2 * kv_bytes, fewest * places[-1].nbytes))
+            cheap = min(2 * kv_bytes, 2 * fewest * places[-1].nbytes)
+            self.add(places, max(kv_bytes, fewest * places[-1].nbytes, cheap))
 
     def add(self, places: Iterable[Checkpoint], most_bytes: int) -> None:
         """Add places, and drop others until all have at most `most_bytes`; of one size, one is kept."""

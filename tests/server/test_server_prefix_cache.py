@@ -189,6 +189,7 @@ def test_prompts_that_come_together_read_their_beginning_once(monkeypatch: pytes
 
 def test_nobody_waits_for_a_prompt_that_failed(pair: Pair) -> None:
     cache, prompt = cache_of(pair), text_prompt(text(1, 400))
+    assert not cache.waits(prompt) and cache._reusable(prompt) == 0
     first = cache.take(prompt)
     first.rewind_to_prefix(prompt)
     assert cache.waits(prompt) and not cache.waits(text_prompt(text(1, 200) + text(2, 300)))

@@ -96,7 +96,7 @@ class PrefixCache:
     _kept: list[Kept] = field(default_factory=list)  # the one given back last at the end
     _prompts: int = 0  # since the start
     _forgotten: deque[Identity] = field(default_factory=deque)  # dropped sequences, the newest last
-    _change: object = None  # another one after each change of the kept sequences
+    _change: object = field(default_factory=object)  # another one after each change of the kept sequences
     # By prompt that waits for another one: the last change, and how many tokens could be reused then.
     _waiting: WeakKeyDictionary[Prompt, tuple[object, int]] = field(default_factory=WeakKeyDictionary)
 
