@@ -53,6 +53,8 @@ def for_model(
 def sampling_words(settings: AnswerSettings, of_model: Mapping[str, float]) -> str | None:
     """Return which settings are the model's own; None if none are."""
     now = values(settings)
+    if not settings.temperature:  # then filters have no effect
+        of_model = {name: value for name, value in of_model.items() if name == "repetition_penalty"}
     same = [f"{name} {value:g}" for name, value in of_model.items() if now[name] == value]
     if not same:
         return None
