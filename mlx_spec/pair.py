@@ -189,7 +189,7 @@ class Pair:
         lengths that cannot read the target. The costs of others are measured, which shows that, too.
         """
         found = check_rows(self._model, lambda: self.open().target, lengths)
-        if isinstance(self.policies, FixedPolicy) and self.drafts:
+        if self.drafts and not isinstance(self.policies, AdaptivePolicies):
             parts, text = self.open(), [1, 2, 3, 1]
             features = parts.target.prefill(text[:-1])
             for drafter in parts.drafters:
