@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,9 @@ class Serving:
         return self.process.wait(30)
 
 
-def start(*options: str, port: int = 0) -> Serving:
+def start(*options: str, port: int = 0, program: Sequence[str] = ("-m", "mlx_spec.serve")) -> Serving:
     """Start a server, on the demo pair if no option says otherwise, and wait until it is ready."""
-    command = [sys.executable, "-m", "mlx_spec.serve", "--port", str(port), *options]
+    command = [sys.executable, *program, "--port", str(port), *options]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
