@@ -71,8 +71,10 @@ def read(file: Path) -> dict[str, Any]:
     Raises NotFound and BadCheckpoint.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-        content = _kept_content(text) if file.suffix == KEPT_SUFFIX else json.loads(text)
+        is_kept = file.suffix == KEPT_SUFFIX
+        # Some editors write a byte order mark. The last line of a kept file may end inside a character.
+        text = file.read_bytes().decode("utf-8-sig", "replace" if is_kept else "strict")
+        content = _kept_content(text) if is_kept else json.loads(text)
         json.dumps(content, ensure_ascii=False).encode()  # fails for half a character: "\\ud83d"
     except FileNotFoundError as error:
         raise NotFound(f"there is no file {file}: /save writes one, /load lists what was kept") from error
@@ -211,13 +213,15 @@ def kept_folder() -> Path:
 
 
 def kept_files() -> list[Path]:
-    """Return the kept conversations, the newest first."""
+    """Return the kept conversations, the newest first. An empty file is left by a chat that was killed."""
     found = []
     for file in kept_folder().glob(f"*{KEPT_SUFFIX}"):
         try:
-            found.append((file.stat().st_mtime_ns, file))
+            stat = file.stat()
         except FileNotFoundError:  # removed meanwhile
             continue
+        if stat.st_size:
+            found.append((stat.st_mtime_ns, file))
     return [file for _, file in sorted(found, reverse=True)]
 
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partialmethod
@@ -156,14 +156,23 @@ def plan(name: str, *, revision: str | None = None) -> Download:
     except Exception as error:  # the errors of the Hub and of its HTTP library
         raise NotFound(explain(name, error)) from error
     siblings = info.siblings or []
+    _check_names(name, info.sha or "", [file.rfilename for file in siblings])
     if problem := other_format(f"https://huggingface.co/{name}", [file.rfilename for file in siblings]):
         raise BadCheckpoint(problem)
     sizes = {
-        file.rfilename: file.size or 0
+        file.rfilename: max(file.size or 0, 0)
         for file in siblings
         if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS)
     }
     return Download(name, revision, info.sha or "", sizes)
+
+
+def _check_names(name: str, commit: str, files: Sequence[str]) -> None:
+    """Raise BadCheckpoint for names from which a hub could make paths outside its folder."""
+    names = [] if re.fullmatch("[0-9a-f]{40}", commit) else [commit]
+    names += [file for file in files if file.startswith("/") or "\\" in file or ".." in file.split("/")]
+    if names:
+        raise BadCheckpoint(f"the hub names a commit or file {names[0][:64]!r} of {name}: nothing is fetched")
 
 
 def fetch(download: Download) -> Path:

@@ -149,3 +149,23 @@ def test_a_journal_writes_only_files_of_its_folder_and_all_that_changed(tmp_path
     (own,) = folder.iterdir()
     found = saved.read(own)
     assert found["messages"] == TURN * 2 and found["settings"] == {"temperature": 0.5}
+
+
+def test_a_file_that_was_cut_inside_a_character_keeps_all_other_turns(tmp_path, monkeypatch):
+    """As a full disk cuts it. A chat that was killed before its first line leaves an empty file."""
+    journal, messages = saved.Journal(tmp_path, lambda text: None), []
+    for i in range(3):
+        journal.ask(f"问题 {i}", {"messages": list(messages), "system": None, "settings": {}})
+        journal.add(Piece("回答" * 9, "answer", None))
+        messages += [{"role": "user", "content": f"问题 {i}"}, {"role": "assistant", "content": "回答" * 9}]
+        journal.keep({"messages": list(messages), "system": None, "settings": {}})
+    journal.close()
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    first = saved.read(file)["messages"][:2]
+    for cut in range(len(whole) - 60, len(whole)):
+        file.write_bytes(whole[:cut])
+        assert saved.read(file)["messages"][:2] == first
+    (tmp_path / f"z{saved.KEPT_SUFFIX}").touch()
+    monkeypatch.setattr(saved, "kept_folder", lambda: tmp_path)
+    assert saved.newest() == file and len(saved.kept_rows()) == 1

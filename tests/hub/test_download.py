@@ -222,3 +222,22 @@ def test_content_with_another_hash(served: Hub, cache: Path) -> None:
     assert not list(cache.rglob(digest)) and hub.cached(E2B) is None
     served.swapped = None
     assert check_weights(hub.find(E2B)) > 200_000
+
+
+@pytest.mark.parametrize(
+    ("commit", "file"),
+    [
+        ("../../x", "config.json"),
+        ("a" * 40, "../../evil.json"),
+        ("a" * 40, "/x.json"),
+        ("a" * 40, "a\\b.json"),
+    ],
+)
+def test_a_hub_cannot_name_paths_outside_its_folder(
+    commit: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a mirror in HF_ENDPOINT."""
+    info = SimpleNamespace(sha=commit, siblings=[SimpleNamespace(rfilename=file, size=2)])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    with pytest.raises(BadCheckpoint, match="the hub names a commit or file"):
+        hub.download.plan("o/r")
