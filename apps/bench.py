@@ -100,7 +100,7 @@ class Speed:
 
     name: str
     tokens_per_second: float  # over all answers
-    gain: float  # tokens_per_second divided by plain decoding's, in the same turns
+    gain: float  # tokens_per_second divided by plain decoding's with one row a pass, in the same turns
     spread: tuple[float, float]  # quartiles of the gain over answers
     accepted: float | None  # share of the draft tokens; None if nothing was drafted
     length: float | None  # tokens emitted by a round that drafted
@@ -151,17 +151,21 @@ def in_turns(
     return runs
 
 
-def speeds(names: Iterable[str], answers: Sequence[Sequence[Run]]) -> list[Speed]:
-    """Return the speed of each arm. The first is plain decoding; `answers` has the runs of each prompt."""
+def speeds(names: Iterable[str], answers: Sequence[Sequence[Run]], plain_cost: float = 1.0) -> list[Speed]:
+    """Return the speed of each arm. The first is plain decoding; `answers` has the runs of each prompt.
+
+    `plain_cost` is the time of a pass of plain decoding, in passes of one row: gains are multiples of those.
+    """
     long = [runs for runs in answers if all(len(run.tokens) > 1 for run in runs)]
-    return [_speed(name, [(runs[0], runs[i]) for runs in long]) for i, name in enumerate(names)]
+    return [_speed(name, [(runs[0], runs[i]) for runs in long], plain_cost) for i, name in enumerate(names)]
 
 
-def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
+def _speed(name: str, runs: Sequence[tuple[Run, Run]], plain_cost: float) -> Speed:
     """Return the speed of an arm. Each pair in `runs` is a plain run and the arm's run of the same prompt."""
     import numpy as np
 
-    ratios = [len(own.tokens) / own.seconds * plain.seconds / len(plain.tokens) for plain, own in runs]
+    paces = [(len(own.tokens) / own.seconds, len(plain.tokens) / plain.seconds) for plain, own in runs]
+    ratios = [own / (plain * plain_cost) for own, plain in paces]
     speeds = [
         sum(len(r.tokens) for r in arm) / sum(r.seconds for r in arm) for arm in zip(*runs, strict=True)
     ]
@@ -172,7 +176,7 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]]) -> Speed:
     return Speed(
         name,
         speeds[1] if speeds else 0.0,
-        speeds[1] / speeds[0] if speeds else 0.0,
+        speeds[1] / (speeds[0] * plain_cost) if speeds else 0.0,
         (float(low), float(high)),
         sum(round.accepted for round in speculative) / drafted if drafted else None,
         emitted / len(speculative) if speculative else None,
@@ -204,7 +208,7 @@ def measured(pair: Pair, tokens: int, repeats: int, length: int | None = None) -
         answers += [runs] if repeat else []
     if progress is not None:
         progress.end()
-    return speeds(lengths, answers), len(answers)
+    return speeds(lengths, answers, pair.rows.cost), len(answers)
 
 
 def _run(options: Options) -> int:

@@ -50,6 +50,7 @@ class Race:
     ratios: Sequence[float]  # of the two speeds in each pair of turns
     # Tokens and seconds of each answer's first turn, which compiles kernels and does not count.
     first: Sequence[tuple[int, float]] = ((0, 0.0), (0, 0.0))
+    plain_cost: float = 1.0  # time of a pass of the plain answer, in passes of one row
 
     def pace(self, i: int) -> float | None:
         """Return the tokens a second of answer `i`, without its first turn; None before any."""
@@ -60,13 +61,23 @@ class Race:
 
     @property
     def multiple(self) -> tuple[float, float, float] | None:
-        """Return the median ratio with its interval, as (low, median, high); None without ratios."""
+        """Return the median gain with its interval, as (low, median, high); None without ratios.
+
+        A gain is a multiple of plain decoding with one row a pass. The plain answer may have two, so that
+        both write one text.
+        """
         from mlx_spec.policy.ratios import median_interval
 
         if not self.ratios:
             return None
-        low, high = median_interval(self.ratios)
-        return low, statistics.median(self.ratios), high
+        gains = [ratio / self.plain_cost for ratio in self.ratios]
+        low, high = median_interval(gains)
+        return low, statistics.median(gains), high
+
+    @property
+    def doubt(self) -> str | None:
+        """Return why the text with drafts may differ from the plain one; None if it cannot."""
+        return next((round.doubt for run in self.runs for round in run.done if round.doubt), None)
 
     @property
     def difference(self) -> int | None:
@@ -109,14 +120,16 @@ def race(
         for length in (None, 0)
     ]
     runs = Run(decode(sequences[0])), Run(decode(sequences[1]))
-    return _race(sequences, runs, step or PREFILL_STEP)
+    return _race(sequences, runs, step or PREFILL_STEP, pair.rows.cost)
 
 
-def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run], step: int) -> Iterator[Race]:
+def _race(
+    sequences: Sequence[RunningSequence], runs: tuple[Run, Run], step: int, plain_cost: float
+) -> Iterator[Race]:
     ratios, first = list[float](), [(0, 0.0), (0, 0.0)]
     for sequence in sequences:
         for _ in sequence.prefill(lambda: step):
-            yield Race(runs, ratios)
+            yield Race(runs, ratios, plain_cost=plain_cost)
     turn = 0
     while not all(run.is_complete for run in runs):
         speeds: list[float | None] = [None, None]
@@ -124,12 +137,12 @@ def _race(sequences: Sequence[RunningSequence], runs: tuple[Run, Run], step: int
             speeds[i] = _turn(runs[i])
             if not turn:
                 first[i] = len(runs[i].tokens), runs[i].seconds
-            yield Race(runs, ratios, first)
+            yield Race(runs, ratios, first, plain_cost)
         drafted, plain = speeds
         if turn and drafted and plain:
             ratios.append(drafted / plain)
         turn += 1
-    yield Race(runs, ratios, first)
+    yield Race(runs, ratios, first, plain_cost)
 
 
 def _turn(run: Run) -> float | None:
@@ -149,14 +162,21 @@ def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
         for i, name in enumerate(NAMES)
     ]
     lines.append(_multiple_words(race))
+    if race.plain_cost > 1:
+        lines.append(
+            f"the plain answer runs two rows a pass, so that both write one text; with one row it would be "
+            f"{race.plain_cost:.2f} × as fast, and the multiple counts that"
+        )
     if (place := race.difference) is None:
         so_far = "" if all(run.is_complete for run in race.runs) else " so far"
-        return [*lines, f"every token the same{so_far} ✓"]
+        exact = "" if race.doubt is None else f" (likely, not certain: {race.doubt})"
+        return [*lines, f"every token the same{so_far}{exact} ✓"]
     words = [repr(tokenizer.decode(run.tokens[place : place + 4])) for run in race.runs]
+    why = "`mlx-spec doctor` tells a rounding from a bug"
     return [
         *lines,
         f"the first difference is token {place + 1}: {words[0]} with drafts, {words[1]} plain; "
-        "`mlx-spec doctor` tells a rounding from a bug",
+        + (why if race.doubt is None else f"{race.doubt}; {why}"),
     ]
 
 
@@ -165,7 +185,7 @@ def _multiple_words(race: Race) -> str:
         return "the answer is too short to compare: ask for a longer one"
     (low, middle, high), count = race.multiple, len(race.ratios)
     if count < 6:  # fewer pairs give no interval: compare the whole answers
-        middle = (race.pace(0) or 0.0) / (race.pace(1) or 1.0)
+        middle = (race.pace(0) or 0.0) / (race.pace(1) or 1.0) / race.plain_cost
         return f"about {middle:.1f} × plain speed; the answer is too short to say more"
     kind = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
     return f"{middle:.2f} × {kind} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"

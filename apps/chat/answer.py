@@ -231,6 +231,8 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
     if statistics.gain is not None:
         lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
+    if statistics.generated_tokens:
+        lines.append(statistics.exact_words)
     return [*lines, f"drafts: {statistics.reason.words}", f"peak memory: {human_bytes(peak_bytes)}"]
 
 

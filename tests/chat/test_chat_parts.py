@@ -134,6 +134,7 @@ def test_details():
         "   3 ███████░░░░░░░░░░░░░  33%",
         "   4 ░░░░░░░░░░░░░░░░░░░░   0%",
         "gain: 1.40 x plain decoding",
+        "every token exact",
         "drafts: they pay",
         "peak memory: 2.4 GB",
     ]
@@ -145,6 +146,7 @@ def test_details():
     )
     assert details(replace(PLAIN, reasons={Reason.DISABLED: 1}), None, 12_300_000)[2:] == [
         "gain: 1.00 x plain decoding",
+        "every token exact",
         "drafts: switched off",
         "peak memory: 12.3 MB",
     ]

@@ -18,7 +18,7 @@ from mlx_spec.model.row_bits import measure_rows
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import BadCosts, Key, saved_costs
-from mlx_spec.types import MAX_DRAFT_TOKENS
+from mlx_spec.types import MAX_DRAFT_TOKENS, FeatureSpec
 
 CLASS = RowClass(2, ((0, 8), (4096, 3)), 12, 1, (1024, 4096), 1.04, None, "a layer", (544, 11))
 KEY = Key("Some Chip", "0123456789abcdef", (), "4-bit, groups of 64, activations in bfloat16", None, "1.2.3")
@@ -133,3 +133,39 @@ def test_a_damaged_class_is_not_used(tmp_path: Path, wrong: dict[str, object]) -
     (tmp_path / "file").write_text(json.dumps(content))
     with pytest.raises(BadCosts, match="row class"):
         saved_costs.read_rows(tmp_path / "file", KEY)
+
+
+@pytest.mark.parametrize(
+    "build", [tiny.full, lambda: tiny.sliding(window=16), lambda: tiny.shared(window=16)]
+)
+def test_a_padded_pass_is_a_pass_of_one_row(build: Callable[[], nn.Module]) -> None:
+    """The second row leaves no trace: not in logits, features, caches, or after several passes and a rewind."""
+    model, needs = build(), FeatureSpec(hidden_layers=(0,), final_hidden=True)
+    padded = LMTarget(model, needs, rows=RowClass(base=2, limits=((0, 8),), shared=12))
+    plain = LMTarget(model, needs)
+    for target in (padded, plain):
+        target.prefill(tiny.prompt(20))
+    for block in ([3], [4, 5, 6], [7], [8]):
+        found, expected = (target.verify(mx.array(block)) for target in (padded, plain))
+        assert found.shape == expected.shape and mx.allclose(found, expected, atol=1e-4)
+        if block != [7]:  # else the next pass adds to it, as when a token is queued
+            ours, theirs = (target.commit(target.uncommitted) for target in (padded, plain))
+            assert ours.final_hidden.shape == theirs.final_hidden.shape
+            assert mx.allclose(ours.final_hidden, theirs.final_hidden, atol=1e-4)
+            assert mx.allclose(ours.hidden[0], theirs.hidden[0], atol=1e-4)
+    assert padded.size == plain.size == padded.caches.sizes[0]
+    assert padded.rewind(22) == plain.rewind(22)
+    assert mx.allclose(padded.verify(mx.array([9])), plain.verify(mx.array([9])), atol=1e-4)
+
+
+def test_choices_of_exactness() -> None:
+    dear, none = replace(CLASS, cost=1.2), RowClass(doubt="it differs", differs="a layer")
+    assert CLASS.under("auto") == CLASS.under("on") == CLASS
+    assert dear.under("on") == dear and "20% longer" in str(dear.under("auto").doubt)
+    assert none.under("auto") == none and none.under("on").most_rows(5) == 1
+    for rows in (CLASS, dear, none):
+        assert rows.under("off") == RowClass(doubt="--exact off")
+    assert none.words == "NO: it differs (a layer)"
+    assert CLASS.words.startswith(
+        "plain decoding runs 2 rows a pass; 0 of 544 rows and 0 of 11 layers differ"
+    )
