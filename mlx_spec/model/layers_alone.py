@@ -69,12 +69,12 @@ class AttentionKind:
     dtype: mx.Dtype
     run: Run  # of queries, keys, values and a mask
 
-    def over(self, size: int, window: int | None = None, outputs: int = 2**15) -> RandomRows:
+    def over(self, size: int, window: int | None = None, outputs: int = 2**14) -> RandomRows:
         """Return rows of passes after `size` tokens, with about `outputs` numbers."""
         rows = MAX_DRAFT_TOKENS + 1
         keys = size + rows + 2
         enough = -(-outputs // (rows * self.heads * self.widths[1]))
-        most = 2**18 if mx.default_device().type == mx.gpu else 2**13  # keys: 128 MB, or seconds of a CPU
+        most = 2**18 if mx.default_device().type == mx.gpu else 2**12  # keys: 128 MB, or seconds of a CPU
         groups = max(min(enough, most // keys), 1)
 
         def made(heads: int, rows: int, width: int) -> mx.array:
@@ -219,7 +219,7 @@ def _layer(call: Call, rows: int, axis: int, outputs: int) -> Layer:
     run = getattr(module, call.method)
     width = run(*call.args, **call.options).size // rows
     longest = MAX_DRAFT_TOKENS + 1
-    drawn = min(max(outputs // width, longest), 6 * longest)
+    drawn = min(max(outputs // width, longest), 3 * longest)
     inputs = list[mx.array]()
     for each in call.args:
         shape = [*each.shape[:axis], drawn, *each.shape[axis + 1 :]]

@@ -90,7 +90,7 @@ def row_class(key: Key, name: str, measure: Callable[[], RowClass]) -> RowClass:
         pass
     except (BadCosts, Mismatch) as error:
         _log.warning("%s: it is not used and will be replaced", error)
-    print(f"measuring which passes of {name} agree bit by bit, once", file=sys.stderr, flush=True)
+    print(f"measuring what passes of {name} agree bit by bit, once", file=sys.stderr, flush=True)
     found = measure()
     try:
         write_rows(file, key, found)

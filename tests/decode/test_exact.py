@@ -33,10 +33,10 @@ def statistics_of(pair: Pair, **options: object) -> Statistics:
 
 def test_the_class_is_measured_once(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = load(half, "none").rows
-    assert "measuring which passes of" in capsys.readouterr().err
+    assert "measuring what passes of" in capsys.readouterr().err
     assert first.most == MAX_DRAFT_TOKENS + 1 and first.doubt is None
     pair = load(half, "lookup", num_draft_tokens=3)
-    assert pair.rows == first and "measuring which" not in capsys.readouterr().err
+    assert pair.rows == first and "measuring what passes" not in capsys.readouterr().err
     found = statistics_of(pair)
     assert found.drafted and found.exact and found.exact_words == "every token exact"
     assert found.as_dict()["exact"] is True and found.exact_tokens == found.generated_tokens
@@ -51,7 +51,7 @@ def test_off_says_so_from_the_first_draft_on(half: Path) -> None:
 
 def test_float32_computes_in_float32(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = load(half, "lookup", num_draft_tokens=3, exact="float32")
-    assert "measuring which" not in capsys.readouterr().err
+    assert "measuring what passes" not in capsys.readouterr().err
     assert pair.check() == mx.float32 and pair.rows == RowClass()
     assert pair.info.target_bytes == 2 * load(half, "none").info.target_bytes
     assert statistics_of(pair).exact
