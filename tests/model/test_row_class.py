@@ -139,7 +139,7 @@ def test_a_damaged_class_is_not_used(tmp_path: Path, wrong: dict[str, object]) -
     "build", [tiny.full, lambda: tiny.sliding(window=16), lambda: tiny.shared(window=16)]
 )
 def test_a_padded_pass_is_a_pass_of_one_row(build: Callable[[], nn.Module]) -> None:
-    """The second row leaves no trace in logits, features and caches, nor after several passes and a rewind."""
+    """The second row leaves no trace in logits, features and caches, also after several passes."""
     model, needs = build(), FeatureSpec(hidden_layers=(0,), final_hidden=True)
     padded = LMTarget(model, needs, rows=RowClass(base=2, limits=((0, 8),), shared=12))
     plain = LMTarget(model, needs)
