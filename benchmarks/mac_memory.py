@@ -131,8 +131,8 @@ def held(
             metal.clear_cache()
         start = end
     peak = metal.peak_held
+    metal.clear_cache()
     if mended:
-        metal.clear_cache()
         metal.set_wired_limit(0)
     caches = metal.active - memory.weights
     needed = metal.active + scores_most
@@ -163,14 +163,15 @@ def main() -> None:
                 }
                 figures.append({"model": name, "mac_gb": size, "prompt": prompt, **rows})
     names = ("model", "Mac", "prompt", "weights + caches + scores", "held before", "held now")
-    print("| " + " | ".join((*names, "idle before, all wired", "idle now, wired")) + " |")
+    print("| " + " | ".join((*names, "idle before, wired", "idle now, wired")) + " |")
     print("|---|---|---|---|---|---|---|---|")
     for each in figures:
         before, now = each["before"], each["now"]
         weights = now["needed"] - now["caches"] - now["scores"]
         cells = [each["model"], f"{each['mac_gb']} GB", f"{each['prompt'] // 1024}k"]
         cells += [f"{weights:.1f} + {now['caches']:.1f} + {now['scores']:.1f}"]
-        cells += [f"{before['held']:.1f}", f"**{now['held']:.1f}**", f"{before['idle']:.1f}"]
+        cells += [f"{before['held']:.1f}", f"**{now['held']:.1f}**"]
+        cells += [f"{before['idle']:.1f}, {before['idle_wired']:.1f}"]
         print("| " + " | ".join([*cells, f"{now['idle']:.1f}, {now['idle_wired']:.0f}"]) + " |")
     for size in (8, 16, 24):
         most = max(each["now"]["over"] for each in figures if each["mac_gb"] == size)

@@ -93,6 +93,23 @@ def test_the_need_of_a_model_is_what_it_takes() -> None:
     assert memory_for_models() > 10**8
 
 
+def test_clients_see_what_contexts_take_here() -> None:
+    (card,) = Models(settings(ONE, room=1.2)).cards()
+    (context,) = card.contexts  # the demo's own is 4,096 tokens
+    assert context["tokens"] == 4096 and NEED.weights < context["bytes"] < NEED.total + 2**27
+    (card,) = Models(settings(ONE, memory_bytes=NEED.weights)).cards()
+    assert not card.contexts[0]["fits"]
+
+
+def test_a_prompt_beyond_the_memory_of_a_server_is_refused_with_both_numbers() -> None:
+    with working(settings(ONE, memory_bytes=NEED.total)) as engine:
+        (model,) = engine._models.loaded()
+        model.pair.budget = lambda: NEED.weights
+        found = failure(answer(engine, replace(raw((5,) * 3000), model="one")))
+    assert (found.status, found.code) == (400, "context_length_exceeded")
+    assert "3000 tokens > 2048 maximum" in found.message and "--kv-bits 4" in found.message
+
+
 def test_a_vision_tower_needs_room_before_the_first_picture() -> None:
     seeing = ServedModel("one", PairSpec(str(ROOT / "e2b"), "none"))
     need, pair, tower = need_of(seeing), load_served(seeing), vision_of("e2b").nbytes
