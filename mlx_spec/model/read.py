@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from mlx_lm.utils import load_model
 from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
+from mlx_spec.checkpoint.left_out import source_of, unread_numbers
 from mlx_spec.checkpoint.ropes import without_longrope
 from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint
@@ -62,6 +64,12 @@ def read_model(
         found.pop("quantization_config")
     found |= {key: {**checkpoint.config, **given}[key] for key in hidden}
     apply_stated_ropes(model, found)
+    if unread := unread_numbers(found, source_of(sys.modules[type(model).__module__])):
+        print(
+            f"mlx-lm does not read {', '.join(unread)} of config.json: the text may differ from the original "
+            "model's",
+            file=sys.stderr,
+        )
     unquantized = (nn.Linear, nn.Embedding)  # quantized ones are of other classes
     for name, module in model.named_modules():
         if isinstance(module, unquantized) and mx.issubdtype(module.weight.dtype, mx.integer):
