@@ -251,6 +251,7 @@ def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) ->
     key = partial(model_key, [weights.parent], ("eagle3",), None)
     before = key()
     assert key() == before
+    assert key(2) != before != key(is_float32=True), "other bits, other types"
     assert model_key([weights.parent], ("eagle3",), 8) != before != model_key([weights.parent], (), None)
     mx.save_safetensors(str(weights), {"a": mx.ones(3)})  # a fine-tune: same config, names, shapes and size
     assert key() != before

@@ -329,7 +329,13 @@ class Models:
         if self._folder is None:
             return None
         try:
-            key = model_key(checkpoint_folders(served), pair.drafter_names, served.spec.kv_bits)
+            key = model_key(
+                checkpoint_folders(served),
+                pair.drafter_names,
+                served.spec.kv_bits,
+                pair.rows.base,
+                is_float32=served.spec.exact == "float32",
+            )
             return PrefixFiles(self._folder, key, pair)
         except (SpecError, OSError) as error:
             LOG.warning("%s: --cache-folder is not used: %s", served.name, one_line(error))

@@ -51,11 +51,19 @@ TOKENS = "tokens"  # the array of a file that holds the identity of its sequence
 DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, SpecError)
 
 
-def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | None) -> dict[str, Any]:
+def model_key(
+    folders: Sequence[Path],
+    drafters: Sequence[str],
+    kv_bits: int | None,
+    plain_rows: int = 1,
+    *,
+    is_float32: bool = False,
+) -> dict[str, Any]:
     """Return all that the content of a cache depends on, besides its tokens. Raises SpecError and OSError.
 
     `folders` are the checkpoints of target and drafter. Fine-tunes of a model have equal fingerprints, so
-    the identity of each weight file counts, too.
+    the identity of each weight file counts, too. K and V also depend on the rows of a plain pass, and on
+    whether `--exact float32` made them.
     """
     stats = [(file.resolve(), file.stat()) for folder in folders for file in sorted(folder.glob(WEIGHTS))]
     # The format is raised when older files can no longer be read.
@@ -66,6 +74,7 @@ def model_key(folders: Sequence[Path], drafters: Sequence[str], kv_bits: int | N
         "weights": [[str(file), s.st_ino, s.st_size, s.st_mtime_ns] for file, s in stats],
         "drafters": list(drafters),
         "kv_bits": kv_bits,
+        "computed": [plain_rows, is_float32],
         "versions": [version("mlx"), version("mlx-lm"), __version__],
     }
 
