@@ -24,10 +24,10 @@ class RecordedTarget(LMTarget):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.rows = list[int]()
+        self.passes = list[int]()
 
     def _write(self, tokens: mx.array, *given: Any, **options: Any) -> mx.array:
-        self.rows.append(tokens.size)
+        self.passes.append(tokens.size)
         return super()._write(tokens, *given, **options)
 
 
@@ -36,7 +36,7 @@ def test_only_the_last_chunk_of_a_recurrent_target_takes_two_passes(kind: str, r
     """A second pass reads all weights again, and large kernels begin at the size of a whole chunk."""
     target = RecordedTarget(getattr(tiny, kind)())
     steps = list(prefill(target, (), text_prompt(tiny.prompt(301)), lambda: 100))
-    assert (target.rows, len(steps)) == (rows, 3)
+    assert (target.passes, len(steps)) == (rows, 3)
     assert target.rewind(285) == (285 if kind == "full" else 268)  # the checkpoint 32 tokens before the end
 
 
@@ -85,7 +85,7 @@ def test_the_passes_of_a_prompt_do_not_depend_on_the_load(kind: str) -> None:
         long = batch.add(sequence(target, 1201))
         while not any(id == long for id, _ in batch.step()):
             pass
-        rows.append([each for each in target.rows if each > 1])
+        rows.append([each for each in target.passes if each > 1])
     assert rows[0] == rows[1] == ([1024, 176] if kind == "full" else [1024, 144, 32])
 
 
