@@ -69,17 +69,18 @@ def qwen(seed: int = 0, scale: float = 0.2) -> nn.Module:
     return _random(lambda: qwen3.Model(args), seed, scale)
 
 
-def sliding(seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = VOCAB) -> nn.Module:
+def sliding(
+    seed: int = 0, scale: float = 0.25, window: int = 16, vocab: int = VOCAB, **changes: Any
+) -> nn.Module:
     """A Gemma 3: sliding and full attention in turn."""
     args = gemma3_text.ModelArgs(
         model_type="gemma3_text",
-        num_hidden_layers=3,
         rope_theta=1e4,
         rope_local_base_freq=1e4,
         query_pre_attn_scalar=16,
         sliding_window=window,
         sliding_window_pattern=2,
-        **SIZES | EPS | {"vocab_size": vocab},
+        **SIZES | EPS | {"vocab_size": vocab, "num_hidden_layers": 3} | changes,
     )
     return _random(lambda: gemma3_text.Model(args), seed, scale)
 
