@@ -25,7 +25,7 @@ CASES = {
     "ahead": (["--target", ""], {"gains", "floors", "hits"}),
 }
 STARTED = (  # slower, or in need of more
-    "gguf_files architectures server_checks server_load pictures restart "
+    "exact exact_cost gguf_files architectures server_checks server_load pictures restart "
     "large_vocabulary sampling saved_checkpoints smollm2 unchanged growth host"
 ).split()
 
