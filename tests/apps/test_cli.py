@@ -142,7 +142,7 @@ WRONG = {
     "--port 65536; --cache-folder-gb 3; --model x; --model x=a --model x=b; --model x=a --drafter b; "
     "--alias a=b; --pin b; "
     "--alias demo=demo; --memory 0; --idle nan; --parallel 0; --api-key-file /nonexistent; "
-    "--cors-origin localhost; --cors-origin http://a/b; --nonsense; "
+    "--cors-origin http://a/b; --nonsense; "
     "--allow-host http://a; --allow-host a:80; --allow-host *",
     "tune": "demo --target=demo; --context 1; --export a --import b",
 }
