@@ -14,6 +14,7 @@ from mlx_spec.errors import NotRewindable
 from mlx_spec.load import load
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
+from mlx_spec.model.target_batch import probe_batch
 from mlx_spec.pair import Pair
 
 LONGEST = 32
@@ -78,3 +79,9 @@ def test_a_checkpoint_is_checked_at_other_lengths_once(
     for drafter in ("none", "none", "lookup"):
         load(folder, drafter, num_draft_tokens=0)
     assert checked == [[2048], [], [2048]]
+
+
+def test_a_state_that_grows_with_the_first_tokens_keeps_sequences_apart() -> None:
+    """The n-grams of LongCat: a prompt of two tokens could not join the others."""
+    obstacle = probe_batch(tiny_configs.tiny_model("longcat_flash_ngram", 0.2)).obstacle
+    assert obstacle is not None and "concatenate" in obstacle
