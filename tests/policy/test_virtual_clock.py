@@ -7,9 +7,10 @@ import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
 
 from mlx_spec.decode.loop import generate
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Features, FeatureSpec, no_draft
+from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, no_draft
 
 VOCAB_SIZE = 4
 
@@ -18,14 +19,16 @@ class TimedTarget:
     """A target that says token 0 everywhere and takes the device's time for it."""
 
     def __init__(self, device):
-        self.device, self.size, self.rows = device, 0, []
+        self.device, self.size, self.written = device, 0, []
         self.committed = 0.0  # when the last committed row is done
 
     @property
     def uncommitted(self):
-        return len(self.rows)
+        return len(self.written)
 
     reads_spans_whole = False
+    rows = RowClass()
+    most_rows = MAX_DRAFT_TOKENS + 1
 
     def copies(self):
         return iter(())
@@ -36,12 +39,12 @@ class TimedTarget:
 
     def verify(self, tokens, early=True):
         rows = tokens.shape[0]
-        self.rows += [self.device.submit(self.device.passes[rows])] * rows
+        self.written += [self.device.submit(self.device.passes[rows])] * rows
         return mx.broadcast_to(mx.eye(VOCAB_SIZE)[0], (rows, VOCAB_SIZE))
 
     def commit(self, keep):
-        self.committed = self.rows[keep - 1] if keep else self.committed
-        self.size, self.rows = self.size + keep, []
+        self.committed = self.written[keep - 1] if keep else self.committed
+        self.size, self.written = self.size + keep, []
         return Features()
 
 
