@@ -94,6 +94,8 @@ def main() -> None:
             if results[case]["differ"]:
                 print(f"{case}, seed {seed}: a text differs", flush=True)
         seed += 1
+        done = results.values()
+        print(f"{sum(r['texts'] for r in done)} texts, {sum(r['differ'] for r in done)} differ", flush=True)
     rows = [[case, *found.values()] for case, found in results.items()]
     total = [sum(found[name] for found in results.values()) for name in next(iter(results.values()))]
     table(["caches and drafter", *next(iter(results.values()))], [*rows, ["all", *total]])

@@ -456,3 +456,17 @@ def test_a_restart_reads_a_prompt_once(
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "demo: --cache-folder is not used: the drafter Gemma4Assistant cannot save its caches"
     ]
+
+
+def test_what_makes_room_is_written_first(plain: Pair, tmp_path: Path) -> None:
+    """A sequence that is dropped or taken over, even if it has grown by less than a quarter."""
+    cache = PrefixCache(plain.open, 1, lambda: GB, files(plain, tmp_path), min_fork=8)
+    first = write(cache.files, plain, PROMPT)  # type: ignore[arg-type]
+    longer = [*first.identity.tolist(), *tiny.prompt(66, seed=4)]
+    for prompt in (longer, [*PROMPT[:100], *tiny.prompt(60, seed=9)], tiny.prompt(90, seed=8)):
+        sequence = cache.take(text_prompt(prompt))
+        generate(plain, sequence, prompt, most=1)
+        cache.give_back(sequence)
+        cache.files.close([])  # type: ignore[union-attr]
+    restored = files(plain, tmp_path).restore(text_prompt([*longer, 1, 2]), 0, plain.open)
+    assert restored is not None and len(restored.identity) == len(longer)

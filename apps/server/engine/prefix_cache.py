@@ -261,7 +261,7 @@ class PrefixCache:
                 return Kept(fork)
         if best.is_lent:
             return None
-        self._remember(held)
+        self._remember(best.sequence)
         self.counters.evicted_tokens += lost
         return best
 
@@ -332,7 +332,7 @@ class PrefixCache:
             self.counters.evicted += 1
             self.counters.evicted_tokens += len(kept.sequence.identity) - self._elsewhere(kept)
             self._kept.remove(kept)
-            self._remember(kept.sequence.identity)
+            self._remember(kept.sequence)
         return is_enough
 
     def _drop_part(self, victim: Victim) -> None:
@@ -343,9 +343,11 @@ class PrefixCache:
             victim.kept.target.drop_place(victim.part)
             self.counters.dropped_places += 1
 
-    def _remember(self, identity: Identity, most: int = 2**20) -> None:
-        """Keep the identity of what is dropped, of the last `most` tokens: 8 MB."""
-        self._forgotten.append(identity.copy())
+    def _remember(self, sequence: CachedSequence, most: int = 2**20) -> None:
+        """Write what is dropped to a file, and keep its identity, of the last `most` tokens: 8 MB."""
+        if self.files is not None:
+            self.files.offer(sequence, growth=1)
+        self._forgotten.append(sequence.identity.copy())
         while sum(map(len, self._forgotten)) > most:
             self._forgotten.popleft()
 
