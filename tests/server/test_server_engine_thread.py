@@ -249,9 +249,8 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     assert sizes == [4] * 4
 
 
-def test_short_prompts_are_read_in_one_pass(
-    engine: EngineThread, plain: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_prompts_are_read_in_one_pass(plain: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the bits of each text must be those alone: the demo is in half precision."""
     passes, prefill = list[int](), TargetBatch.prefill
 
     def counted(target: TargetBatch, tokens: mx.array, sizes: Sequence[int]) -> Any:
@@ -260,9 +259,12 @@ def test_short_prompts_are_read_in_one_pass(
 
     monkeypatch.setattr(TargetBatch, "prefill", counted)
     request = raw("tell me now of zip", "say to me what map does", "ask me how sum adds", top_logprobs=1)
-    events = answer(engine, request)
+    spec = PairSpec("demo", num_draft_tokens=4, exact="off")
+    with working(Settings(models=(ServedModel("demo", spec),))) as engine:
+        events = answer(engine, request)
+    assert passes == [3]
     assert body(events) == body(answer(plain, request))
-    assert passes == [3, 3]
+    assert passes == [3]
     assert closed(events).timings.statistics.prefill_seconds > 0
 
 

@@ -140,7 +140,7 @@ def failure(events: list[Event]) -> Failure:
 
 def body(events: list[Event]) -> Any:
     """Return texts, calls, prompts, ends and counts: no cache, speculation or company may change them."""
-    usage = replace(closed(events).usage, cached_tokens=0)
+    usage = replace(closed(events).usage, cached_tokens=0, reread_tokens=0, reread_words=None)
     ends = sorted((e for e in events if isinstance(e, ChoiceEnded)), key=lambda e: e.index)
     prompts = sorted(e.prompt_tokens for e in events if isinstance(e, PromptRead))
     calls = [(e.index, e.call, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
