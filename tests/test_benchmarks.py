@@ -26,7 +26,7 @@ CASES = {
 }
 STARTED = (  # slower, or in need of more
     "exact exact_cost gguf_files architectures server_checks server_load pictures restart "
-    "reread reuse"
+    "reread reuse "
     "large_vocabulary sampling saved_checkpoints smollm2 unchanged growth host"
 ).split()
 
