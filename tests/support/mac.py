@@ -164,8 +164,9 @@ def imitate_metal(patch: Patch, mac: Mac, mx: Any) -> Metal:
 
 
 def _is_asked_by_kernels() -> bool:
-    """Return True if a model of mlx-lm asks: it would build a Metal kernel, which cannot run here."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("mlx_lm.models")
+    """Return True if who asks builds Metal kernels, which cannot run here, or measures those that do run."""
+    measured = ("mlx_spec.model.row_bits", "mlx_spec.model.layers_alone")
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith(("mlx_lm.models", *measured))
 
 
 NOT_ON_A_MAC = ("/dev/full", "/proc")  # Apple's devfs has no `full`, and there is no procfs
