@@ -81,7 +81,6 @@ class Pair:
         self.info = info
         self.budget = memory_for_models  # returns the bytes for this pair and one of its conversations
         self.tokenizer = tokenizer
-        tokenizer.context_length = info.context_length
         self.policies = policies
         self._model = model
         self._drafters = tuple(drafters)

@@ -64,7 +64,9 @@ def read_model(
         found.pop("quantization_config")
     found |= {key: {**checkpoint.config, **given}[key] for key in hidden}
     apply_stated_ropes(model, found)
-    if unread := unread_numbers(found, source_of(sys.modules[type(model).__module__])):
+    # A part of a model may be a class of ours that extends mlx-lm's.
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if "mlx_lm." in kind.__module__]
+    if unread := unread_numbers(found, "\n".join(map(source_of, modules))):
         print(
             f"mlx-lm does not read {', '.join(unread)} of config.json: the text may differ from the original "
             "model's",

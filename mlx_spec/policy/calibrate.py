@@ -136,7 +136,7 @@ def measure(
 
     def drafted(index: int, tokens: int) -> int:
         found = drafters[index].draft(history, tokens, sampler)
-        if found.parents is None:
+        if found.parents is None or target.tree_obstacle is not None:  # then no round drafts the tree
             mx.eval(found.tokens)
         else:  # a tree: its pass costs more than the pass of a chain
             trees.add(index)

@@ -31,10 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """The tokenizer of a target, its chat template, the tokens that end an answer, and its settings.
-
-    `context_length` is the target's, None if it is not known: no longer text is tokenized.
-    """
+    """The tokenizer of a target, its chat template, the tokens that end an answer, and its settings."""
 
     def __init__(
         self,
@@ -50,7 +47,6 @@ class Tokenizer:
             partial(self._encoding, special=False), tokenizer.get_added_tokens_decoder().items()
         )
         self._checks = Recent[CheckedPrompt]()
-        self.context_length: int | None = None
         self.token_bytes = TokenBytes(tokenizer)
         self.marks: Marks | None = find_marks(template.source if template else "", self)
         stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
@@ -108,8 +104,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`. Special tokens in it are read as such; none are added.
 
-        Raises PromptTooLong, and InvalidValue for a text that the tokenizer cannot read, such as half a
-        surrogate pair.
+        Raises InvalidValue for a text that the tokenizer cannot read, such as half a surrogate pair.
         """
         return self._ids(text, special=False)
 
@@ -121,8 +116,12 @@ class Tokenizer:
         """Return the text of `tokens`, special tokens included. Raises InvalidValue if that fails."""
         return self._decoded(tokens, skip_special=False)
 
-    def prompt_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds."""
+    def prompt_tokens(self, text: str, most: int | None = None) -> list[int]:
+        """Return the tokens of a plain text to continue, with the special tokens that the tokenizer adds.
+
+        A text that has more than `most` tokens, whatever they are, is not tokenized: raises PromptTooLong.
+        """
+        self._check_length(text, most)
         return self._ids(text, special=True)
 
     def prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -138,6 +137,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         expand: Callable[[str], str] = lambda rendered: rendered,
         scope: Hashable = None,
+        most: int | None = None,
     ) -> tuple[list[int], tuple[int, ...]]:
         """Return the tokens of a conversation up to the start of the model's answer, and its turns.
 
@@ -148,8 +148,8 @@ class Tokenizer:
         definitions as in OpenAI's API, `variables` further variables of the template. `expand` changes the
         rendered text before it is tokenized. What two conversations with one `scope`, such as an API key,
         begin with is checked and tokenized once. The template decides about the thinking of earlier turns.
-        Raises InvalidValue if there is no chat template or it refuses the messages, LostText if it leaves out
-        a text of them.
+        Raises PromptTooLong as `prompt_tokens` does, InvalidValue if there is no chat template or it refuses
+        the messages, LostText if it leaves out a text of them.
         """
         if self._template is None:
             raise InvalidValue(
@@ -164,7 +164,7 @@ class Tokenizer:
             known=KnownChecks(self._checks, scope),
         )
         expanded = expand(rendered.text)
-        self._check_length(expanded)
+        self._check_length(expanded, most)
         encoded = self._encodings.encode(expanded, scope)
         more, turns = len(encoded.text) - len(rendered.text), set[int]()
         for turn in rendered.turns:
@@ -183,7 +183,6 @@ class Tokenizer:
         return list(self._encoding(text, special=special).ids)
 
     def _encoding(self, text: str, *, special: bool) -> Encoding:
-        self._check_length(text)
         try:
             # Unlike `encode`, this lets other threads run: a megabyte takes a second.
             (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
@@ -203,13 +202,13 @@ class Tokenizer:
         except BaseException as error:
             raise InvalidValue(f"the tokenizer fails on these tokens: {one_line(error)}") from error
 
-    def _check_length(self, text: str) -> None:
-        """Raise PromptTooLong for a text that has more tokens than the context, whatever they are."""
-        if self.context_length is None or len(text) <= self.context_length or self._token_chars is None:
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Raise PromptTooLong for a text that has more than `most` tokens, whatever they are."""
+        if most is None or len(text) <= most or self._token_chars is None:
             return
         least = -(-len(text) // self._token_chars)
-        if least > self.context_length:
-            raise PromptTooLong.for_context(f"at least {least}", self.context_length)
+        if least > most:
+            raise PromptTooLong.for_context(f"at least {least}", most)
 
     @cached_property
     def _token_chars(self) -> int | None:

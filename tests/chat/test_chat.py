@@ -265,12 +265,12 @@ def test_one_interrupt_stops_the_reading_of_a_prompt(endless, monkeypatch, capfd
     pair = open_pair(choice)
     chunks, prefill = 0, LMTarget.prefill
 
-    def pressed(*given):
+    def pressed(*given, **options):
         nonlocal chunks
         chunks += 1
         if chunks == 3:
             signal.raise_signal(signal.SIGINT)
-        return prefill(*given)
+        return prefill(*given, **options)
 
     with Interrupts() as interrupts:
         chat, fresh = (

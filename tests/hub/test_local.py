@@ -66,7 +66,7 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and lines[0].split() == ["model", "size", "fits", "here", "drafter"]
     line = next(line for line in lines if line.startswith(E2B))
-    assert re.search(rf"0\.2 MB +yes, \d+\.\d MB of .* +{ASSISTANT}$", line)
+    assert re.search(rf"0\.2 MB +yes, \d+\.\d GB of .* +{ASSISTANT}$", line)
     assert sum(line.endswith("in the pair") for line in lines) == 3
     chip = next(chip for chip in roofline.CHIPS if chip.name == "M4 Max")
     monkeypatch.setattr(roofline, "this_chip", lambda: chip)

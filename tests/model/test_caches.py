@@ -436,6 +436,8 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
         mx.eval(target.verify(mx.array(prompt[low % 256 : low % 256 + 16])))
         target.commit(16)
     sizes = [] if kind == "full" else [70, 75, 100, 150, 260, 300]
+    if kind == "sliding":
+        sizes.remove(100)  # it would cost more than K and V of the tokens since the place before
     if kind == "recurrent":
         sizes.remove(75)  # each costs a pass, so none is near another one
     assert [place.size for place in target.checkpoints] == sizes

@@ -13,7 +13,7 @@ from support.drafting import GOLDEN, TRAINED, converted, write_converted
 import mlx_spec
 
 FAMILIES = ("gemma4_assistant", "qwen_mtp", "eagle3", "medusa", "pard", "dflash")
-SLACK = 8192  # bytes: constants such as rotary frequencies
+SLACK = 2**15  # bytes: rotary frequencies, and constants of the functions that a first draft compiled
 
 
 def held_bytes(target: Path, drafter: Path | str) -> int:
@@ -51,6 +51,20 @@ def test_loads_without_a_copy_of_the_target(family: str, tmp_path: Path) -> None
     else:
         target = TRAINED[family][0]
         drafter = write_converted(Path(TRAINED[family][1]), target, tmp_path)
+    held_bytes(target, drafter)  # MLX keeps a few kilobytes of the first answer of a process
     alone, pair = held_alone(target), held_bytes(target, drafter)
     assert pair - alone <= tensor_bytes(drafter) + SLACK
     assert alone <= tensor_bytes(target) + SLACK
+
+
+def test_trees_beside_passes_of_one_row_class_are_loaded_and_never_drafted(tmp_path: Path) -> None:
+    """In half precision a tree has other bits, so it is not measured either: that ended the load."""
+    target = TRAINED["medusa"][0]
+    pair = mlx_spec.load(target, write_converted(Path(TRAINED["medusa"][1]), target, tmp_path))
+    assert pair.rows.is_bitwise and pair.policies.names == (
+        "medusa",
+        "medusa trees",
+        *pair.policies.names[2:],
+    )
+    rounds = list(pair.generate([2, *pair.tokenizer.encode("where is the red fox")], max_tokens=30))
+    assert {round.source for round in rounds} <= {None, "medusa", "lookup"}

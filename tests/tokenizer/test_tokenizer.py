@@ -265,18 +265,13 @@ def test_a_text_that_the_context_cannot_hold_is_not_tokenized(name: str) -> None
     text = TEXTS[name]
     most = longest_token(text._tokenizer)
     tokens = sorted(text.vocabulary().values(), key=lambda token: -len(text.decode_raw([token])))[:40]
-    try:
-        for token in tokens:
-            written = text.decode_raw([token] * 50)
-            text.context_length = len(text.encode(written))
-            text.encode(written)
-            text.context_length = None
-        if most is not None:
-            text.context_length = 10
-            with pytest.raises(PromptTooLong, match=r"the prompt is too long: at least \d+ tokens > 10"):
-                text.encode("x" * (10 * most + 1))
-    finally:
-        text.context_length = None
+    for token in tokens:
+        written = text.decode_raw([token] * 50)
+        size = len(text.prompt_tokens(written))
+        assert len(text.prompt_tokens(written, size)) == size
+    if most is not None:
+        with pytest.raises(PromptTooLong, match=r"the prompt is too long: at least \d+ tokens > 10"):
+            text.prompt_tokens("x" * (10 * most + 1), 10)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,9 @@ class Job:
         self._has_place = has_place
         # The future must not keep the model: it may be unloaded meanwhile.
         tokenizer, compile, vision = model.pair.tokenizer, model.compile, model.vision
-        self._preparing = preparers.submit(prepare, self.request, tokenizer, compile, vision)
+        self._preparing = preparers.submit(
+            prepare, self.request, tokenizer, compile, vision, model.pair.info.context_length
+        )
         self._preparing.add_done_callback(lambda _: self._wake())
 
     @property

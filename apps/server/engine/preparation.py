@@ -56,12 +56,13 @@ def prepare(
     tokenizer: Tokenizer,
     compile: CompileGrammar,
     vision: Vision | NoVision = NO_VISION,
+    context: int | None = None,
 ) -> PreparedRequest:
     """Render and tokenize the prompts, compile the grammar. This may take seconds.
 
     Raises Failure (400).
     """
-    found = find_prompts(request, tokenizer, vision)
+    found = find_prompts(request, tokenizer, vision, context)
     prompts = tuple(replace(prompt, salt=request.key.encode()) for prompt in found)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
@@ -87,21 +88,24 @@ def prepare(
 
 
 def find_prompts(
-    request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision = NO_VISION
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    vision: Vision | NoVision = NO_VISION,
+    most: int | None = None,
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of a request as tokens. Raises Failure (400)."""
+    """Return the prompts of a request as tokens. Raises Failure (400), also for more than `most` tokens."""
     try:
-        return _read_prompts(request, tokenizer, vision)
+        return _read_prompts(request, tokenizer, vision, most)
     except PromptTooLong as error:
         raise invalid(str(error), request.prompt_param, "context_length_exceeded") from error
 
 
 def _read_prompts(
-    request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision
+    request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision, most: int | None
 ) -> tuple[Prompt, ...]:
     if not isinstance(request.prompt, Chat):
         given = request.prompt.prompts
-        return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model)) for prompt in given)
+        return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model, most)) for prompt in given)
     chat = request.prompt
     if files := chat.pictures:
         if len(files) > MAX_PICTURES:
@@ -111,7 +115,7 @@ def _read_prompts(
             raise unsupported(f"{place}: model {request.model!r} reads no pictures: {vision}", place)
         seen = [_seen(message, vision) for message in chat.messages]
         chat = replace(chat, messages=tuple(seen))
-    return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision, scope=request.key),)
+    return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision, request.key, most),)
 
 
 def _seen(message: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
@@ -131,7 +135,7 @@ def _prepared(part: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
         raise invalid(f"{file.place}: {error}", file.place) from error
 
 
-def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str) -> list[int]:
+def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str, most: int | None) -> list[int]:
     if isinstance(prompt, FillIn):
         found = fill_in_prompt(prompt, tokenizer)
         if found is None:
@@ -141,7 +145,7 @@ def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str) -> list[int
                 prompt.param,
             )
         return found
-    return tokenizer.prompt_tokens(prompt) if isinstance(prompt, str) else list(prompt)
+    return tokenizer.prompt_tokens(prompt, most) if isinstance(prompt, str) else list(prompt)
 
 
 def _grammar(

@@ -26,14 +26,14 @@ def chat_prompt(
     model: str,
     param: str = "messages",
     vision: Vision | NoVision = NO_VISION,
-    *,
     scope: str = "",
+    most: int | None = None,
 ) -> Prompt:
     """Return the prompt of a conversation, whose pictures are ready for the tower.
 
-    `scope` is the API key. With the choice "none" the prompt does not list the tools. Raises Failure (400)
-    for tools without a known format or schema. It also raises if the template refuses the messages or leaves
-    out a text; `param` is their field.
+    `scope` is the API key. With the choice "none" the prompt does not list the tools. Raises PromptTooLong
+    for more than `most` tokens, Failure (400) for tools without a known format or schema. It also raises if
+    the template refuses the messages or leaves out a text; `param` is their field.
     """
     use = chat.tools or ToolUse((), "none")
     tools = () if use.choice == "none" else use.tools
@@ -44,7 +44,7 @@ def chat_prompt(
     if format is not None and format.is_answer:
         shown = [{"role": "system", "content": _instructions(tools)}, *calls_as_text(chat.messages)]
         chat = replace(chat, messages=tuple(shown), tools=None, places=("tools", *chat.places))
-        return chat_prompt(chat, tokenizer, model, param, vision, scope=scope)
+        return chat_prompt(chat, tokenizer, model, param, vision, scope, most)
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
     if format is not None and format.syntax.name == "kimi-k2":
@@ -52,11 +52,11 @@ def chat_prompt(
     shown = [definition(tool) for tool in tools]
     try:
         options = {"thinking": chat.thinking, "tools": shown, "variables": chat.variables, "scope": scope}
-        return conversation_prompt(messages, tokenizer, vision, **options)
+        return conversation_prompt(messages, tokenizer, vision, most=most, **options)
     except LostText as error:
         if error.index in calls and format is None:
             chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))
-            return chat_prompt(chat, tokenizer, model, param, vision, scope=scope)
+            return chat_prompt(chat, tokenizer, model, param, vision, scope, most)
         lost = None if error.index is None else messages[error.index]
         found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
         place = "tools" if lost is None else next(found, param)
