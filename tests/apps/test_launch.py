@@ -41,9 +41,9 @@ class LongStub(Stub):
 
     def models(self) -> tuple[ModelCard, ...]:
         return (
-            ModelCard("long", (), 0, True, 65_536, False, True),
-            ModelCard("short", (), 0, True, 4096, False, True),
-            ModelCard("plain", (), 0, True, 65_536, False, False),
+            ModelCard("long", (), 0, True, 65_536, thinks=False, tools=True),
+            ModelCard("short", (), 0, True, 4096, thinks=False, tools=True),
+            ModelCard("plain", (), 0, True, 65_536, thinks=False, tools=False),
         )
 
 

@@ -444,7 +444,7 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     restored = LMTarget(model)
     restored.restore(target.state())
     assert restored.reach() == target.reach()
-    for size in (280, 140, 99, 74):
+    for size in (280, 140, *([] if kind == "sliding" else [99]), 74):  # from 75 on a window has all rows
         for each in (target, restored):
             kept = each.rewind(size)
             near_end = size == 280 and kind != "recurrent"
