@@ -31,6 +31,8 @@ class SlowTarget:
     A token after a pause takes longer, and so does a tree.
     """
 
+    tree_obstacle = None
+
     def __init__(self, clock, seconds_per_row, first=0.0):
         self.clock, self.seconds_per_row, self.uncommitted, self.passes = clock, seconds_per_row, 0, 0
         self.first, self.seen, self.done = first, Counter(), 0.0

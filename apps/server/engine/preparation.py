@@ -135,7 +135,7 @@ def _prepared(part: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
         raise invalid(f"{file.place}: {error}", file.place) from error
 
 
-def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str, most: int | None) -> list[int]:
+def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str, most: int | None = None) -> list[int]:
     if isinstance(prompt, FillIn):
         found = fill_in_prompt(prompt, tokenizer)
         if found is None:
