@@ -324,12 +324,11 @@ def test_an_empty_prompt_loads_and_keep_alive_unloads(monkeypatch: pytest.Monkey
         assert running() == []
         load = other.post(OLLAMA, json={"model": "demo", "keep_alive": "5m"}).json()
         assert (load["done_reason"], load["message"]["content"]) == ("load", "")
-        held = served.begin(engine, served.chat(served.QUESTION), held=True)
-        held.until(RoundDone)
+        busy = served.begin(engine, served.chat(served.QUESTION, sampling=served.ENDLESS, max_tokens=400))
+        busy.until(RoundDone)
         notes = other.post(GENERATE, json=unload).json()["mlx_spec"]["notes"]
         assert notes == ["keep_alive: it goes once no request uses it"]
-        held.go_on()
-        held.all()
+        busy.job.cancel()
         wait_until(lambda: running() == [])
         other.post(OLLAMA, json={"model": "demo", "keep_alive": "5m"})
         expires = other.get("/api/ps").json()["models"][0]["expires_at"]
