@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests start dozens of Python processes. Without bytecode each would compile all modules again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the tokenizer's module does, which a test may import
     # On a CPU, MLX wakes a thread for every operation. One of this class does not interrupt the thread that
     # wakes it, so that a tiny model takes two thirds of the time. Threads and processes inherit the class.
     if sys.platform == "linux":
@@ -44,6 +45,17 @@ def pytest_collection_finish() -> None:
 def seed() -> None:
     """The same random numbers in every run of a test, whatever ran before it."""
     mx.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Undo what a test or the program, in this process, changed of the environment: tests share workers."""
+    before = dict(os.environ)
+    yield
+    before["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture
