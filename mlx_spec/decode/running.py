@@ -202,8 +202,13 @@ class RunningSequence:
             yield made
 
     def _rows(self, most: int) -> int:
-        """Return how many tokens the next pass reads, at most `most` and what their scores allow."""
+        """Return how many tokens the next pass reads, at most `most` and what their scores allow.
+
+        Where bits count, passes end where they end for a prompt that is read from its beginning.
+        """
         start = self.target.size
+        if self.target.rows.is_bitwise:
+            most -= start % most
         rows = min(most, len(self.history) - 1 - start)
         return rows if self._attention is None else self._attention.longest_pass(start, rows)
 

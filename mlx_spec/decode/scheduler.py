@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import mlx.core as mx
 
@@ -20,6 +20,7 @@ from mlx_spec.decode.round import Group
 from mlx_spec.decode.running import PrefillStep, RunningSequence
 from mlx_spec.device import resident
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
 
@@ -293,9 +294,12 @@ class Batch:
     def _start_entry(self, entry: Entry) -> None:
         del self._reading[entry]
         entry.sequence.begin()
-        policy = None if self._policies is None else self._policies()
-        self._groups.append(Group([entry.sequence], SingleTarget(entry.sequence.target), policy))
+        self._decode_alone(entry.sequence)
         self._decoding[entry.sequence] = entry
+
+    def _decode_alone(self, sequence: RunningSequence) -> None:
+        policy = None if self._policies is None else self._policies()
+        self._groups.append(Group([sequence], SingleTarget(sequence.target), policy))
 
     def _defers_decoding(self) -> bool:
         """Return True if sequences could decode, but should wait and begin together with others."""
@@ -322,9 +326,16 @@ class Batch:
     def _regroup(self) -> list[Group]:
         """Merge each sequence that decodes alone into a group that fits, once neither has a queued token.
 
-        Returns the groups that must not queue another token, so that they can merge in the next step.
+        A group whose next passes would not agree with plain decoding, and must, parts into single sequences.
+        Returns the groups that must not queue another token, so that they can merge or part in the next step.
         """
         draining: list[Group] = []
+        for group in list(self._groups):
+            if isinstance(group.targets, TargetBatch) and group.targets.must_part:
+                if group.queued is None:
+                    self._part(group, group.targets)
+                else:
+                    draining.append(group)
         for single in [group for group in self._groups if isinstance(group.targets, SingleTarget)]:
             if not isinstance(single.targets, SingleTarget):  # another sequence has joined it meanwhile
                 continue
@@ -342,11 +353,24 @@ class Batch:
         """Return True if a sequence and a group may share buffers, with little padding."""
         sizes = [s.target.size for each in (group, single) for s in each.sequences]
         # After a prompt of one token a target has no rows, and so no buffers yet.
-        if self.target_batch is None or not min(sizes):
+        if self.target_batch is None or not min(sizes) or self._rows.must_part(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
         row_bytes = single.sequences[0].target.row_bytes
         return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
+
+    @cached_property
+    def _rows(self) -> RowClass:
+        """Return the row class of shared passes."""
+        assert self.target_batch is not None
+        return self.target_batch().rows
+
+    def _part(self, group: Group, targets: TargetBatch) -> None:
+        """Let each sequence of a group decode alone."""
+        self._groups.remove(group)
+        for index, sequence in reversed(list(enumerate(group.sequences))):
+            targets.leave(index, keep=sequence.error is None)
+            self._decode_alone(sequence)
 
     def _merge(self, group: Group, single: Group) -> None:
         """Move the only sequence of `single` to `group`."""

@@ -8,7 +8,7 @@ So plain decoding runs the fewest rows of the class, and drafts stay in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_spec.hub.catalog import Exact
@@ -33,6 +33,7 @@ class RowClass:
     doubt: str | None = None  # why drafts are only likely to keep the text; None if they keep it
     differs: str | None = None  # what differs first in passes of more rows
     compared: tuple[int, int] = (0, 0)  # rows of whole passes, and layers alone, that were compared
+    is_required: bool = False  # sequences share no pass that does not agree
 
     @property
     def is_bitwise(self) -> bool:
@@ -62,6 +63,15 @@ class RowClass:
         is_crossed = any(first <= edge <= last for edge in self.edges)
         return 0 if rows < self.fewest or is_crossed else rows
 
+    def must_part(self, sizes: Sequence[int], replayed: int = 0) -> bool:
+        """Return True if sequences with these sizes may not share the next passes.
+
+        A pass writes `replayed` rows more. A round begins up to two passes, the second one after a token that
+        is not committed yet.
+        """
+        most = min(self.most_shared([size + more for size in sizes]) for more in (0, 1, 2))
+        return self.is_required and most <= replayed
+
     def under(self, exact: Exact, most_cost: float = 1.05) -> RowClass:
         """Return the class to decode with, for a choice of `--exact`.
 
@@ -69,8 +79,11 @@ class RowClass:
         """
         if exact == "off":
             return RowClass(doubt="--exact off")
-        if self.doubt is not None and exact == "on":
-            return RowClass(limits=((0, 1),), differs=self.differs, compared=self.compared)
+        if exact == "on":
+            if self.doubt is None:
+                return replace(self, is_required=True)
+            limits = ((0, 1),)
+            return RowClass(limits=limits, is_required=True, differs=self.differs, compared=self.compared)
         if exact == "auto" and self.cost > most_cost:
             share = f"two rows a pass take {self.cost - 1:.0%} longer here"
             return RowClass(doubt=f"{share}; --exact on takes them", compared=self.compared)

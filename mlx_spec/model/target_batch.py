@@ -99,6 +99,12 @@ class TargetBatch:
         return most - 1 - replayed if most > replayed else MAX_DRAFT_TOKENS
 
     @property
+    def must_part(self) -> bool:
+        """Return True if the targets may not share the next passes: see `RowClass`."""
+        replayed = max(replay.size for replay in self._replays)
+        return self.rows.must_part([origin.size for origin in self._origins], replayed)
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the caches."""
         return sum(array.nbytes for array in self._caches.arrays())

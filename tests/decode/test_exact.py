@@ -13,6 +13,8 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.pair import Pair
+from mlx_spec.prompt import text_prompt
+from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.session import Statistics
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
@@ -78,6 +80,53 @@ def test_a_batch_says_when_it_leaves_the_class(shared: int, doubt: str | None) -
     together = [each for each in rounds if each.batch_size == 3]
     assert together and {each.doubt for each in together} == {doubt}
     assert max(each.drafted for each in together) == (3 if doubt is None else 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "together"),
+    [
+        (RowClass(base=2, limits=((0, 8),), shared=2), 2),
+        (RowClass(base=2, limits=((0, 8),), shared=12, edges=(30,)), 3),  # they part to cross it one by one
+        (RowClass(base=2, limits=((0, 8),)), 1),
+        (RowClass(doubt="one row a pass"), 1),
+    ],
+)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, seed=5)])
+def test_a_batch_never_leaves_the_class_with_exact_on(
+    found: RowClass, together: int, sampling: Sampling
+) -> None:
+    pair = make_pair("full", K=8)
+    prompts = [tiny.prompt(n) for n in (18, 19, 20)]
+    options = {"max_tokens": 16, "sampling": sampling}
+    pair.use_rows(found.under("on"))
+    alone = [[t for each in pair.generate(prompt, **options) for t in each.tokens] for prompt in prompts]
+    rounds = list(pair.generate_batch(prompts, **options))
+    assert {each.doubt for _, each in rounds} == {None}
+    assert max(each.batch_size for _, each in rounds) == together
+    if found.edges:
+        assert min(each.batch_size for _, each in rounds[:-6]) == 1
+    texts: list[list[int]] = [[], [], []]
+    for index, each in rounds:
+        texts[index] += each.tokens
+    assert texts == alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "later"), [(RowClass(2, ((0, 8),), 12), [1024, 1199]), (RowClass(), [1199])]
+)
+def test_passes_of_a_prompt_end_where_they_did(rows: RowClass, later: list[int]) -> None:
+    """Where bits count: a row of a prompt may depend on the number of rows in its pass."""
+    pair = make_pair("full", "none")
+    pair.use_rows(rows)
+    parts, prompt = pair.open(), text_prompt(tiny.prompt(1200))
+
+    def ends() -> list[int]:
+        running = pair.prepare(parts, prompt, max_tokens=1)
+        return [parts.target.size for _ in running.prefill()]
+
+    assert ends() == [1024, 1199]
+    parts.target.rewind(700)
+    assert ends() == later
 
 
 def test_padding_is_not_counted_as_a_gain() -> None:

@@ -160,8 +160,10 @@ def test_a_padded_pass_is_a_pass_of_one_row(build: Callable[[], nn.Module]) -> N
 
 def test_choices_of_exactness() -> None:
     dear, none = replace(CLASS, cost=1.2), RowClass(doubt="it differs", differs="a layer")
-    assert CLASS.under("auto") == CLASS.under("on") == CLASS
-    assert dear.under("on") == dear and "20% longer" in str(dear.under("auto").doubt)
+    assert CLASS.under("auto") == replace(CLASS.under("on"), is_required=False) == CLASS
+    assert dear.under("on") == replace(dear, is_required=True) and "20% longer" in str(
+        dear.under("auto").doubt
+    )
     assert none.under("auto") == none and none.under("on").most_rows(5) == 1
     for rows in (CLASS, dear, none):
         assert rows.under("off") == RowClass(doubt="--exact off")
