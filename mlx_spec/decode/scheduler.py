@@ -353,7 +353,9 @@ class Batch:
         """Return True if a sequence and a group may share buffers, with little padding."""
         sizes = [s.target.size for each in (group, single) for s in each.sequences]
         # After a prompt of one token a target has no rows, and so no buffers yet.
-        if self.target_batch is None or not min(sizes) or self._rows.must_part(sizes):
+        if self.target_batch is None or not min(sizes):
+            return False
+        if single.sequences[0].target.rows.is_required and self._rows.must_part(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
         row_bytes = single.sequences[0].target.row_bytes
