@@ -6,6 +6,7 @@ A run that is killed leaves a hidden folder that the next run for the same place
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 
@@ -80,17 +81,47 @@ def write_json(file: Path, value: object) -> None:
 
 def write_atomically(file: Path, text: str) -> None:
     """Replace the content of `file` atomically; only its owner may read it. Raises OSError."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.", suffix=".tmp")
-    temporary = Path(name)
+    for unfinished in file.parent.glob(f".{escape(file.name[:100])}.*.tmp"):
+        remove_abandoned(unfinished)
+    with temporary_file(file.parent, file.name) as stream:
+        stream.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.replace(stream.name, file)
+
+
+@contextlib.contextmanager
+def temporary_file(folder: Path, name: str = "") -> Iterator[BinaryIO]:
+    """Yield a new hidden file, for its owner only. It is removed at the end unless it was renamed.
+
+    It is locked until then, so others can tell if its writer has died (`remove_abandoned`). Raises OSError.
+    """
+    while True:
+        prefix = f".{name[:100]}."
+        stream = tempfile.NamedTemporaryFile(dir=folder, prefix=prefix, suffix=".tmp", delete=False)  # noqa: SIM115
+        try:
+            with stream:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(stream, fcntl.LOCK_EX)
+                if not os.fstat(stream.fileno()).st_nlink:  # removed before it was locked
+                    continue
+                yield cast(BinaryIO, stream)
+                return
+        finally:
+            Path(stream.name).unlink(missing_ok=True)  # on Ctrl-C too
+
+
+def remove_abandoned(file: Path) -> bool:
+    """Remove a temporary file if its writer has died. Return False if it is being written."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except BaseException:  # Ctrl-C too
-        temporary.unlink(missing_ok=True)
-        raise
+        with file.open("r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink()
+    except FileNotFoundError:  # renamed or removed meanwhile
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def sha256(file: Path) -> str:

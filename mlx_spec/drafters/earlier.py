@@ -28,7 +28,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.checkpoint.files import one_line
+from mlx_spec.checkpoint.files import one_line, temporary_file
 from mlx_spec.prompt import Prompt
 
 TAIL = 32  # tokens of a prompt that are stored before its answer, so that its first tokens can be found
@@ -191,9 +191,7 @@ class EarlierAnswers:
         if self._folder is None or not (file := self._file(digest)).exists():
             return ring
         try:
-            with _locked(file) as stream:
-                if (size := stream.tell()) % 4:  # the process ended while it wrote
-                    stream.truncate(size // 4 * 4)
+            with _locked(file):
                 tokens = self._newest(file)
             if tokens.size and not EMPTY <= tokens.min() <= tokens.max() < self._vocab_size:
                 raise ValueError("it holds tokens that the target does not have")
@@ -219,10 +217,10 @@ class EarlierAnswers:
                 stream.write(np.array([*text, EMPTY], "<i4").tobytes())
                 stream.flush()
                 if stream.tell() > 8 * self._ring_tokens:
-                    temporary = file.with_suffix(".tmp")  # one left by a process that was killed is replaced
-                    temporary.touch(0o600)
-                    temporary.write_bytes(self._newest(file).tobytes())  # also what others have appended
-                    os.replace(temporary, file)
+                    with temporary_file(file.parent, file.name) as shorter:
+                        shorter.write(self._newest(file).tobytes())  # also what others have appended
+                        shorter.flush()
+                        os.replace(shorter.name, file)
         except OSError as error:  # most likely the disk is full
             _log.warning("no more answers are kept in %s: %s", file.parent, one_line(error))
             self._folder = None
@@ -244,7 +242,9 @@ def _locked(file: Path) -> Iterator[BinaryIO]:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             if _is_at(file, stream):
-                stream.seek(0, os.SEEK_END)
+                whole = stream.seek(0, os.SEEK_END) // 4 * 4
+                stream.truncate(whole)  # another process may have ended while it wrote a token
+                stream.seek(whole)
                 yield stream
                 return
 

@@ -21,7 +21,7 @@ from support.hub_stand_in import ASSISTANT, E2B, ROOT
 from mlx_spec import hub
 from mlx_spec.apps import roofline
 from mlx_spec.checkpoint import families
-from mlx_spec.checkpoint.files import read_object, write_atomically
+from mlx_spec.checkpoint.files import read_object, temporary_file, write_atomically
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog, names
@@ -350,6 +350,12 @@ def test_write_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KeyboardInterrupt):
         write_atomically(file, "lost")
     assert file.read_text(encoding="utf-8") == "ä new" and list(file.parent.iterdir()) == [file]
+    monkeypatch.undo()
+    (file.parent / ".settings.json.killed.tmp").write_text("half")
+    with temporary_file(file.parent, file.name) as other:  # of another process that writes now
+        write_atomically(file, "newer")
+        assert sorted(file.parent.iterdir()) == sorted([file, Path(other.name)])
+    assert file.read_text() == "newer" and list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000])

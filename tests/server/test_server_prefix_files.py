@@ -23,6 +23,7 @@ from support.served import raw as raw_request
 from mlx_spec.apps.server.engine import prefix_files
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, StoredPrefix, model_key
+from mlx_spec.checkpoint.files import temporary_file
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence, Reread
@@ -352,6 +353,8 @@ def test_size_and_age_have_limits(plain: Pair, tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_leaves_a_usable_folder(
     plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it wrote goes at once, whatever the clock says; a file that is being written stays and counts."""
+
     def killed(*names: object) -> None:
         raise SystemExit
 
@@ -363,11 +366,18 @@ def test_a_writer_that_is_killed_leaves_a_usable_folder(
     assert left.stat().st_size > 100_000  # all but its name
     found = files(plain, tmp_path)
     assert found.restore(text_prompt([*PROMPT, 1, 2]), 0, plain.open) is None
-    assert left.exists()  # another server may be writing it
-    os.utime(left, (0, 0))
-    CacheFolder(tmp_path, GB)
     assert not left.exists()
     stored(plain, tmp_path)
+    with temporary_file(tmp_path) as other:
+        other.write(bytes(1000))
+        other.flush()
+        os.utime(other.name, (0, 0))
+        CacheFolder(tmp_path, 2000)
+        assert [path.name for path in tmp_path.iterdir()] == [Path(other.name).name]
+        (tmp_path / "a.answers").write_bytes(bytes(1500))
+        CacheFolder(tmp_path, 2000)
+        assert [path.name for path in tmp_path.iterdir()] == [Path(other.name).name]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_one_warning(

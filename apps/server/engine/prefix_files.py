@@ -29,7 +29,7 @@ import numpy as np
 
 from mlx_spec import __version__
 from mlx_spec.checkpoint.config import WEIGHTS, fingerprint
-from mlx_spec.checkpoint.files import check_space, human_bytes, one_line
+from mlx_spec.checkpoint.files import check_space, human_bytes, one_line, remove_abandoned, temporary_file
 from mlx_spec.checkpoint.writer import safetensors_header
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import scratch_text
@@ -176,22 +176,17 @@ class CacheFolder:
         try:
             self._make_room(size)
             check_space("a prompt", size, self.path, "give another --cache-folder")
-            handle, temporary = tempfile.mkstemp(dir=self.path, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as stream:
-                    checksum = zlib.crc32(header)
-                    stream.write(header)
-                    while blocks:
-                        for part in _contiguous(blocks.pop(0)):  # pop: each is freed once it is written
-                            checksum = zlib.crc32(part.data, checksum)
-                            stream.write(part.data)
-                    stream.flush()
-                    os.fsync(stream.fileno())
+            with temporary_file(self.path) as stream:
+                checksum = zlib.crc32(header)
+                stream.write(header)
+                while blocks:
+                    for part in _contiguous(blocks.pop(0)):  # pop: each is freed once it is written
+                        checksum = zlib.crc32(part.data, checksum)
+                        stream.write(part.data)
+                stream.flush()
+                os.fsync(stream.fileno())
                 name = f"{start}-{checksum:08x}.safetensors"
-                os.replace(temporary, self.path / name)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+                os.replace(stream.name, self.path / name)
             earlier, self._index = self._index, {**self._index, name: prefix}
             for old, entry in earlier.items():
                 if old.split("-")[0] == start.split("-")[0] and old != name and prefix.covers(entry):
@@ -214,19 +209,21 @@ class CacheFolder:
         self._index = index
 
     def _make_room(self, size: int) -> None:
-        """Remove expired files of prompts and answers, and then the oldest until `size` bytes fit."""
-        now, found = time.time(), []
+        """Remove expired files of prompts and answers, and then the oldest until `size` bytes fit.
+
+        Files that others are writing count, too.
+        """
+        now, found, total = time.time(), [], size
         for entry in os.scandir(self.path):
             try:
                 info = entry.stat(follow_symlinks=False)
-                stale_s = 3600  # age of a temporary file whose writer must have died
-                if entry.name.endswith(".tmp") and now - info.st_mtime > stale_s:
-                    os.unlink(entry.path)
+                if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+                    total += 0 if remove_abandoned(Path(entry.path)) else info.st_size
                 elif NAME.fullmatch(entry.name) or entry.name.endswith(".answers"):
                     found.append((info.st_mtime, info.st_size, entry.path))
             except FileNotFoundError:
                 continue  # another server removed it
-        total = size + sum(nbytes for _, nbytes, _ in found)
+        total += sum(nbytes for _, nbytes, _ in found)
         for used, nbytes, path in sorted(found):
             if total > self._max_bytes or now - used > MAX_AGE_S:
                 Path(path).unlink(missing_ok=True)

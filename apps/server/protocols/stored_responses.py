@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_spec.checkpoint.files import write_atomically
+from mlx_spec.checkpoint.files import remove_abandoned, write_atomically
 from mlx_spec.errors import InvalidValue
 
 from ..errors import LOG, MAX_NAME_CHARS, Failure, invalid
@@ -213,9 +213,8 @@ class ResponseStore:
         """Read the files of earlier runs. Raises InvalidValue if the folder cannot be used."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Files of a process that was killed while it wrote.
             for unfinished in folder.glob(".resp_*.tmp"):
-                unfinished.unlink()
+                remove_abandoned(unfinished)
             own = r"resp_[0-9a-f]{32}\.json"  # other files are left alone
             files = [file for file in folder.iterdir() if re.fullmatch(own, file.name) and file.is_file()]
             files.sort(key=lambda file: file.stat().st_mtime_ns)
