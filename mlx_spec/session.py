@@ -124,23 +124,72 @@ class Statistics:
         return gain if error <= min(0.075, abs(math.log(gain))) else None  # two deviations are 15 %
 
     @property
+    def gain_at_least(self) -> float | None:
+        """Return a bound that the gain hardly falls below: two deviations of the costs that are known so far.
+
+        It does not depend on the load either. None if the costs of some rounds are not known at all.
+        """
+        return self._gain_with(2.0)
+
+    @property
+    def gain_at_most(self) -> float | None:
+        """Return the bound above the gain. No round takes less time than a plain token."""
+        return self._gain_with(-2.0)
+
+    def _gain_with(self, deviations: float) -> float | None:
+        costs = [
+            (rounds, max(cost.plain_tokens * math.exp(deviations * cost.error), 1.0))
+            for rounds, cost in self.costs.values()
+        ]
+        total = sum(rounds * cost for rounds, cost in costs)
+        return (
+            self.compared_tokens / total if total and self.compared_tokens >= self.generated_tokens else None
+        )
+
+    @property
     def gain_words(self) -> str | None:
-        """Return the gain as users read it."""
+        """Return the gain as users read it, or its bounds while it is not known; None without any."""
         if (gain := self.gain) is None:
-            return None
+            return self._bound_words()
         if gain == 1:
             return "as fast as plain"
         multiple = f"{gain:.2f}" if 0.95 < gain < 1.095 else f"{gain:.1f}"
         return f"{multiple} × faster" if gain > 1 else f"{multiple} × plain speed"
 
+    def _bound_words(self) -> str | None:
+        low, high = self.gain_at_least, self.gain_at_most
+        if low is None or high is None:
+            return None
+        low, high = math.floor(10 * low) / 10, math.ceil(10 * high) / 10
+        return f"at least {low:.1f} × faster" if low > 1 else f"{low:.1f} to {high:.1f} × plain speed"
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Return the generated tokens by rounds, which no load changes; None before there are any."""
+        return self.generated_tokens / self.rounds if self.rounds else None
+
     @property
     def reason(self) -> Reason:
-        """Return the reason of most tokens. If they were drafted, the gain decides what it says."""
+        """Return the reason of most tokens. If drafts gave any, the gain decides what it says."""
         reason = max(self.reasons, key=self.reasons.__getitem__, default=Reason.NO_DRAFTER)
-        if reason not in (Reason.PAYS, Reason.LEARNING) or not self.drafted:
+        is_judged = reason in (Reason.PAYS, Reason.LEARNING)
+        if self.accepted and any(each.is_on for each in self.reasons):
+            is_judged = reason is not Reason.FIXED
+        if not (self.drafted and is_judged):
             return reason
-        gain = self.gain
-        return Reason.LEARNING if gain is None else Reason.PAYS if gain > 1 else Reason.LOST
+        if (gain := self.gain) is not None:
+            return Reason.PAYS if gain > 1 else Reason.LOST
+        return Reason.PAYS if (self.gain_at_least or 0.0) > 1 else Reason.LEARNING
+
+    @property
+    def reason_words(self) -> str:
+        """Return the reason as users read it, and why other tokens were not drafted."""
+        off = {reason: count for reason, count in self.reasons.items() if not reason.is_on}
+        count = sum(self.reasons.values()) - sum(off.values())
+        if not (self.reason.is_on and off and count):
+            return self.reason.words
+        why = max(off, key=off.__getitem__).words.replace("off, ", "off: ", 1)
+        return f"on for {count} of {sum(self.reasons.values())} tokens; else {why}"
 
     @property
     def exact(self) -> bool:
@@ -183,7 +232,6 @@ class Statistics:
             "by_drafter": by_drafter,
             "speculation": "on" if self.reason.is_on else "off",
             "reason": self.reason.value,
-            "reason_words": self.reason.words,
         }
 
     def without_prompt(self) -> Statistics:

@@ -184,12 +184,14 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
 
     It has gain, speed, how many tokens were drafted or why none was, and why the answer was cut.
     """
-    count, gain, reason = statistics.generated_tokens, statistics.gain, statistics.reason
+    count, reason = statistics.generated_tokens, statistics.reason
     drafts = f"{statistics.accepted} of {count} tokens drafted"
     if not statistics.drafted:
-        drafts = f"drafts: {reason.words}"
+        drafts = f"drafts: {statistics.reason_words}"
     elif not statistics.accepted and reason is not Reason.FIXED:
-        drafts += f": {reason.words}"
+        drafts += f": {statistics.reason_words}"
+    elif statistics.accepted and statistics.tokens_per_pass is not None:
+        drafts += f", {statistics.tokens_per_pass:.1f} a pass"
     parts = [f"{statistics.tokens_per_second:.0f} tokens/s", drafts]
     if statistics.finish_reason is None:
         parts.append("interrupted")
@@ -197,7 +199,8 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
         parts.append("cut: the context is full" if count < max_tokens else "cut at --max-tokens")
     if (words := statistics.gain_words) is None:
         return [(" · ".join(parts), DIM)]
-    return [(words, GAINED if gain is not None and gain > 1 else DIM), (" · " + " · ".join(parts), DIM)]
+    is_faster = (statistics.gain or statistics.gain_at_least or 0.0) > 1
+    return [(words, GAINED if is_faster else DIM), (" · " + " · ".join(parts), DIM)]
 
 
 def wants_race(statistics: Statistics) -> bool:
@@ -231,9 +234,11 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
     if statistics.gain is not None:
         lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
+    elif statistics.gain_words is not None:
+        lines.append(f"gain: {statistics.gain_words}; few rounds were timed beside plain ones")
     if statistics.generated_tokens:
         lines.append(statistics.exact_words)
-    return [*lines, f"drafts: {statistics.reason.words}", f"peak memory: {human_bytes(peak_bytes)}"]
+    return [*lines, f"drafts: {statistics.reason_words}", f"peak memory: {human_bytes(peak_bytes)}"]
 
 
 def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class AdaptivePolicy:
         assert self._costs is not None
         rows = min(rows, MAX_DRAFT_TOKENS)
         measured = self._costs.measured(index, rows) / self._costs.table.plain
-        return self._shared.ratios.cost(index, rows, measured)
+        return self._shared.ratios.cost((1, index), rows, measured)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[DraftChoice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
@@ -251,7 +251,7 @@ class AdaptivePolicy:
 
     def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
         proposal, plain, rows = self._proposals[drafter], costs.plain, round.nodes or round.drafted
-        self._shared.ratios.observe_draft(1, (drafter, rows), seconds, costs.measured(drafter, rows))
+        self._shared.ratios.observe_draft(1, ((1, drafter), rows), seconds, costs.measured(drafter, rows))
         charged = self._observe_costs(round, drafter, seconds, costs)
         self._shared.account.enter(len(round.tokens), charged / plain)
         self._spent += seconds / plain
@@ -430,7 +430,7 @@ class FixedPolicy:
 
     def _cost(self, drafter: int, rows: int) -> Cost | None:
         assert self._ratios is not None
-        return self._ratios.cost(drafter, rows, None)
+        return self._ratios.cost((1, drafter), rows, None)
 
     def settle(self) -> None:
         if self._ratios is not None:
@@ -442,7 +442,8 @@ class FixedPolicy:
         if self._ratios is not None and self._is_alone:
             if round.kind == "draft":
                 seconds = max(now - self._decided, TICK)
-                self._ratios.observe_draft(1, (round.drafter_index, round.nodes or round.drafted), seconds)
+                shape = (1, round.drafter_index), round.nodes or round.drafted
+                self._ratios.observe_draft(1, shape, seconds)
             elif (  # the end of a drained one came with the token before; else the host waited for it
                 self._queued and round.kind == "plain" and self._decided - self._done < now - self._decided
             ):

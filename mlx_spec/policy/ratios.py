@@ -2,9 +2,10 @@
 
 Seconds follow the load of the machine. The ratio of two consecutive rounds does not: load is as likely to
 rise between them as to fall. So a draft is compared with the plain token beside it, and the spread of these
-ratios gives the error of their median. Without ratios, measured costs count while rounds take the seconds
-that they say. A pair that drafts in every round has no plain token to compare with: if its costs are not
-known, plain tokens are decoded now and then.
+ratios gives the error of their median. Ratios of other sizes say how far measured costs are off; without any,
+these count within a factor, and closely while rounds take the seconds that they say. A pair that drafts in
+every round has no plain token to compare with: if its costs are not known, plain tokens are decoded now and
+then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from statistics import median
 
 from mlx_spec.types import Cost
 
-Shape = tuple[Hashable, int]  # of rounds that cost the same: a drafter and its rows
+# Rounds of one shape cost the same: sequences and a drafter, and the draft tokens.
+Shape = tuple[tuple[int, Hashable], int]
 
 
 class Ratios:
@@ -30,6 +32,9 @@ class Ratios:
 
     def __init__(self, recent: int = 8) -> None:
         self._ratios: dict[Shape, deque[float]] = {}  # log, by shape
+        # By sequences, of all their shapes: rows, and by how much a log ratio exceeds measured costs.
+        self._excess: dict[int, deque[tuple[int, float]]] = {}
+        self._shifts: dict[int, tuple[float, float, float]] = {}  # its median, the error, median rows
         # Log seconds by which the last rounds exceeded the measured costs.
         self._late: deque[float] = deque(maxlen=recent)
         self._found: dict[Shape, Cost] = {}  # from ratios, by shape
@@ -64,12 +69,14 @@ class Ratios:
     def wants_plain(self) -> bool:
         """Return True if plain tokens should follow, so that the cost of the last round becomes known.
 
-        At first they follow every 8th round, later every 64th.
+        At first they follow every 3rd round, soon every 8th, later every 64th.
         """
-        if self._draft is None or self._draft[0] != 1 or self._since < 8:
+        if self._draft is None or self._draft[0] != 1 or self._since < 3:
             return False
-        found = self._found.get(self._draft[1])
+        found, first = self._found.get(self._draft[1]), len(self._excess.get(1, ())) < 16
         is_known = self._as_measured or (found is not None and found.error <= self.KNOWN)
+        if first and not is_known:
+            return True
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def settle(self) -> None:
@@ -78,18 +85,20 @@ class Ratios:
             self._learn(shape, ratio)
         self._unsettled.clear()
 
-    def cost(self, drafter: Hashable, rows: int, measured: float | None) -> Cost | None:
+    def cost(self, drafter: tuple[int, Hashable], rows: int, measured: float | None) -> Cost | None:
         """Return the cost of a round with this many draft tokens, the one with the smallest error.
+
+        `drafter` begins with the sequences that share the pass.
 
         It may come from the table (`measured`, in plain tokens), from ratios, or from ratios of another size.
         None if nothing is known.
         """
         shape = drafter, rows
-        costs = [] if measured is None else [Cost(shape, measured, self.KNOWN if self._as_measured else 1.0)]
+        costs = [] if measured is None else [self._from_measured(shape, measured)]
         if shape in self._found:
             costs.append(self._found[shape])
         self._guesses[shape] = measured or 1.0
-        # Other sizes have a greater error, so they are asked only if this one is hardly known.
+        # Near sizes have a greater error, so they are asked only if this one is hardly known.
         is_known = any(cost.error <= self.KNOWN for cost in costs)
         if others := [other for other in self._found if other[0] == drafter and not is_known]:
             near = min(others, key=lambda other: abs(other[1] - rows))
@@ -98,6 +107,20 @@ class Ratios:
                 Cost(shape, self._found[near].plain_tokens * factor, self._found[near].error + error)
             )
         return min(costs, key=lambda cost: cost.error, default=None)
+
+    def _from_measured(self, shape: Shape, measured: float, deviation: float = 0.2) -> Cost:
+        """Return a measured cost, corrected by the ratios of all shapes of as many sequences.
+
+        `deviation` is the error in log seconds of costs that were measured while other programs ran.
+        """
+        if self._as_measured:
+            return Cost(shape, measured, self.KNOWN)
+        shift, error, rows = self._shifts.get(shape[0][0], (0.0, math.inf, shape[1]))
+        prior, own, most = deviation**-2, error**-2, 2 * math.hypot(deviation, error)
+        if abs(shift) <= most or error > deviation:  # else the measured costs are wrong
+            shift, error = min(max(shift, -most), most) * own / (prior + own), (prior + own) ** -0.5
+        error = math.hypot(error, 0.03 + 0.03 * abs(shape[1] - rows))  # sizes are not off alike
+        return Cost(shape, max(measured * math.exp(shift), 1.0), error)
 
     @property
     def _as_measured(self) -> bool:
@@ -117,6 +140,13 @@ class Ratios:
             middle = median(known)
             error = max(high - middle, middle - low) / 2
             self._found[shape] = Cost(shape, max(math.exp(middle), 1.0), max(error, self.KNOWN / 2))
+        excess = self._excess.setdefault(shape[0][0], deque(maxlen=64))
+        excess.append((shape[1], ratio - math.log(self._guesses.get(shape, 1.0))))
+        low, high = median_interval([value for _, value in excess], 0.99)
+        # A single ratio on a busy machine is off by half.
+        error = max(high - low, self.KNOWN, 0.0 if len(excess) >= 8 else len(excess) ** -0.5) / 2
+        rows, middle = (median(column) for column in zip(*excess, strict=True))
+        self._shifts[shape[0][0]] = middle, error, rows
 
 
 def median_interval(values: Collection[float], probability: float = 0.95) -> tuple[float, float]:

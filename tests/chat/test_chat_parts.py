@@ -84,9 +84,11 @@ def line_of(statistics, max_tokens=2048):
 
 def test_status_line():
     line = status_line(SPECULATED, 2048)
-    assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted", DIM)]
-    unknown = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.64, 0.5))})
-    assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted"
+    assert line == [("1.4 × faster", GAINED), (" · 18 tokens/s · 19 of 37 tokens drafted, 3.1 a pass", DIM)]
+    bounded = replace(SPECULATED, costs={"draft": (10, Cost("draft", 2.4, 0.1))})
+    assert status_line(bounded, 2048)[0] == ("at least 1.2 × faster", GAINED)
+    unknown = replace(SPECULATED, costs={})
+    assert line_of(unknown) == "18 tokens/s · 19 of 37 tokens drafted, 3.1 a pass"
     none = replace(unknown, accepted=0, reasons={Reason.WAITING: 37})
     assert line_of(none) == "18 tokens/s · 0 of 37 tokens drafted: none found for this text"
     assert line_of(replace(none, reasons={Reason.FIXED: 37})) == "18 tokens/s · 0 of 37 tokens drafted"
@@ -94,15 +96,22 @@ def test_status_line():
     assert not wants_race(unknown) and not wants_race(replace(SPECULATED, accepted=32))
     assert status_line(PLAIN, 8)[0] == ("as fast as plain", DIM)
     cut = replace(SPECULATED, finish_reason="length")
-    assert line_of(cut, 37).endswith(" · 19 of 37 tokens drafted · cut at --max-tokens")
+    assert line_of(cut, 37).endswith(" · 19 of 37 tokens drafted, 3.1 a pass · cut at --max-tokens")
     assert line_of(cut, 38).endswith(" · cut: the context is full")
-    assert line_of(replace(cut, finish_reason=None), 64).endswith(" drafted · interrupted")
+    assert line_of(replace(cut, finish_reason=None), 64).endswith(" drafted, 3.1 a pass · interrupted")
     assert (
         line_of(Statistics(prompt_tokens=9), 64)
         == "0 tokens/s · drafts: none, this model has no drafter · interrupted"
     )
     long = replace(cut, generated_tokens=2048, compared_tokens=2048, accepted=1222, decode_seconds=9.9)
-    assert len(line_of(long)) <= 80
+    assert len(line_of(long)) <= 94
+
+    part = replace(bounded, reasons={Reason.BUDGET: 23, Reason.PAYS: 14})
+    assert (
+        part.reason.is_on
+        and part.reason_words == "on for 14 of 37 tokens; else off: they have lost time so far"
+    )
+    assert replace(part, accepted=0).reason_words == Reason.BUDGET.words
 
 
 def test_an_answer_that_repeats_itself_is_noticed():

@@ -84,8 +84,8 @@ def drafted(tokens: int, cost: Cost | None) -> Round:
         (4, Cost("lookup", 2.0, 0.05), 2.0, "2.0 × faster", Reason.PAYS),
         (2, Cost("lookup", 1.9, 0.01), 2 / 1.9, "1.05 × faster", Reason.PAYS),
         (1, Cost("lookup", 1.25), 0.8, "0.8 × plain speed", Reason.LOST),  # it does not say "pays"
-        (4, Cost("lookup", 2.0, 0.1), None, None, Reason.LEARNING),  # may be wrong by 15 %
-        (4, Cost("lookup", 3.9, 0.05), None, None, Reason.LEARNING),  # may be a loss
+        (4, Cost("lookup", 2.0, 0.1), None, "at least 1.6 × faster", Reason.PAYS),  # may be wrong by 15 %
+        (4, Cost("lookup", 3.9, 0.05), None, "0.9 to 1.2 × plain speed", Reason.LEARNING),  # may be a loss
         (4, None, None, None, Reason.LEARNING),
     ],
 )
@@ -99,7 +99,7 @@ def test_gain_and_reason_of_an_answer(
         answer = answer.plus(drafted(tokens, earlier), 0.0)
     assert answer.gain == (None if gain is None else pytest.approx(gain))
     assert (answer.gain_words, answer.reason) == (words, reason)
-    assert added([answer, answer]).gain == answer.gain
+    assert added([answer, answer]).gain == answer.gain and answer.tokens_per_pass == tokens
     if cost is None:  # the cost of a plain round alone tells nothing
         assert answer.plus(Round([5], 0, 0, "plain", cost=Cost("plain", 1.0)), 0.0).gain is None
 

@@ -1,6 +1,8 @@
 """The multiple of plain decoding that users see, on machines that do other work. SIMULATED."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
@@ -51,15 +53,22 @@ def true_cost(round, curve):
     return curve.rows(1 + round.drafted) + drafting + curve.host
 
 
-def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS, tokens=TOKENS):
+def session(curve, text, rounds, believed=None, seed=0, fixed=None, answers=ANSWERS, tokens=TOKENS, off=0.0):
     """Yield the statistics of each answer of a conversation, and its true gain.
 
-    Load changes after about that many `rounds`; None is a device that another program takes.
+    Load changes after about that many `rounds`; None is a device that another program takes. Costs of rounds
+    were measured `off` log seconds too high.
     """
     names = ("lookup", "mtp") if text == "lookup+mtp" else ("mtp",)
     device = Stolen(CURVES[curve], seed) if rounds is None else Loaded(CURVES[curve], rounds, seed)
     policies = AdaptivePolicies(names, copying=["lookup"])
-    policies.use(CURVES[believed or curve].table([0.0 if name == "lookup" else 1.0 for name in names]))
+    table, factor = (
+        CURVES[believed or curve].table([float(name != "lookup") for name in names]),
+        math.exp(off),
+    )
+    passes = {rows: max(seconds * factor, table.plain) for rows, seconds in table.verify.items()}
+    drafts = [{k: seconds * factor for k, seconds in points.items()} for points in table.draft]
+    policies.use(replace(table, verify=passes, draft=drafts) if off else table)
     if fixed is not None:
         policies = FixedPolicy(fixed, names=names, ratios=Ratios())
     policy = policies.policy(device.clock)
@@ -84,6 +93,20 @@ def test_a_gain_that_is_shown_is_the_true_one_under_any_load(rounds, believed):
     assert shown >= (0.9 if believed is None else 0.3) * drafted or rounds
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 40, None])
+@pytest.mark.parametrize("off", [-0.35, 0.0, 0.35])
+def test_the_first_answer_shows_a_bound_that_is_never_above_the_gain(rounds, off):
+    """Most answers with accepted drafts showed nothing, even 25 tokens in 2 passes."""
+    drafted = faster = 0
+    for seed, (curve, text) in enumerate(CASES * 3):
+        for answer, true in session(curve, text, rounds, seed=seed, answers=2, tokens=40, off=off):
+            if answer.drafted:
+                drafted, faster = drafted + 1, faster + (answer.gain_at_least > 1)
+                assert answer.gain_at_least <= 1.005 * true and answer.gain_at_most > 0.9 * true
+                assert answer.gain_words is not None
+    assert drafted and (faster > drafted / 3 or off > 0)
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 5])
 def test_an_answer_without_drafts_is_as_fast_as_plain(rounds):
     answers = [answer for answer, _ in session("CUDA linear", "code", rounds)]
@@ -96,9 +119,9 @@ def test_an_answer_without_drafts_is_as_fast_as_plain(rounds):
 @pytest.mark.parametrize("rounds", [5, 40])
 def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed, rounds):
     """It had no plain token to compare its rounds with."""
-    found = list(session(curve, "code", rounds, seed=1, fixed=fixed, answers=24))
-    shown = [answer.gain / true for answer, true in found if answer.gain is not None]
-    assert len(shown) >= 10 and min(shown) > 1 / 1.15 and max(shown) < 1.15
+    seeds = [session(curve, "code", rounds, seed=seed, fixed=fixed, answers=24) for seed in (1, 2)]
+    shown = [answer.gain / true for found in seeds for answer, true in found if answer.gain is not None]
+    assert len(shown) >= 20 and min(shown) > 1 / 1.15 and max(shown) < 1.15
 
 
 @pytest.mark.parametrize(
@@ -125,7 +148,7 @@ def test_interval_of_the_median():
     assert median_interval(range(1, 26)) == (8, 18)  # 95.7 %
 
 
-SHAPE = ("mtp", 4)  # of rounds that draft
+SHAPE = ((1, "mtp"), 4)  # of rounds that draft
 
 
 def alternating(rounds, seconds, count=1, ratios=None):

@@ -24,8 +24,8 @@ TINY = [f"--target={GOLDEN / 'target'}", "--drafter=lookup"]
 PAIR = ["--target=demo"]
 COMMAND = [sys.executable, "-m", "mlx_spec.chat"]
 STATUS = (
-    r"(as fast as plain · |\d\.\d+ × (faster|plain speed) · )?\d+ tokens/s · "
-    r"(\d+ of \d+ tokens drafted(: [^·]*\b)?|drafts: [^·]*\b)"
+    r"(as fast as plain · |(at least )?\d\.\d+( to \d\.\d)? × (faster|plain speed) · )?\d+ tokens/s · "
+    r"(\d+ of \d+ tokens drafted([:,] [^·]*\b)?|drafts: [^·]*\b)"
 )
 READY = "¶"  # in the text of a screen: the editor waits for a message
 EDITING = "\x1b[?2004h"  # it asks for pasted text to be marked

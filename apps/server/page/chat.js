@@ -182,9 +182,9 @@ async function follow(exchange, body) {
   const end = { timings: null, usage: null, reason: null, stopped: false, problem: null };
   const { signal } = running.controller;
   let last = null; // figures of the answer so far: a stopped one keeps them
+  figures.begin(exchange.model); // at once: no figure of another answer stays while this one waits
   try {
     await untilLoaded(signal);
-    figures.begin(exchange.model);
     for await (const chunk of streamAnswer(body, signal)) {
       if (chunk.mlx_spec?.prompt) showReading(exchange, chunk.mlx_spec.prompt);
       else if (running?.exchange === exchange && chunk.mlx_spec) setPhase("answering");

@@ -210,6 +210,8 @@ export function summary({ timings, usage, reason, stopped }, limit) {
     if (known(timings.longest_pause_ms)) facts.push(`longest pause ${duration(timings.longest_pause_ms)}`);
   }
   if (timings?.drafted) facts.push(`${timings.accepted} of ${plural(count, "token")} drafted`);
+  else if (timings?.reason_words) facts.push(`drafts: ${timings.reason_words}`);
+  if (timings?.drafted && known(timings.tokens_per_pass)) facts.push(`${decimal(timings.tokens_per_pass, 1)} a pass`);
   if (timings?.exact_words && (timings.drafted || !timings.exact)) facts.push(timings.exact_words);
   if (known(timings?.ttft_ms)) facts.push(`first token after ${duration(timings.ttft_ms)}`);
   if (timings?.reused_tokens) facts.push(`${plural(timings.reused_tokens, "prompt token")} reused`);

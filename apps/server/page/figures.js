@@ -14,7 +14,7 @@ const NOTHING = "not measured yet";
 // The figures of one model: of the answer that streams here, or of the last one of another client.
 class ModelFigures {
   constructor() {
-    this.now = {}; // figures of one answer: speed, gain, reason, isOn, perRound, firstToken, accepted, whose
+    this.now = {}; // figures of one answer: speed, gain, least, most, reason, isOn, perRound, firstToken, accepted, whose
     this.speeds = []; // {x: seconds of generating, y: tokens/s}
     this.lengths = []; // draft tokens of each round
     this.drafters = {}; // name -> {drafted, accepted}: tokens by position, of all answers
@@ -77,8 +77,8 @@ class ModelFigures {
   }
 
   // Takes figures that belong to one answer.
-  #takeLast({ tokens_per_second: speed, gain, reason_words: reason, speculation }) {
-    Object.assign(this.now, { speed: speed || null, gain: gain ?? null });
+  #takeLast({ tokens_per_second: speed, gain, gain_at_least: least, gain_at_most: most, reason_words: reason, speculation }) {
+    Object.assign(this.now, { speed: speed || null, gain: gain ?? null, least: least ?? null, most: most ?? null });
     if (reason) Object.assign(this.now, { reason, isOn: speculation === "on" });
   }
 
@@ -148,7 +148,7 @@ export class Figures {
 
   begin(model) {
     this.#of(model).begin();
-    this.drawSoon();
+    this.#draw();
   }
 
   take(model, chunk) {
@@ -195,9 +195,10 @@ export class Figures {
     const plain = known(now.speed) && known(now.gain) ? now.speed / now.gain : null;
     byId("speed").textContent = speed(now.speed);
     byId("speed-note").textContent = now.whose ?? NOTHING;
-    byId("gain").textContent = decimal(now.gain, 2);
-    byId("gain-unit").textContent = !known(now.gain) ? "" : now.gain > 1 ? "× faster" : now.gain < 1 ? "× plain speed" : "× plain speed, the same";
-    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : known(now.speed) ? "too uncertain to say" : "";
+    const [gain, unit, note] = gainWords(now);
+    byId("gain").textContent = gain;
+    byId("gain-unit").textContent = unit;
+    byId("gain-note").textContent = plain ? `plain: ${speed(plain)} tokens/s` : note;
     byId("reason").textContent = now.reason
       ? `Drafts: ${now.reason}.`
       : model.isStreaming ? "No token of this answer yet." : `${this.chosen || "The model"} has not answered yet.`;
@@ -246,6 +247,15 @@ export class Figures {
     drawEmpty(empty, otherwise);
     byId("acceptance").append(empty);
   }
+}
+
+// Returns the gain, or its bounds while it is not known: number, unit and note. Bounds are rounded away from it.
+function gainWords({ gain, least, most, speed: now }) {
+  if (known(gain)) return [decimal(gain, 2), gain > 1 ? "× faster" : gain < 1 ? "× plain speed" : "× plain speed, the same", ""];
+  if (!known(least)) return [decimal(null, 2), "", known(now) ? "not known for these passes" : ""];
+  const low = Math.floor(10 * least) / 10;
+  if (low > 1) return [`≥ ${decimal(low, 1)}`, "× faster", "at least; more answers tell it closer"];
+  return [`${decimal(low, 1)}–${decimal(Math.ceil(10 * most) / 10, 1)}`, "× plain speed", "more answers tell it closer"];
 }
 
 function push(list, value, most = MAX_POINTS) {
