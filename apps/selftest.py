@@ -25,13 +25,13 @@ from mlx_spec.cli.texts import TEXTS
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import GREEDY, Sampling
-from mlx_spec.session import Statistics
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 from mlx_spec.vision.conversation import conversation_prompt, prepared

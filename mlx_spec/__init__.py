@@ -28,10 +28,11 @@ from mlx_spec.errors import (
 from mlx_spec.load import load
 
 if TYPE_CHECKING:
+    from mlx_spec.decode.statistics import Statistics
     from mlx_spec.pair import Pair
     from mlx_spec.prompt import Prompt
     from mlx_spec.sampling import Sampling
-    from mlx_spec.session import Piece, Session, Statistics
+    from mlx_spec.session import Piece, Session
     from mlx_spec.types import Reason, Round
 
 __version__ = "0.1.0"

@@ -12,10 +12,11 @@ from typing import Any, Self
 import mlx.core as mx
 
 from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.decode.statistics import Positions, Statistics, source_words
 from mlx_spec.device.awake import Awake
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import PairInfo
-from mlx_spec.session import Piece, Positions, Statistics, source_words
+from mlx_spec.session import Piece
 from mlx_spec.types import Reason
 
 from .conversation import Conversation

@@ -38,10 +38,10 @@ from mlx_spec.apps.chat.models import open_pair, with_drafts
 from mlx_spec.apps.chat.saved import Journal
 from mlx_spec.apps.chat.settings import AnswerSettings, for_model, from_values, sampling_words
 from mlx_spec.apps.chat.terminal import DIM, GAINED, Terminal, Wrapping
+from mlx_spec.decode.statistics import Positions, Statistics
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
-from mlx_spec.session import Positions, Statistics
 from mlx_spec.types import Cost, Reason
 
 CHOICE = PairSpec(str(GOLDEN / "target"), str(GOLDEN / "assistant"))

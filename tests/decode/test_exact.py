@@ -9,13 +9,13 @@ import pytest
 from support import tiny
 from support.pairs import make_pair, refused, save
 
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.errors import InvalidValue
 from mlx_spec.load import load
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.pair import Pair
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import GREEDY, Sampling
-from mlx_spec.session import Statistics
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
 

@@ -10,9 +10,9 @@ from support.pairs import KINDS, alone, generate, make_pair
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.decode.statistics import Statistics, added
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Statistics, added
 from mlx_spec.types import Cost, Reason, Round
 
 GREEDY = Sampling()

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.virtual_clock import CURVES, Device, decode, make_text
 
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.policy.ratios import Ratios, median_interval
-from mlx_spec.session import Statistics
 
 ANSWERS, TOKENS = 8, 120
 CASES = [(curve, text) for curve in ("M5 Max", "flat") for text in ("code", "prose", "lookup+mtp")]

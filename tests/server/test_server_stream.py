@@ -53,8 +53,8 @@ from mlx_spec.apps.server.protocols.openai_completions import TextWriter
 from mlx_spec.apps.server.protocols.openai_responses import ResponseWriter
 from mlx_spec.apps.server.requests.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Settings
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.sampling import Sampling
-from mlx_spec.session import Statistics
 from mlx_spec.types import Cost, Reason
 
 REQUEST = GenerationRequest("demo", Chat(()), Sampling())

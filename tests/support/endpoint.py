@@ -33,8 +33,8 @@ from mlx_spec.apps.server.engine.models import ModelCard, find_model
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import GenerationRequest
 from mlx_spec.apps.server.settings import ServedModel, Settings
+from mlx_spec.decode.statistics import Positions, Statistics
 from mlx_spec.hub.catalog import PairSpec
-from mlx_spec.session import Positions, Statistics
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import Cost, Reason, TokenLogprob
 from support.waiting import LIMIT

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlx_spec.session import Statistics
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.types import TokenLogprob
 

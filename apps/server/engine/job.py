@@ -15,12 +15,13 @@ from functools import partial
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
+from mlx_spec.decode.statistics import Statistics, added
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.session import Generation, Statistics, added
+from mlx_spec.session import Generation
 from mlx_spec.tokenizer.detokenizer import placed
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.types import Round, TokenLogprob

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_spec.session import SUMMED, Positions, Statistics
+from mlx_spec.decode.statistics import SUMMED, Positions, Statistics
 from mlx_spec.types import Reason
 
 from ..errors import LOG

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mlx_spec.session import Statistics
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.tokenizer.stream import AnswerStream
 
 from ...race import NAMES, Race, race, verdict
