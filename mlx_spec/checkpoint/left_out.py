@@ -6,9 +6,6 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 
@@ -101,43 +98,3 @@ def sources_of(
         mx.export_to_dot(graph, *computed, **named)
         found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
     return frozenset(found)
-
-
-def unread_numbers(config: Config, source: str) -> list[str]:
-    """Return keys of config.json that change logits and that `source`, the code of a model, does not read.
-
-    Each with its value, unless that has no effect. Rotary scaling is checked by its angles, not here.
-    """
-    one = (
-        "logit_scale logits_scaling embedding_multiplier residual_multiplier "
-        "routed_scaling_factor lm_head_multiplier key_multiplier attention_in_multiplier scale_emb "
-        "attention_out_multiplier ssm_in_multiplier ssm_out_multiplier mup_multiplier output_multiplier"
-    ).split()
-    none = (
-        "final_logit_softcapping attn_logit_softcapping logits_soft_cap router_logit_softcapping clip_qkv "
-        "alibi attention_multiplier query_pre_attn_scalar llama_4_scaling_beta use_dynamic_ntk use_logn_attn "
-        "add_swa_attention_sink_bias attention_chunk_size"
-    ).split()
-    text = text_config(config)
-    neutral: dict[str, Any] = {**dict.fromkeys(one, 1), **dict.fromkeys(none, 0)}
-    neutral["query_pre_attn_scalar"] = text.get("head_dim")
-    stated = [(key, text[key]) for key, without in neutral.items() if text.get(key) not in (None, without)]
-    # Some classes know the only value that their models have.
-    known = (rf"\.{key}\b|[\"']{key}[\"']|[^\w.]{re.escape(str(value))}\b" for key, value in stated)
-    return [
-        f"{key} {value}"
-        for (key, value), way in zip(stated, known, strict=True)
-        if not re.search(way, source)
-    ]
-
-
-def source_of(module: ModuleType) -> str:
-    """Return the code of a module of mlx-lm, and of the modules beside it that it imports."""
-    found, waiting = dict[str, str](), [Path(str(module.__file__))]
-    while waiting:
-        file = waiting.pop()
-        if file.name not in found and file.is_file():
-            found[file.name] = file.read_text(encoding="utf-8")
-            names = re.findall(r"^from \.(\w+) import|^from \. import (\w+)", found[file.name], re.MULTILINE)
-            waiting += [file.with_name(f"{a or b}.py") for a, b in names]
-    return "\n".join(found.values())

@@ -14,13 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.layouts import model_classes
-from mlx_spec.checkpoint.left_out import source_of, unread_numbers
 from mlx_spec.checkpoint.ropes import without_longrope
+from mlx_spec.checkpoint.unread import source_of, unread_keys, unread_window
 from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.ropes import apply_stated_ropes
@@ -64,9 +65,7 @@ def read_model(
         found.pop("quantization_config")
     found |= {key: {**checkpoint.config, **given}[key] for key in hidden}
     apply_stated_ropes(model, found)
-    # A part of a model may be a class of ours that extends mlx-lm's.
-    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if "mlx_lm." in kind.__module__]
-    if unread := unread_numbers(found, "\n".join(map(source_of, modules))):
+    if unread := _unread(model, found):
         print(
             f"mlx-lm does not read {', '.join(unread)} of config.json: the text may differ from the original "
             "model's",
@@ -80,6 +79,17 @@ def read_model(
                 "not know; get the model in full precision, or as mlx-community has it"
             )
     return model, found
+
+
+def _unread(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of config.json that may change logits and that the classes of a model do not read."""
+    # A part of a model may be a class of ours that extends mlx-lm's.
+    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if "mlx_lm." in kind.__module__]
+    caches: list[Any] = make_prompt_cache(model)
+    parts = [part for each in caches for part in (each.caches if isinstance(each, CacheList) else [each])]
+    has_windows = any(isinstance(part, RotatingKVCache | ChunkedKVCache) for part in parts)
+    found = unread_keys(config, "\n".join(map(source_of, modules)))
+    return found + unread_window(config, has_windows=has_windows)
 
 
 def _obstacle(error: BaseException) -> str:

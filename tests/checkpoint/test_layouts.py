@@ -18,7 +18,7 @@ from support.pairs import TOKENIZER
 from mlx_spec import load
 from mlx_spec.checkpoint import layouts
 from mlx_spec.checkpoint.config import read_checkpoint
-from mlx_spec.checkpoint.left_out import reason_left_out, source_of, unread_numbers
+from mlx_spec.checkpoint.left_out import reason_left_out
 from mlx_spec.checkpoint.memory import memory_need
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
@@ -427,24 +427,3 @@ def test_a_router_without_its_bias_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
     with pytest.raises(BadCheckpoint, match=f"as ernie4_5_moe: mlx-lm leaves out {ROUTER}, so that tokens"):
         read_model(write(tmp_path / "with", ERNIE, {**saved, ROUTER: mx.ones((1, 3))}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "named"),
-    [
-        ("llama", {}, None),
-        ("llama", {"final_logit_softcapping": None, "logit_scale": 1.0, "clip_qkv": 0}, None),
-        ("llama", {"final_logit_softcapping": 31.5}, "final_logit_softcapping 31.5"),
-        ("qwen3", {"residual_multiplier": 0.22}, "residual_multiplier 0.22"),
-        ("granite", {"residual_multiplier": 0.22}, None),
-        ("gemma3_text", {"query_pre_attn_scalar": 300}, None),
-    ],
-)
-def test_numbers_of_config_json_that_no_code_reads_are_named(
-    kind: str, changes: dict[str, Any], named: str | None
-) -> None:
-    code = source_of(import_module(f"mlx_lm.models.{kind}"))
-    found = unread_numbers(
-        {"model_type": kind, "head_dim": 32, "max_position_embeddings": 64, **changes}, code
-    )
-    assert found == ([] if named is None else [named])
