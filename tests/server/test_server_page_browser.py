@@ -16,6 +16,7 @@ from PIL import Image
 from support import chromium
 from support.chromium import Browser, Tab
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
+from support.page import BROWSER, DONE, QUESTION, READY, ask, log, press, reload, streamed, text, visit
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
@@ -25,7 +26,6 @@ from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.vision.pictures import read_picture
 
-BROWSER = chromium.found()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
 TINY = str(Path(__file__).parents[1] / "golden" / "e2b" / "target")
 MODELS = {
@@ -33,9 +33,8 @@ MODELS = {
     "tiny": PairSpec(TINY, num_draft_tokens=4),
     "alone": PairSpec(TINY, "none"),
 }
-QUESTION = "What does os.path.join do?"
-READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
-DONE = "document.querySelectorAll('.turn.assistant[aria-busy=false]').length"
+
+
 ENDS = {"1": -100, "15": -100}  # the demo's end tokens; without them it does not stop
 KEPT = """import('./page/store.js').then(async ({listConversations, listExchanges}) =>
   listExchanges((await listConversations())[0].id))"""
@@ -79,23 +78,6 @@ def tab(opened: Tab) -> Iterator[Tab]:
     """A tab that has seen no page. A process of its own would take more than all that a test does in it."""
     yield opened
     opened.leave()
-
-
-def visit(tab: Tab, url: object, *size: int) -> None:
-    tab.open(str(url), *size)
-    tab.until(READY)
-
-
-def text(tab: Tab, selector: str) -> str:
-    return str(tab.value(f"document.querySelector({selector!r}).textContent"))
-
-
-def ask(tab: Tab, question: str = QUESTION) -> None:
-    before = tab.value(DONE)
-    tab.until("!document.querySelector('#send').hidden && document.activeElement.id === 'message'")
-    tab.write(question)
-    tab.press("Enter")
-    tab.until(f"{DONE} > {before}")
 
 
 def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
@@ -386,30 +368,6 @@ def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
         assert tab.value("document.querySelectorAll('.turn').length") == 0
 
 
-# The page may write a record once more when a write has ended: the third transaction is after both.
-WRITTEN = """new Promise((done, fail) => {
-  const opening = indexedDB.open("mlx_spec");
-  opening.onerror = fail;
-  opening.onsuccess = () => {
-    const read = (times) => {
-      if (!times) { opening.result.close(); return done(); }
-      const transaction = opening.result.transaction(["conversations", "exchanges"]);
-      transaction.objectStore("exchanges").count();
-      transaction.oncomplete = () => read(times - 1);
-    };
-    read(3);
-  };
-})"""
-
-
-def reload(tab: Tab) -> None:
-    """Load the page again once its conversations are written: a reload cuts a write off."""
-    tab.value(WRITTEN)
-    tab.value("window.isOld = true")
-    tab.call("Page.reload")
-    tab.until(f"!window.isOld && document.querySelector('#state') && {READY}")
-
-
 # --- what is drawn
 
 
@@ -440,16 +398,6 @@ OUTLINE = """(() => { const walk = (node) => [...node.children].flatMap((one) =>
   : [one.matches('.formula') ? 'math:' + one.querySelector('math').getAttribute('display')
      : one.tagName.toLowerCase() + `(${walk(one).join(' ')})`.replace('()', '')]);
   return walk(document.querySelector('.turn.assistant > .answer')).join(' '); })()"""
-
-
-def streamed(said: str, pause: float = 0.001) -> Stub:
-    parts = [said[i : i + 3] for i in range(0, len(said), 3)]
-    pieces = (
-        TextDelta(0, "answer", part, (), (TokenText(part, ("lookup", None)[i % 2], i % 2),))
-        for i, part in enumerate(parts)
-    )
-    rounds = (event for piece in pieces for event in (piece, ROUND))
-    return Stub((READ, *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=pause)
 
 
 def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
@@ -487,17 +435,6 @@ def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
 
 
 # --- nothing is lost
-
-
-def log(tab: Tab) -> list[str]:
-    return list(tab.value("[...document.querySelectorAll('.said, .turn > .answer')].map((n) => n.innerText)"))
-
-
-def press(tab: Tab, words: str) -> None:
-    """Press the last button with these words, in a menu, too."""
-    tab.value(
-        f"[...document.querySelectorAll('button')].findLast((one) => one.textContent === {words!r}).click()"
-    )
 
 
 def test_another_try_and_an_edit_are_branches(tab):
@@ -633,7 +570,7 @@ def test_a_pasted_picture_is_scaled_sent_and_kept(tab):
     stub = SeeingStub(ANSWER)
     with listening(stub, Settings(DEMO)) as url:
         visit(tab, url)
-        tab.until("!document.querySelector('#add-picture').hidden")
+        tab.until("document.querySelector('#files').accept === ''")
         table = PASTE.replace("({})", "({'text/plain': 'a', 'text/html': '<td>a</td>'})")
         assert tab.value(table), "a table goes into the message, not its picture"
         assert not tab.value(PASTE)
@@ -670,17 +607,17 @@ def test_dropped_and_chosen_pictures_are_sent_as_they_look(tab, tmp_path):
         picture_file(tmp_path, "phone.jpg", "JPEG", photo, exif=exif),
         picture_file(tmp_path, "clear.png", "PNG", clear),
     ]
-    other = tmp_path / "notes.txt"
-    other.write_text("no picture")
+    other = tmp_path / "notes.bin"
+    other.write_bytes(b"no text\0")
     stub = SeeingStub(ANSWER)
     with listening(stub, Settings(DEMO)) as url:
         visit(tab, url)
-        tab.until("!document.querySelector('#add-picture').hidden")
+        tab.until("document.querySelector('#files').accept === ''")
         where = {"x": 640, "y": 300, "data": {"items": [], "files": files, "dragOperationsMask": 1}}
         for kind in ("dragEnter", "dragOver", "drop"):
             tab.call("Input.dispatchDragEvent", type=kind, **where)
         tab.until("document.querySelectorAll('#pictures img').length === 2")
-        box = tab.call("Runtime.evaluate", expression="document.querySelector('#picture-files')")
+        box = tab.call("Runtime.evaluate", expression="document.querySelector('#files')")
         given = {"files": [files[1]], "objectId": box["result"]["objectId"]}
         tab.call("DOM.setFileInputFiles", **given)
         tab.until("document.querySelectorAll('#pictures img').length === 3")
@@ -689,7 +626,7 @@ def test_dropped_and_chosen_pictures_are_sent_as_they_look(tab, tmp_path):
         where["data"]["files"] = [str(other)]
         for kind in ("dragEnter", "dragOver", "drop"):
             tab.call("Input.dispatchDragEvent", type=kind, **where)
-        tab.until("document.querySelector('#picture-problem').textContent.startsWith('notes.txt cannot be')")
+        tab.until("document.querySelector('#file-problem').textContent.startsWith('notes.bin is not text')")
         ask(tab, "What is it?")
         parts = stub.requests[-1].prompt.messages[-1]["content"]
         turned, shown = (read_picture(part["image"].data) for part in parts[:2])
@@ -703,7 +640,7 @@ def test_an_exported_conversation_keeps_its_pictures(tab):
     stub = SeeingStub(ANSWER)
     with listening(stub, Settings(DEMO)) as url:
         visit(tab, url)
-        tab.until("!document.querySelector('#add-picture').hidden")
+        tab.until("document.querySelector('#files').accept === ''")
         for question in ("One?", "Two?"):
             tab.value(PASTE)
             tab.until("document.querySelector('#pictures img')")
@@ -727,7 +664,7 @@ def test_a_model_that_reads_no_pictures_is_offered_none(tab):
     with listening(Stub(ANSWER), Settings(DEMO)) as url:
         visit(tab, url)
         tab.value(PASTE)
-        tab.until("document.querySelector('#picture-problem').textContent.includes('reads no pictures')")
+        tab.until("document.querySelector('#file-problem').textContent.includes('reads no pictures')")
         assert tab.value(
-            "document.querySelector('#add-picture').hidden && !document.querySelector('#pictures img')"
+            "document.querySelector('#files').accept && !document.querySelector('#pictures img')"
         )

@@ -35,8 +35,16 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 PATIENCE = 120.0  # seconds
-KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, "")}  # code, virtual key, text
-SHIFT = 8
+KEYS = {  # code, virtual key, text
+    "Enter": ("Enter", 13, "\r"),
+    "Escape": ("Escape", 27, ""),
+    "ArrowDown": ("ArrowDown", 40, ""),
+    "ArrowUp": ("ArrowUp", 38, ""),
+    "k": ("KeyK", 75, ""),
+    "O": ("KeyO", 79, ""),
+    "/": ("Slash", 191, ""),
+}
+CONTROL, SHIFT = 2, 8
 
 Json = dict[str, Any]
 
@@ -80,7 +88,8 @@ class Tab:
     pipe: _Pipe
     session: str | None = None
     target: str | None = None
-    context: str | None = None  # its storage is shared with no other tab
+    context: str | None = None  # its storage is shared with the tab `beside` it only
+    beside: Tab | None = None
     events: list[Json] = field(default_factory=list)
 
     def call(self, method: str, **parameters: Any) -> Json:
@@ -104,7 +113,10 @@ class Tab:
     def open(self, url: str, width: int = 1280, height: int = 800, scale: float = 1) -> None:
         """Load a page in a window of that many CSS pixels."""
         if self.session is None:
-            self.context = self.call("Target.createBrowserContext")["browserContextId"]
+            if self.beside is None:
+                self.context = self.call("Target.createBrowserContext")["browserContextId"]
+            else:
+                self.context = self.beside.context
             blank = self.call("Target.createTarget", url="about:blank", browserContextId=self.context)
             self.target = blank["targetId"]
             self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
@@ -128,7 +140,8 @@ class Tab:
         target, self.session = self.target, None
         if target is not None:
             self.call("Target.closeTarget", targetId=target)
-            self.call("Target.disposeBrowserContext", browserContextId=self.context)
+            if self.beside is None:
+                self.call("Target.disposeBrowserContext", browserContextId=self.context)
 
     def crash(self) -> None:
         """Kill the process of the page; it can be loaded again."""
@@ -167,10 +180,15 @@ class Tab:
         """Insert text where the focus is."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str, *, shift: bool = False) -> None:
+    def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
         """Press and release a key."""
         code, number, text = KEYS[key]
-        about = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": SHIFT * shift}
+        about = {
+            "key": key,
+            "code": code,
+            "windowsVirtualKeyCode": number,
+            "modifiers": SHIFT * shift + CONTROL * control,
+        }
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
 
@@ -216,9 +234,9 @@ class Browser:
     pipe: _Pipe
 
     @contextmanager
-    def tab(self) -> Iterator[Tab]:
-        """Open a tab; close it with the context."""
-        made = Tab(self.pipe)
+    def tab(self, beside: Tab | None = None) -> Iterator[Tab]:
+        """Open a tab, which may share the storage of another one; close it with the context."""
+        made = Tab(self.pipe, beside=beside)
         try:
             yield made
         finally:

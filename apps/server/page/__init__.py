@@ -17,27 +17,39 @@ TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
 MODULES = (
+    "attachments.js",
     "chat.js",
     "chats.js",
+    "context.js",
     "conversation.js",
     "dom.js",
     "exchange.js",
     "extensions.js",
     "figures.js",
     "highlight.js",
+    "importing.js",
+    "keys.js",
     "markdown.js",
     "origins.js",
+    "palette.js",
+    "pdf.js",
     "pictures.js",
     "race.js",
     "server.js",
     "settings.js",
     "store.js",
 )
-LIBRARIES = ("vendor/markdown-it.min.js", "vendor/temml.min.js")  # see vendor/README.md
+LIBRARIES = (  # see vendor/README.md
+    "vendor/markdown-it.min.js",
+    "vendor/pdf.min.mjs",
+    "vendor/pdf.worker.min.mjs",
+    "vendor/temml.min.js",
+)
 FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)
 PREFIX = "/page/"
 HEADERS = {

@@ -1,14 +1,20 @@
 // The page: shows a conversation, sends its requests, and asks for the server's state every two seconds.
+import { Attachments, asContent } from "./attachments.js";
 import { Chats } from "./chats.js";
+import { ContextMeter, countTokens } from "./context.js";
 import { Conversation } from "./conversation.js";
 import { announce, byId, copyButton, element, keep, known, plural, recall } from "./dom.js";
-import { isNearEnd, summary } from "./exchange.js";
+import { asQuestion, isNearEnd, summary } from "./exchange.js";
 import { Figures } from "./figures.js";
+import { named, prepareKeys } from "./keys.js";
 import { drawLegend } from "./origins.js";
-import { Pictures, content } from "./pictures.js";
+import { Palette } from "./palette.js";
+import { Pictures } from "./pictures.js";
 import { Refused, getJson, setKey, streamAnswer, streamRace } from "./server.js";
-import { chosenCard, hasSeveral, offerModels, prepareSettings, requestFields, servedName, systemMessages } from "./settings.js";
-import { isKept } from "./store.js";
+import {
+  chosenCard, currentSettings, hasSeveral, offerModels, prepareSettings, requestFields, servedName, showSettings, systemMessages,
+} from "./settings.js";
+import { isKept, onChange, problemOf as problemOfStore } from "./store.js";
 
 const POLL_MS = 2000; // between two requests for the server's state
 const RACE_TOKENS = 256; // in each answer of a race: enough turns to compare
@@ -31,7 +37,9 @@ const STATES = {
 const QUEUED = { answers: "waiting for other answers", measuring: "waiting for a measurement of this machine" };
 
 const figures = new Figures();
-const pictures = new Pictures(() => Boolean(chosenCard()?.images));
+const attachments = new Attachments({ count: countText, changed: () => meter.update() });
+const pictures = new Pictures(() => Boolean(chosenCard()?.images), (files) => attachments.add(files));
+const meter = new ContextMeter(contextState);
 const sources = new Set(); // origins of all text so far
 const log = byId("log");
 const welcome = byId("welcome");
@@ -61,10 +69,10 @@ function drawSwitches() {
 
 // --- the conversation
 
-const view = { log, sources, actions: { ask: askAgain, race, turn }, failed: sayNotKept };
+const view = { log, sources, actions: { ask: askAgain, race, turn, goOn }, failed: sayNotKept };
 const opened = new Map(); // conversations by id
 let conversation = new Conversation(view);
-const chats = new Chats({ open, find, removed });
+const chats = new Chats({ open, find, removed, failed: sayNotKept });
 
 async function find(record) {
   if (!opened.has(record.id)) {
@@ -88,8 +96,30 @@ function removed(record) {
   if (running?.exchange.conversation === record.id) stop();
 }
 
+// Another tab has changed a conversation, or deleted it.
+async function changedElsewhere({ conversation: id, exchange }) {
+  await chats.load();
+  const isThere = chats.records.some((record) => record.id === id);
+  if (opened.has(id) && isThere && exchange) await opened.get(id).takeOther(exchange);
+  if (id !== conversation.record.id || conversation.isNew) return;
+  if (isThere) {
+    if (!byId("settings").contains(document.activeElement)) showSettings(conversation.record.settings);
+    return;
+  }
+  if (running?.exchange.conversation === id) stop();
+  opened.delete(id);
+  open(null);
+  announce(byId("not-kept").textContent = "The conversation was deleted in another tab.");
+  byId("not-kept").hidden = false;
+}
+
 function show(found) {
+  const isOther = found !== conversation;
   conversation = found;
+  if (isOther) {
+    showSettings(found.record.settings);
+    settingsChanged();
+  }
   opened.set(found.record.id, found);
   if (found.record.leaf) found.show();
   else log.replaceChildren(welcome);
@@ -98,17 +128,35 @@ function show(found) {
   drawLegend(byId("legend"), sources);
   drawSwitches();
   drawLatest();
+  meter.update();
 }
 
 function turn(exchange, step) {
   if (running) return;
   const before = exchange.asked.offsetTop - log.scrollTop;
-  conversation.turnTo(exchange, step);
-  log.scrollTop = conversation.path()[conversation.path(exchange.parent).length].asked.offsetTop - before;
+  log.scrollTop = conversation.turnTo(exchange, step).asked.offsetTop - before;
+  meter.update();
 }
 
-function sayNotKept() {
-  byId("not-kept").hidden = false;
+// Says why something was not kept; null takes that back.
+function sayNotKept(error) {
+  byId("not-kept").textContent = error ? problemOfStore(error) : "";
+  byId("not-kept").hidden = !error;
+  if (error) announce(byId("not-kept").textContent);
+}
+
+// Returns what the meter of the context shows.
+function contextState() {
+  const model = servedName();
+  const question = byId("message").value.trim();
+  const hasDraft = question || attachments.files.length || pictures.urls.length;
+  const draft = { role: "user", content: asContent(question, pictures.urls, attachments.files) };
+  const messages = hasDraft ? [...systemMessages(), ...conversation.history(), draft] : null;
+  return { model, messages, used: conversation.last()?.tokens ?? null, most: chosenCard()?.context_length };
+}
+
+function countText(text) {
+  return countTokens(servedName(), [{ role: "user", content: text }]);
 }
 
 function stop() {
@@ -117,25 +165,42 @@ function stop() {
 
 // Asks again in a new branch beside an exchange, which stays.
 function askAgain(question, exchange) {
-  if (!running) send(question, exchange.parent, exchange.images);
+  if (!running) send(question, exchange.parent, exchange.images, exchange.files);
 }
 
-async function send(written, parent = conversation.record.leaf, images = []) {
+async function send(written, parent = conversation.record.leaf, images = [], files = []) {
   const text = written.trim();
-  if (!(text || images.length) || running) return;
-  const mine = conversation;
-  const exchange = mine.add(text, parent, images);
-  const fields = requestFields();
-  const messages = [...systemMessages(), ...mine.history(exchange), { role: "user", content: content(text, images) }];
-  exchange.model = servedName();
-  show(mine);
+  if (!(text || images.length || files.length) || running) return;
+  conversation.record.settings = currentSettings();
+  conversation.changed.settings = conversation.record.settings;
+  const exchange = conversation.add(text, parent, images, files);
+  const messages = [...systemMessages(), ...conversation.history(exchange), asQuestion(exchange)];
+  show(conversation);
   log.scrollTop = log.scrollHeight;
+  await stream(exchange, messages);
+}
+
+// Lets an answer that was cut go on where it ends.
+async function goOn(exchange) {
+  if (running) return;
+  const begun = { role: "assistant", content: exchange.answer.text };
+  const messages = [...systemMessages(), ...conversation.history(exchange), asQuestion(exchange), begun];
+  exchange.reopen();
+  await stream(exchange, messages, { continue_final_message: true, add_generation_prompt: false });
+}
+
+async function stream(exchange, messages, more = {}) {
+  const mine = conversation;
+  const fields = requestFields();
+  exchange.model = servedName();
   setRunning({ controller: new AbortController(), exchange, phase: "waiting" });
-  const end = await follow(exchange, { ...fields, messages });
+  const end = await follow(exchange, { ...fields, ...more, messages });
   const facts = summary(end, fields.max_completion_tokens);
   if (facts.length && hasSeveral()) facts.unshift(fields.model);
+  exchange.tokens = end.usage ? end.usage.prompt_tokens + end.usage.completion_tokens : null;
+  exchange.canGoOn = end.stopped || end.reason === "length" || end.problem !== null;
   exchange.end(facts, end.problem);
-  mine.touch();
+  mine.ended(exchange);
   chats.draw();
   drawLegend(byId("legend"), sources);
   drawSwitches();
@@ -143,6 +208,7 @@ async function send(written, parent = conversation.record.leaf, images = []) {
   const complete = `Answer complete${count ? `, ${plural(count, "token")}` : ""}`;
   announce(end.problem ?? (end.stopped ? "Stopped" : complete));
   setRunning(null);
+  meter.update();
   isListed = false; // the list of models says more about a model once it was loaded
 }
 
@@ -150,7 +216,7 @@ async function send(written, parent = conversation.record.leaf, images = []) {
 async function race(exchange) {
   if (running) return;
   const view = exchange.showRace();
-  const messages = [...systemMessages(), ...conversation.history(exchange), ...exchange.asks()];
+  const messages = [...systemMessages(), ...conversation.history(exchange), asQuestion(exchange)];
   const fields = requestFields();
   const most = Math.min(fields.max_completion_tokens ?? RACE_TOKENS, RACE_TOKENS);
   const seed = fields.temperature && !known(fields.seed) ? { seed: 0 } : {}; // without a seed both answers would draw other tokens
@@ -243,6 +309,7 @@ function growMessage() {
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight}px`;
   keep("localStorage", DRAFT, box.value || null);
+  meter.update();
 }
 
 function drawLatest() {
@@ -315,12 +382,14 @@ function submit() {
   if (running) return;
   const text = byId("message").value;
   setMessage("");
-  send(text, conversation.record.leaf, pictures.take());
+  send(text, conversation.record.leaf, pictures.take(), attachments.take());
 }
 
 function settingsChanged() {
+  byId("files").accept = chosenCard()?.images ? "" : "text/*,application/pdf,application/json,.md,.py,.js,.ts,.c,.h,.cpp,.rs,.go,.java,.sh,.toml,.yaml,.yml,.csv,.tex";
   pictures.draw();
   figures.choose(servedName());
+  meter.update();
   const examples = EXAMPLES[servedName()] ?? EXAMPLES.others;
   ideas.replaceChildren(...examples.map((example) => {
     const button = element("button", { type: "button", class: "quiet" }, example);
@@ -339,9 +408,26 @@ byId("message").addEventListener("keydown", (event) => {
   submit();
 });
 byId("message").addEventListener("input", growMessage);
-document.addEventListener("keydown", ({ key, target }) => {
-  if (key === "Escape" && !target.closest("form.editing, #chats")) stop();
+const focusMessage = () => byId("message").focus();
+const newChat = () => open(null);
+const editLast = () => { if (!running) conversation.last()?.edit(); };
+const palette = new Palette({
+  commands: [
+    ["New chat", newChat, named("⇧ O")],
+    ["Edit the last question", editLast, "↑"],
+    ["Write a message", focusMessage, "/"],
+    ["Stop the answer", stop, "Esc"],
+    ["Settings, system prompt, presets", () => { byId("settings").open = true; byId("system").focus(); }],
+    ["Attach a file", () => byId("files").click()],
+    ["Import a conversation", () => byId("import-files").click()],
+    ["Live figures", () => setSwitch("figures", !switches.figures)],
+  ],
+  records: () => chats.records,
+  open,
 });
+const search = () => palette.show();
+byId("search").addEventListener("click", search);
+prepareKeys({ search, newChat, editLast, focus: focusMessage, stop });
 byId("stop").addEventListener("click", stop);
 byId("highlight").addEventListener("change", (event) => setSwitch("tints", event.target.checked));
 for (const name of ["chats", "figures"]) {
@@ -361,14 +447,18 @@ byId("key-form").addEventListener("submit", async (event) => {
 byId("latest").addEventListener("click", () => { log.scrollTop = log.scrollHeight; });
 log.addEventListener("scroll", drawLatest, { passive: true });
 new MutationObserver(drawLatest).observe(log, { childList: true, subtree: true });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) chats.load(); }); // of other tabs
+onChange(changedElsewhere);
 
 const base = new URL(".", location.href).href; // a proxy may put the page below a path
 byId("endpoint").textContent = `${base}v1`;
 byId("endpoint").after(copyButton(() => byId("endpoint").textContent, "Copy endpoint"));
 byId("base-url").textContent = byId("endpoint").textContent;
 byId("anthropic").textContent = base.slice(0, -1);
-prepareSettings(settingsChanged);
+prepareSettings(() => {
+  if (!conversation.isNew) conversation.set({ settings: currentSettings() });
+  settingsChanged();
+});
+showSettings(null);
 settingsChanged();
 setMessage(recall("localStorage", DRAFT) ?? "");
 const before = recall("sessionStorage", OPENED);
@@ -378,5 +468,5 @@ byId("message").focus();
 await chats.load();
 const last = chats.records.find(({ id }) => id === before);
 if (last) await open(last);
-if (!await isKept()) sayNotKept();
+if (!await isKept()) sayNotKept(new DOMException("", "UnknownError"));
 poll();

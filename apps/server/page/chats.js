@@ -1,6 +1,7 @@
-// The list of conversations: new, open, rename, delete with undo, export.
+// The list of conversations: new, open, rename, delete with undo, export, import.
 import { announce, byId, element } from "./dom.js";
-import { listConversations, purge, put } from "./store.js";
+import { importFile } from "./importing.js";
+import { listConversations, purge } from "./store.js";
 
 const UNDO_MS = 10_000; // how long a deletion can be undone
 const FILES = { Markdown: ["md", "text/markdown", (one) => one.toMarkdown()],
@@ -8,21 +9,33 @@ const FILES = { Markdown: ["md", "text/markdown", (one) => one.toMarkdown()],
 
 export class Chats {
   // `open` shows the conversation of a record, or a new one for null. `find` returns the Conversation of a record.
-  // `removed` is called with a deleted record.
-  constructor({ open, find, removed }) {
-    Object.assign(this, { open, find, removed, records: [], current: null });
+  // `removed` is called with a deleted record, `failed` with the error of a write.
+  constructor({ open, find, removed, failed }) {
+    Object.assign(this, { open, find, removed, failed, records: [], current: null });
     byId("new-chat").addEventListener("click", () => open(null));
+    byId("import").addEventListener("click", () => byId("import-files").click());
+    byId("import-files").addEventListener("change", ({ target }) => this.#import([...target.files]));
     document.addEventListener("click", ({ target }) => {
       for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = menu.contains(target);
     });
+    byId("chat-list").addEventListener("keydown", (event) => {
+      const menu = event.key === "Escape" && event.target.closest("details.menu[open]");
+      if (!menu) return;
+      menu.open = false;
+      menu.firstChild.focus();
+    });
   }
 
+  // Reads the list. An open conversation keeps its branch; all else may have changed in another tab.
   async load() {
     const found = await listConversations().catch(() => []);
     const now = Date.now();
-    for (const one of found.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id);
-    const mine = new Map(this.records.map((one) => [one.id, one])); // records of open conversations may be newer here
-    this.records = found.filter(({ deleted }) => !deleted).map((one) => mine.get(one.id) ?? one);
+    for (const one of found.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id).catch(this.failed);
+    const mine = new Map(this.records.map((one) => [one.id, one]));
+    this.records = found.filter(({ deleted }) => !deleted).map((one) => {
+      const { leaf, ...others } = one;
+      return mine.has(one.id) ? Object.assign(mine.get(one.id), others) : one;
+    });
     this.draw();
   }
 
@@ -40,6 +53,7 @@ export class Chats {
 
   #entry(record) {
     const title = button(record.title, () => this.open(record), "title");
+    title.dir = "auto";
     if (record.id === this.current) title.setAttribute("aria-current", "true");
     const menu = element("details", { class: "menu" }, element("summary", { "aria-label": `More: ${record.title}` }, "⋯"));
     const entry = element("li", {}, title, menu);
@@ -55,9 +69,8 @@ export class Chats {
     box.value = record.title;
     entry.replaceChildren(box);
     box.select();
-    const finish = (title) => {
-      if (title) record.title = title;
-      put("conversations", record);
+    const finish = async (title) => {
+      if (title && title !== record.title) (await this.find(record)).set({ title });
       this.draw();
     };
     box.addEventListener("keydown", ({ key }) => {
@@ -68,9 +81,8 @@ export class Chats {
     box.addEventListener("blur", () => finish(box.value.trim()), { once: true });
   }
 
-  #delete(record) {
-    record.deleted = Date.now();
-    put("conversations", record);
+  async #delete(record) {
+    (await this.find(record)).set({ deleted: Date.now() });
     this.records = this.records.filter((one) => one !== record);
     this.draw();
     this.removed(record);
@@ -82,18 +94,30 @@ export class Chats {
     const note = element("p", {}, element("span", {}, `Deleted “${record.title}”`));
     const timer = setTimeout(() => {
       note.remove();
-      purge(record.id);
+      purge(record.id).catch(this.failed);
     }, UNDO_MS);
-    note.append(button("Undo", () => {
+    note.append(button("Undo", async () => {
       clearTimeout(timer);
       note.remove();
-      record.deleted = null;
-      put("conversations", record);
+      (await this.find(record)).set({ deleted: null });
       this.records.push(record);
       this.open(record);
     }));
     byId("notes").append(note);
     announce(note.textContent);
+  }
+
+  async #import(files) {
+    byId("import-files").value = "";
+    for (const file of files) {
+      try {
+        const record = await importFile(file);
+        await this.load();
+        this.open(this.records.find(({ id }) => id === record.id));
+      } catch (error) {
+        this.failed(error);
+      }
+    }
   }
 
   async #export(record, [ending, type, write]) {

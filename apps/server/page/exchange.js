@@ -1,7 +1,8 @@
 // An exchange: a question and its answer, which is drawn while it streams, and kept in the browser.
 import { copyButton, decimal, duration, element, known, plural, speed } from "./dom.js";
 import { Rendered } from "./markdown.js";
-import { content, thumbnails } from "./pictures.js";
+import { asContent, chip } from "./attachments.js";
+import { thumbnails } from "./pictures.js";
 import { RaceView } from "./race.js";
 
 const FOLLOW_PX = 80; // the page follows an answer if it is scrolled this near to the end of the conversation
@@ -9,9 +10,10 @@ const IDLE_SHARE = 3; // the pause after a drawing, as a multiple of its time: l
 
 export class Exchange {
   // `view` is {log, sources, actions}. The legend explains `sources`; actions are called with this exchange.
-  constructor(view, { id, parent, question, images = [], conversation }) {
-    Object.assign(this, view, { id, parent, question, images, conversation, model: "", facts: [], problem: null, race: null, hasEnded: false });
-    this.said = element("div", { class: "said" }, ...thumbnails(images), question);
+  constructor(view, { id, parent, question, images = [], files = [], conversation }) {
+    Object.assign(this, view, { id, parent, question, images, files, conversation, model: "", facts: [], problem: null, race: null, hasEnded: false });
+    Object.assign(this, { tokens: null, thoughtMs: null, canGoOn: false }); // tokens: of prompt and answer
+    this.said = element("div", { class: "said", dir: "auto" }, ...thumbnails(images), ...files.map(chip), question);
     this.tools = element("div", { class: "tools" });
     this.asked = element("article", { class: "turn user", "aria-label": "You" }, this.said, this.tools);
     this.body = element("div", { class: "answer waiting" });
@@ -31,22 +33,22 @@ export class Exchange {
       element("span", {}, `${number} of ${count}`),
       this.#button("›", () => this.actions.turn(this, 1), "Next branch"),
     ];
-    this.tools.replaceChildren(...branches, this.#button("Edit", () => this.#edit()));
+    this.tools.replaceChildren(...branches, this.#button("Edit", () => this.edit()));
     if (this.isDrawn || !this.hasEnded) return;
     this.isDrawn = true;
     this.#drawText(true);
   }
 
   // Lets the user edit the question in place; the draft in the message box stays.
-  #edit() {
-    const box = element("textarea", { class: "edited", "aria-label": "Edited message", rows: "3" });
+  edit() {
+    const box = element("textarea", { class: "edited", "aria-label": "Edited message", rows: "3", dir: "auto" });
     box.value = this.question;
     const close = () => form.replaceWith(this.said);
     const form = element("form", { class: "editing" }, box,
       element("button", { type: "submit" }, "Send as a new branch"), this.#button("Cancel", close));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!box.value.trim() && !this.images.length) return;
+      if (!box.value.trim() && !this.images.length && !this.files.length) return;
       close();
       this.actions.ask(box.value, this);
     });
@@ -78,6 +80,7 @@ export class Exchange {
     const text = delta.content || delta.reasoning_content;
     if (!text) return;
     this.showPhase("");
+    if (delta.content) this.#endThoughts();
     const target = delta.content ? this.answer : this.#thinkingText();
     const spans = chunk.mlx_spec?.spans ?? [];
     const isWhole = spans.map((span) => span.text).join("") === text;
@@ -104,10 +107,24 @@ export class Exchange {
   #thinkingText() {
     if (!this.thinking) {
       const inner = element("div", { class: "answer" });
-      this.turn.prepend(element("details", { class: "thoughts", open: "" }, element("summary", {}, "Thinking"), inner));
+      this.thoughts = element("details", { class: "thoughts", open: "" }, element("summary", {}, "Thinking"), inner);
+      this.turn.prepend(this.thoughts);
       this.thinking = new Rendered(inner);
+      this.thoughtFrom = performance.now();
     }
     return this.thinking;
+  }
+
+  // Folds the thoughts once, when the answer begins.
+  #endThoughts() {
+    if (!this.thinking || this.thoughtMs !== null) return;
+    this.thoughtMs = Math.round(performance.now() - this.thoughtFrom);
+    this.#foldThoughts();
+  }
+
+  #foldThoughts() {
+    this.thoughts.open = false;
+    this.thoughts.firstChild.textContent = `Thought for ${duration(this.thoughtMs)}`;
   }
 
   draw(isComplete = false) {
@@ -142,6 +159,7 @@ export class Exchange {
         element("div", { class: "actions" },
           ...(this.answer.text ? [copyButton(() => this.answer.text, "Copy answer")] : []),
           this.#button("Retry", () => this.actions.ask(this.question, this)),
+          ...(this.canGoOn && this.answer.text ? [this.#button("Continue", () => this.actions.goOn(this), "Continue this answer")] : []),
           this.#button("Race", () => this.actions.race(this), "Race: answer this twice at once, with drafts and plain")),
         ...(facts.length ? [element("p", { class: "facts" }, facts.join(" · "))] : [])),
     );
@@ -168,31 +186,43 @@ export class Exchange {
     this.keep();
   }
 
-  messages() { // a question without an answer is not part of the history
-    return this.answer.text ? [...this.asks(), { role: "assistant", content: this.answer.text }] : [];
-  }
-
-  asks() {
-    return [{ role: "user", content: content(this.question, this.images) }];
+  // Opens an ended answer again: what is streamed next goes on after its text.
+  reopen() {
+    this.turn.querySelectorAll(":scope > :is(.problem, .foot)").forEach((one) => one.remove());
+    Object.assign(this, { hasEnded: false, problem: null, canGoOn: false });
+    this.body.classList.add("waiting");
+    this.turn.setAttribute("aria-busy", "true");
+    this.body.after(this.status);
   }
 
   // Returns the record that is kept. A record that was kept before the end says that the answer was cut off.
   toJSON() {
-    const { id, conversation, parent, question, images, model, facts, race, hasEnded } = this;
+    const { id, conversation, parent, question, images, files, model, facts, race, tokens, thoughtMs, hasEnded } = this;
     const problem = hasEnded ? this.problem : "The answer was cut off: its page was closed.";
     const [answer, thinking] = [this.answer.toJSON(), this.thinking?.toJSON() ?? null];
-    return { id, conversation, parent, question, images, model, answer, thinking, facts, race, problem };
+    const canGoOn = this.canGoOn || !hasEnded;
+    return { id, conversation, parent, question, images, files, model, answer, thinking, facts, race, problem, tokens, thoughtMs, canGoOn };
   }
 
   // Takes a kept answer; it is drawn when it is shown.
-  restore({ model, answer, thinking, facts, race = null, problem }) {
-    Object.assign(this, { model, race });
+  restore({ model, answer, thinking, facts, race = null, problem, tokens = null, thoughtMs = null, canGoOn = false }) {
+    Object.assign(this, { model, race, tokens, thoughtMs, canGoOn });
     if (thinking) this.#thinkingText().restore(thinking);
+    if (thinking && thoughtMs !== null) this.#foldThoughts();
     this.answer.restore(answer);
     for (const { source } of [...this.answer.runs, ...(this.thinking?.runs ?? [])]) this.sources.add(source);
     this.#close(facts, problem);
     if (race) this.showRace().end(race);
   }
+}
+
+// Returns the messages of an exchange or of its record; none without an answer.
+export function asMessages(exchange) {
+  return exchange.answer.text ? [asQuestion(exchange), { role: "assistant", content: exchange.answer.text }] : [];
+}
+
+export function asQuestion({ question, images = [], files = [] }) {
+  return { role: "user", content: asContent(question, images, files) };
 }
 
 export function isNearEnd(log) {

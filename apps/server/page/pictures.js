@@ -1,4 +1,4 @@
-// Pictures of a message: pasted, dropped or chosen, scaled to the server's limits, and shown as thumbnails.
+// Takes the files of a message: pasted, dropped or chosen. Pictures are scaled to the server's limits and shown as thumbnails.
 import { announce, byId, element } from "./dom.js";
 
 const MOST = 20; // pictures in a prompt, the server's limit
@@ -6,13 +6,6 @@ const EXACT_CHARS = 1_500_000; // of a PNG's data URL: twenty fit the server's l
 const SIDE = 2048; // pixels of a picture's longer side: models read fewer
 
 export const thumbnails = (urls) => urls.map((url, i) => element("img", { src: url, alt: `Picture ${i + 1}` }));
-
-// Returns the content of a message in the form of the API.
-export function content(text, urls) {
-  if (!urls.length) return text;
-  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
-  return text ? [...parts, { type: "text", text }] : parts;
-}
 
 // Returns pictures as Markdown: references, and the definitions with their data, for the end of the document.
 export function markdown(urls, first) {
@@ -37,11 +30,11 @@ async function dataUrl(file) {
 }
 
 export class Pictures {
-  // `sees` returns true if the chosen model reads pictures.
-  constructor(sees) {
-    Object.assign(this, { sees, urls: [] });
-    byId("add-picture").addEventListener("click", () => byId("picture-files").click());
-    byId("picture-files").addEventListener("change", async ({ target }) => {
+  // `sees` returns true if the chosen model reads pictures. `addFiles` takes all other files, and returns a problem or "".
+  constructor(sees, addFiles) {
+    Object.assign(this, { sees, addFiles, urls: [] });
+    byId("add-file").addEventListener("click", () => byId("files").click());
+    byId("files").addEventListener("change", async ({ target }) => {
       await this.add([...target.files]);
       target.value = "";
     });
@@ -57,22 +50,28 @@ export class Pictures {
     const isText = event.type === "paste" && data?.types.includes("text/html") && data.types.includes("text/plain");
     if (!files.length || isText) return; // text that is copied from a document may come with a picture of itself
     event.preventDefault();
-    if (this.sees()) this.add(files);
-    else this.#say("This model reads no pictures.");
+    this.add(files);
   }
 
   async add(files) {
-    this.#say("");
+    const isPicture = ({ type }) => type.startsWith("image/") && type !== "image/svg+xml";
+    const problem = await this.addFiles(files.filter((file) => !isPicture(file)));
+    this.#say(problem || (await this.#addPictures(files.filter(isPicture))));
+    byId("message").focus();
+  }
+
+  async #addPictures(files) {
+    if (files.length && !this.sees()) return "This model reads no pictures.";
     for (const file of files) {
-      if (this.urls.length >= MOST) return this.#say(`A message has at most ${MOST} pictures.`);
+      if (this.urls.length >= MOST) return `A message has at most ${MOST} pictures.`;
       try {
         this.urls.push(await dataUrl(file));
       } catch {
-        this.#say(`${file.name} cannot be read: take a JPEG or PNG.`);
+        return `${file.name} cannot be read: take a JPEG or PNG.`;
       }
       this.draw();
     }
-    byId("message").focus();
+    return "";
   }
 
   // Returns the pictures of the message that is sent now.
@@ -85,7 +84,6 @@ export class Pictures {
   }
 
   draw() {
-    byId("add-picture").hidden = !this.sees();
     byId("pictures").hidden = !this.urls.length;
     byId("pictures").replaceChildren(...thumbnails(this.urls).map((image, i) => {
       const button = element("button", { type: "button", class: "quiet", "aria-label": `Remove picture ${i + 1}` }, image);
@@ -98,7 +96,7 @@ export class Pictures {
   }
 
   #say(text) {
-    byId("picture-problem").textContent = text;
+    byId("file-problem").textContent = text;
     if (text) announce(text);
   }
 }

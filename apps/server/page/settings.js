@@ -1,7 +1,8 @@
-// The settings of requests: the model, its sampling, the system prompt.
+// The settings of requests: the model, its sampling, the system prompt. Each conversation has its own; presets have names.
 import { byId, bytes, element, keep, recall } from "./dom.js";
 
-const KEPT = "mlx_spec.settings"; // of this browser
+const KEPT = "mlx_spec.settings"; // the last ones of this browser: a new conversation takes them, without the system prompt
+const PRESETS = "mlx_spec.presets"; // settings by name
 // Parameters of the API -> [label, least, most, step, placeholder]. An empty field is not sent.
 const NUMBERS = {
   temperature: ["Temperature", 0, 2, 0.1, "0: the likeliest token"],
@@ -19,6 +20,7 @@ const idOf = (name) => name.replaceAll("_", "-");
 const IDS = [...Object.keys(NUMBERS).map(idOf), "system"];
 
 let cards = []; // of the models that the server offers
+let wanted = ""; // the model of the conversation; another one is shown if the server does not offer it
 
 const modelName = () => byId("model").value;
 export const chosenCard = () => cards.find((card) => card.id === modelName());
@@ -27,10 +29,9 @@ export const hasSeveral = () => cards.length > 1;
 
 export function offerModels(found) {
   const select = byId("model");
-  const chosen = cards.length ? select.value : recall("localStorage", KEPT)?.model;
   cards = found;
   select.replaceChildren(...found.map((card) => element("option", { value: card.id }, card.id)));
-  if (found.some((card) => card.id === chosen)) select.value = chosen;
+  if (found.some((card) => card.id === wanted)) select.value = wanted;
   describe();
 }
 
@@ -79,25 +80,69 @@ function contextWords(contexts) {
   return words.length ? `Model and context: ${words.join(", ")}` : "";
 }
 
-// Draws the fields with their kept values. Calls `changed` after each change.
+// Returns the settings as they are in the fields.
+export function currentSettings() {
+  const values = Object.fromEntries(IDS.map((id) => [id.replaceAll("-", "_"), byId(id).value]));
+  return { ...values, model: modelName() || wanted, thinking: byId("thinking").checked };
+}
+
+// Fills the fields: with the settings of a conversation, or for a new one as last time.
+export function showSettings(settings) {
+  const values = settings ?? { ...FIRST, ...recall("localStorage", KEPT), system: "" };
+  for (const id of IDS) byId(id).value = values[id.replaceAll("-", "_")] ?? "";
+  byId("thinking").checked = Boolean(values.thinking);
+  wanted = values.model || wanted;
+  if (cards.some(({ id }) => id === wanted)) byId("model").value = wanted;
+  drawPresets("");
+  describe();
+}
+
+function drawPresets(chosen) {
+  const names = Object.keys(recall("localStorage", PRESETS) ?? {}).sort();
+  byId("preset").replaceChildren(...["", ...names].map((name) => element("option", { value: name }, name || "none")));
+  byId("preset").value = chosen;
+  byId("remove-preset").hidden = !chosen;
+}
+
+function preparePresets(changed) {
+  const update = (name, settings) => {
+    const { [name]: _, ...others } = recall("localStorage", PRESETS) ?? {};
+    keep("localStorage", PRESETS, settings ? { ...others, [name]: settings } : others);
+    drawPresets(settings ? name : "");
+  };
+  byId("preset").addEventListener("change", () => {
+    const name = byId("preset").value;
+    const settings = recall("localStorage", PRESETS)?.[name];
+    if (!settings) return;
+    showSettings(settings);
+    drawPresets(name);
+    changed();
+  });
+  byId("keep-preset").addEventListener("click", () => {
+    const name = byId("preset-name").value.trim() || byId("preset").value;
+    if (name) update(name, currentSettings());
+    else byId("preset-name").focus();
+    byId("preset-name").value = "";
+  });
+  byId("remove-preset").addEventListener("click", () => update(byId("preset").value, null));
+}
+
+// Draws the fields. Calls `changed` after each change.
 export function prepareSettings(changed) {
-  const kept = recall("localStorage", KEPT) ?? FIRST;
   for (const [name, [label, least, most, step, empty]] of Object.entries(NUMBERS)) {
     const id = idOf(name);
     const limits = { min: String(least), ...(most === null ? {} : { max: String(most) }), step: String(step) };
     byId("numbers").append(element("div", { class: "field" }, element("label", { for: id }, label),
       element("input", { id, type: "number", inputmode: "decimal", placeholder: empty, ...limits })));
-    byId(id).value = kept[name] ?? "";
   }
-  byId("system").value = kept.system ?? "";
-  byId("thinking").checked = Boolean(kept.thinking);
-  const change = () => {
-    const values = Object.fromEntries(IDS.map((id) => [id.replaceAll("-", "_"), byId(id).value]));
-    keep("localStorage", KEPT, { ...values, model: modelName(), thinking: byId("thinking").checked });
+  const change = (event) => {
+    if (event?.target.matches("#preset, #preset-name")) return;
+    wanted = modelName() || wanted;
+    keep("localStorage", KEPT, currentSettings());
     describe();
     changed();
   };
   byId("settings").addEventListener("input", change);
   byId("model").addEventListener("change", change);
-  describe();
+  preparePresets(change);
 }
