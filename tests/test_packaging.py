@@ -17,9 +17,10 @@ from packaging.requirements import Requirement
 from support.waiting import LIMIT
 
 import mlx_spec
+from mlx_spec.device import install_command
 
 ROOT = Path(__file__).parents[1]
-TREE = ("pyproject.toml", "README.md", "LICENSE", "mlx_spec", "apps", "convert")
+TREE = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mlx_spec", "apps", "convert")
 FOR_DEVELOPERS = ("README.md", "DESIGN.md", "API.md")  # read in the repository, not in a wheel
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", ".DS_Store")
 
@@ -101,6 +102,35 @@ def test_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
     assert contents(build("wheel", unpacked, tmp_path / "out")) == contents(wheel)
 
 
+def test_a_checkout_without_links_is_not_built(tree, tmp_path):
+    """It built a wheel without the programs."""
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy2(tree / name, tmp_path / name)
+    (tmp_path / "mlx_spec").mkdir()
+    (tmp_path / "mlx_spec" / "apps").write_text("../apps")
+    code = "from setuptools import build_meta; build_meta.build_wheel('out')"
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode and "`git config core.symlinks true`" in done.stderr, done.stderr
+
+
+def test_links_of_the_long_description_are_absolute(wheel):
+    (metadata,) = (text.decode() for name, text in contents(wheel).items() if name.endswith("/METADATA"))
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", metadata)
+    assert len(links) > 10 and all(link.startswith(("https://", "http://", "#")) for _, link in links)
+    assert all("/raw/v" in link for picture, link in links if picture)
+    assert "Project-URL: Repository, https://" in metadata
+
+
+def test_the_way_to_an_extra_is_that_of_the_installer(monkeypatch):
+    for prefix, command in {
+        "/home/me/.local/share/uv/tools/mlx-spec": "uv tool install --managed-python 'mlx-spec[server]",
+        "/home/me/.local/share/pipx/venvs/mlx-spec": "pipx install --force 'mlx-spec[server]",
+        "/home/me/.venv": "pip install 'mlx-spec[server]",
+    }.items():
+        monkeypatch.setattr(sys, "prefix", prefix)
+        assert install_command("server").startswith(command)
+
+
 def test_versions_agree(tmp_path):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert mlx_spec.__version__ == version("mlx-spec") == declared
@@ -125,7 +155,9 @@ def test_no_backend_is_one_line(command, cause, tmp_path):
     done = run(sys.executable, "-m", *words, cwd=tmp_path, PYTHONPATH=str(fake.parent))
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
-    assert line.startswith(f"mlx-spec: no MLX backend ({' '.join(cause.split())}): pip install ")
+    assert line.startswith(
+        f"mlx-spec: no MLX backend ({' '.join(cause.split())}): pip install 'mlx-spec[cpu]"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-# A formula for a tap of your own: copy it to Formula/mlx-spec.rb there, and put the owner of the repository and
-# the checksum in. The workflow of a tag prints the checksum of the sdist.
+# A formula for a tap of your own. The workflow of a tag puts the owner of the repository, the version and the
+# checksum in and adds it to the release: copy that one to Formula/mlx-spec.rb of the tap.
 class MlxSpec < Formula
   desc "Lossless speculative decoding for local language models"
   homepage "https://github.com/OWNER/mlx-spec"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mlx_spec.device import install_command
 from mlx_spec.errors import NotFound
 
 from .menu import Action, Click, Item, Menu
@@ -14,7 +15,7 @@ try:
     import objc
     from PyObjCTools import AppHelper
 except ImportError as error:
-    raise NotFound(f"{error.name or 'PyObjC'} is missing: pip install 'mlx-spec[menubar]'") from error
+    raise NotFound(f"{error.name or 'PyObjC'} is missing: {install_command('server,menubar')}") from error
 
 NAME = "mlx-spec"  # macOS remembers the place of the item under this name
 CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visible

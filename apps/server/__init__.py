@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_spec.cli.command import guarded
-from mlx_spec.device import require_backend
+from mlx_spec.device import install_command, require_backend
 from mlx_spec.errors import InvalidValue, NotFound
 from mlx_spec.load import draft_for, follow
 
@@ -34,7 +34,7 @@ def _serve(settings: Settings) -> int:
         needed = ("prometheus_client", "pydantic", "starlette", "uvicorn")  # the extra `server`
         if (error.name or "").split(".")[0] not in needed:
             raise
-        raise NotFound(f"{error.name} is missing: pip install 'mlx-spec[server]'") from error
+        raise NotFound(f"{error.name} is missing: {install_command('server')}") from error
     ranks = join()
     if settings.draft_rank is not None and (ranks is None or ranks.size != 2):
         raise InvalidValue(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
+import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from mlx_spec.device.blas import use_blas
 from mlx_spec.device.memory import Stay, bound_freed_buffers, memory_for_models, most_scores, resident
@@ -16,6 +20,7 @@ __all__ = [
     "Stay",
     "bound_freed_buffers",
     "device_name",
+    "install_command",
     "keep_attention_order",
     "memory_for_models",
     "most_scores",
@@ -41,9 +46,7 @@ def require_backend() -> None:
             way = "pip install mlx, with a native Python on Apple silicon"
             way = f"MLX needs macOS 14 or later, and this is macOS {system}: update it" if is_old else way
         else:
-            way = (
-                "pip install 'mlx-spec[cpu]', or with an NVIDIA GPU 'mlx-spec[cuda13]' or 'mlx-spec[cuda12]'"
-            )
+            way = f"{install_command('cpu')}; with an NVIDIA GPU take cuda13 or cuda12 instead of cpu"
         raise NoBackend(f"no MLX backend ({' '.join(str(error).split())}): {way}") from error
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))  # as mlx-lm does when it is imported
@@ -86,6 +89,20 @@ def keep_attention_order() -> None:
 
     if mx.metal.is_available():
         os.environ.setdefault("MLX_SDPA_BLOCKS", "128")
+
+
+def install_command(extras: str) -> str:
+    """Return the command that installs this package with `extras`, by the installer that made this Python."""
+    try:
+        record = json.loads(distribution("mlx-spec").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # run from a folder
+        record = {}
+    url, kind = record.get("url", ""), record.get("vcs_info", {}).get("vcs")
+    source = f"mlx-spec[{extras}]" + (f" @ {kind}+{url}" if kind else f" @ {url}" if url else "")
+    parts = Path(sys.prefix).parts
+    if "uv" in parts and "tools" in parts:
+        return f"uv tool install --managed-python '{source}'"
+    return f"pipx install --force '{source}'" if "pipx" in parts else f"pip install '{source}'"
 
 
 def device_name() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_spec.device import install_command
 from mlx_spec.errors import InvalidValue
 
 MAX_PICTURES = 20  # of one prompt
@@ -44,7 +45,7 @@ def missing_package() -> str | None:
     """Return why no picture can be read on this machine, None if Pillow is there."""
     if find_spec("PIL") is not None:
         return None
-    return "pictures need Pillow, which is not installed: uv tool install 'mlx-spec[vision]'"
+    return f"pictures need Pillow, which is not installed: {install_command('vision')}"
 
 
 def from_data_url(url: str) -> bytes:
