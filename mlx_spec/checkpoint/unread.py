@@ -68,7 +68,7 @@ def is_accounted(key: str) -> bool:
         # formats, and the way to compute
         r"dtype|precision|^(bf|fp)\d+$|_fp\d+$|upcast|quant|cache|return_|^output_(attentions|hidden|router)",
         r"architectures|auto_map|version|name_or_path|model_type|attn_impl|flash|fused|kernel|mambapy|onnx|scan",
-        r"chunk_size_feed|mamba_chunk|logits_to_keep|_parallel$|(_|^)(tp|ep)(_size)?$|is_(en|de)coder|cross_att",
+        r"chunk_size_feed|mamba_chunk|logits_to_keep|_parallel$|(_|^)(tp|ep)(_size)?$|is_(en|de)coder|cross_att|^gguf_",
         r"pretraining|pruned|remove_invalid|tie_|metadata|^use_cache|_config$",
         # what tensors show
         r"(?<!chunk)(?<!window)_size$|((?<!rotary)_dims?|_heads|width|rank|channels|expand|inner)$|(^|_)bias$|^(no|add|use)_bias",

@@ -38,7 +38,11 @@ def named(kind: str, settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("llama", DENSE | {"mlp_bias": False, "is_llama_config": True, "rope_interleaved": False}),
+        (
+            "llama",
+            DENSE
+            | {"mlp_bias": False, "is_llama_config": True, "rope_interleaved": False, "gguf_read": 96576768},
+        ),
         ("qwen2", DENSE | {"max_window_layers": 28, "sliding_window": 32_768, "use_sliding_window": False}),
         ("qwen3", DENSE | {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}),
         ("qwen3_moe", NORMED | {"moe_intermediate_size": 768}),
