@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import mlx.core as mx
@@ -95,3 +97,18 @@ def test_an_idle_server_holds_weights_and_parked_conversations_only(metal: mac.M
         (model,) = engine.status().models
         held = model.weights + model.caches
         assert model.caches and mx.get_active_memory() - others < held + 2**25
+
+
+def test_an_answer_that_is_left_open_ends_with_the_program_in_silence() -> None:
+    code = """
+from mlx_spec.device import resident
+
+def answer():
+    with resident():
+        yield
+
+left = {"open": answer()}
+next(left["open"])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == ""

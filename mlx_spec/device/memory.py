@@ -9,6 +9,7 @@ recommended set takes that memory from all other programs, and under pressure th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
@@ -81,6 +82,8 @@ class _Residency:
                 self._set(min(needed + 2**29, memory_for_models()))  # so that it is raised rarely
 
     def _release(self) -> None:
+        if sys.is_finalizing():  # a generator that the program has left open: no module can be imported
+            return
         import mlx.core as mx
 
         if self._limit:
