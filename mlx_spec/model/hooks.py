@@ -63,13 +63,17 @@ def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
 class EagerSwitch:
     """Turns the early start of layers on and off. All targets of a model share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_gpu: bool) -> None:
         self.is_on = False
+        self._is_gpu = is_gpu
 
     @contextmanager
     def on(self, is_on: bool = True) -> Iterator[None]:
-        """Start layers early for one forward pass."""
-        self.is_on = is_on
+        """Start layers early for one forward pass.
+
+        A CPU always does: a pass takes a tenth less time if buffers of a layer are free for the next one.
+        """
+        self.is_on = is_on or not self._is_gpu
         try:
             yield
         finally:
@@ -114,10 +118,11 @@ def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
     until the graph of the whole pass is built.
     """
     # Each start ends a command buffer, so a GPU starts several layers at once; at first it has nothing to do.
-    first, every = (2, 8) if mx.default_device().type == mx.gpu else (1, 1)
+    is_gpu = mx.default_device().type == mx.gpu
+    first, every = (2, 8) if is_gpu else (1, 1)
     inner = layers[first - 1 : -1 : every]
     switch: EagerSwitch = next(
-        (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch()
+        (layer.switch for layer in inner if isinstance(layer, EagerLayer)), EagerSwitch(is_gpu)
     )
     for layer in inner:
         if not isinstance(layer, EagerLayer):

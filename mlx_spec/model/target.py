@@ -237,7 +237,7 @@ class LMTarget:
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
 
-        With `early` the device begins while the pass is built; without, it still has another one to compute.
+        With `early` the device begins while the pass is built; without, a GPU still has another to compute.
         """
         assert self.uncommitted + tokens.size <= MAX_UNCOMMITTED, "too many uncommitted rows for the caches"
         if self._replay.size > MAX_REPLAY_TOKENS:

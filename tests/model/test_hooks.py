@@ -59,8 +59,19 @@ def test_only_a_verification_starts_layers_early(kind: str, monkeypatch: pytest.
     assert len(started) == len(model.layers) - 1
     target.commit(1)
     target.prefill([6, 7, 8])
-    target.verify(mx.array([5], dtype=mx.int32), early=False)  # another pass runs
     assert len(started) == len(model.layers) - 1
+
+
+@pytest.mark.parametrize(("device", "count"), [(mx.gpu, 0), (mx.cpu, 2)])
+def test_a_gpu_that_is_busy_starts_no_layer_early(
+    device: mx.DeviceType, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU does: it reuses the buffers of a layer."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    target, started = LMTarget(tiny.full()), count_starts(monkeypatch)
+    target.prefill([6, 7, 8])
+    target.verify(mx.array([5], dtype=mx.int32), early=False)  # another pass runs
+    assert len(started) == count
 
 
 def test_a_gpu_starts_two_layers_and_then_eight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
