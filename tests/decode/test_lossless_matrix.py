@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from support import fitted, random_sources, tiny
 from support.grammars import byte_text
-from support.lossless import Scripted, emitted, first_difference, lengths, plain, rounds
+from support.lossless import Guided, emitted, first_difference, lengths, plain, rounds
 from support.virtual_clock import CURVES, PLAIN_SECONDS
 
 from mlx_spec.decode.running import PREFILL_STEP
@@ -22,7 +21,7 @@ from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
-from mlx_spec.types import Draft, Drafter, DraftLengthPolicy, FeatureSpec, Sampler
+from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec
 
 PROMPT, COUNT = tiny.prompt(20), 20  # the window of sliding caches is 16
 MORE = tiny.prompt(9, seed=5)  # what the second turn adds to the first
@@ -56,19 +55,6 @@ def target_of(kind: str) -> tuple[nn.Module, list[tuple[list[int], list[int]]]]:
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterSource]:
     folder: Path = tmp_path_factory.mktemp("published")
     return {name: fitted.opened(make(), folder / name) for name, make in fitted.MADE.items()}
-
-
-class Guided(Scripted):
-    """Asks a drafter, and of three drafts gives its own, the truth, and the truth with a wrong token."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__([], 3, drafter.needs)
-        self.drafter, self.observe, self.own = drafter, drafter.observe, 0
-
-    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
-        own, scripted = self.drafter.draft(history, limit, sampler), super().draft(history, limit, sampler)
-        self.own += own.tokens.size
-        return own if self.drafts % 3 == 1 and own.tokens.size else scripted
 
 
 def policy_of(length: int | str) -> DraftLengthPolicy:

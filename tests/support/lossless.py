@@ -62,6 +62,19 @@ class Scripted:
         return Draft(mx.array(tokens, dtype=mx.int32))
 
 
+class Guided(Scripted):
+    """Asks a drafter, and of three drafts gives its own, the truth, and the truth with a wrong token."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__([], 3, drafter.needs)
+        self.drafter, self.observe, self.own = drafter, drafter.observe, 0
+
+    def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
+        own, scripted = self.drafter.draft(history, limit, sampler), super().draft(history, limit, sampler)
+        self.own += own.tokens.size
+        return own if self.drafts % 3 == 1 and own.tokens.size else scripted
+
+
 class Listed:
     """A policy that takes its decisions from a list, over and over, and keeps the rounds."""
 
