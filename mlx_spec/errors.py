@@ -42,3 +42,25 @@ class PromptTooLong(SpecError):
 
 class NoVision(SpecError):
     """A model that reads no pictures; its text is the reason."""
+
+
+class NotFinite(SpecError):
+    """Numbers of a model that overflowed: no token can be chosen by them."""
+
+    @classmethod
+    def after(cls, tokens: int) -> NotFinite:
+        """Return the error of logits that are not finite after that many tokens of an answer."""
+        return cls(
+            f"this model's numbers are not finite after {tokens} tokens of the answer: its files are damaged "
+            "or its type is too narrow: download it again, or use --exact float32"
+        )
+
+
+def caught(error: BaseException) -> Exception:
+    """Return an error that was caught, as an Exception: Rust code that panics raises none.
+
+    Raises those that end the program.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    return error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
 from mlx_spec.drafters.lookup import MatchRange
 from mlx_spec.drafters.model_free import for_request
-from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong
+from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong, SpecError, caught
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.row_bits import measure_rows
@@ -41,7 +42,7 @@ from mlx_spec.sampling.logits import Suppressed
 from mlx_spec.sampling.logprobs import LogprobRecorder
 from mlx_spec.session import Session
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.types import FeatureSpec, Round, TargetParts
+from mlx_spec.types import DraftLengthPolicy, FeatureSpec, Round, TargetParts
 from mlx_spec.vision.conversation import NO_VISION, seeing
 from mlx_spec.vision.vision import Vision
 
@@ -170,8 +171,21 @@ class Pair:
 
     def open(self) -> SequenceParts:
         """Return the parts of a new sequence with empty caches."""
-        target = self._target()
-        drafters = tuple(each for source in self._drafters for each in source.make(target.parts).proposals())
+        parts = SequenceParts(self._target(), (), self.policies.plain())
+        self._open_drafters(parts)
+        return parts
+
+    def _open_drafters(self, parts: SequenceParts) -> None:
+        """Give a sequence new drafters. Without those that fail, its next answer has no drafts."""
+        target = parts.target
+        try:
+            made = [source.make(target.parts).proposals() for source in self._drafters]
+        except SpecError:  # loading refuses them
+            raise
+        except BaseException as error:
+            parts.drop_drafters(caught(error))
+            return
+        drafters = tuple(itertools.chain.from_iterable(made))
         no_trees = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
         gains = {
             i: (lambda: ()) if source.drafts_trees and no_trees else source.gains
@@ -179,7 +193,13 @@ class Pair:
             if source.gains is not None
         }
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
-        return SequenceParts(target, drafters, self.policies.policy(gains=gains, available=available))
+        parts.policy = self.policies.policy(gains=gains, available=available)
+        parts.drafters, parts.draft_error = drafters, None
+
+    def _drop_drafters(self, parts: SequenceParts, error: Exception) -> DraftLengthPolicy:
+        """Drop the drafters of a sequence. Return the policy of the rest of its answer."""
+        parts.drop_drafters(error)
+        return self.policies.plain()
 
     def check(self, lengths: Sequence[int] = ()) -> mx.Dtype:
         """Refuse a target that cannot take back rows exactly, at these lengths, too.
@@ -290,12 +310,12 @@ class Pair:
         earlier = on_end = None
         if key is not None and self._copies:
             earlier, on_end = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
-        for drafter in parts.drafters:
-            drafter.copy_from(earlier)
+        if parts.draft_error is not None:
+            self._open_drafters(parts)
         drafters, extras = for_request(
             parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
-        return RunningSequence(
+        running = RunningSequence(
             parts.target,
             drafters,
             parts.policy,
@@ -308,7 +328,13 @@ class Pair:
             on_end,
             self._suppressed,
             None if self._memory is None else self._memory.attention,
+            partial(self._drop_drafters, parts),
         )
+        if parts.draft_error is not None:
+            running.stop_drafting(parts.draft_error)
+        for drafter in parts.drafters:
+            running.try_drafting(partial(drafter.copy_from, earlier), None)
+        return running
 
     def batch(self, max_running: int | None = None) -> Batch:
         """Return an empty batch for sequences made by `prepare`. At most `max_running` run at a time.

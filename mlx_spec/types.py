@@ -39,6 +39,7 @@ class Reason(enum.StrEnum):
     RECURRENT = "plain while batched: this target's recurrent state cannot be padded"
     EXACT = "plain: passes of more rows would round otherwise"
     LOST = "speculation gained nothing"  # of a whole answer
+    FAILED = "drafter failed"
 
     @property
     def is_on(self) -> bool:
@@ -63,6 +64,7 @@ class Reason(enum.StrEnum):
             Reason.RECURRENT: "off beside other answers, which this model cannot check together",
             Reason.EXACT: "off, checking them would round otherwise than plain decoding",
             Reason.LOST: "they gained nothing in this answer",
+            Reason.FAILED: "off in this answer, the drafter failed (the log says why)",
         }[self]
 
 
@@ -150,6 +152,7 @@ class Draft:
     ahead: bool | None = None
     source: str | None = None  # a name for users; if None, the round fills in the drafter's name
     drafter_index: int | None = None  # among the policy's drafters; the round fills it in
+    drawn: mx.array | None = None  # the tokens as the drafter gave them, if `tokens` were bounded
 
     def with_choice(self, choice: DraftChoice) -> Draft:
         """Return the draft with the name and the index of the drafter that was chosen."""
@@ -250,6 +253,10 @@ class Sampler(Protocol):
         """Return True if it takes the argmax of unchanged logits and records nothing."""
 
     @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the model. A draft token beyond them is never accepted."""
+
+    @property
     def fits(self) -> Sequence[mx.array]:
         """Return whether the shortlist of the last draw or verdict held the whole nucleus, bool [1].
 
@@ -304,7 +311,14 @@ class EarlierTexts(Protocol):
         """Return at most `count` tokens from a place on."""
 
 
-class Drafter(Protocol):
+class Observer(Protocol):
+    """Reads the features of new tokens: a drafter, or a sequence for all its drafters."""
+
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Process new tokens: `history[-T:]` follow the T rows of `features`."""
+
+
+class Drafter(Observer, Protocol):
     """Guesses the tokens after the pending one. Holds the state of one sequence."""
 
     needs: FeatureSpec
@@ -324,9 +338,6 @@ class Drafter(Protocol):
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         """Let a drafter that copies text copy these, too, in the next answer. Called before its prefill."""
-
-    def observe(self, history: Sequence[int], features: Features) -> None:
-        """Process new tokens: `history[-T:]` follow the T rows of `features`."""
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens that may follow `history`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,28 @@ def pytest_collection_finish() -> None:
 def seed() -> None:
     """The same random numbers in every run of a test, whatever ran before it."""
     mx.random.seed(0)
+
+
+class DraftErrors(logging.Handler):
+    """Collects the warnings about drafters that failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith("a drafter failed"):
+            self.found.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def draft_errors() -> Iterator[list[str]]:
+    """Fail a test in which a drafter failed: the texts alone would not show it. A test may clear the list."""
+    handler, logger = DraftErrors(), logging.getLogger("mlx_spec")
+    logger.addHandler(handler)
+    yield handler.found
+    logger.removeHandler(handler)
+    assert not handler.found
 
 
 @pytest.fixture(autouse=True)

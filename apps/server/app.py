@@ -322,3 +322,5 @@ def _configure_log(file: Path | None) -> None:
         logger.propagate = False
         logger.setLevel(logging.ERROR)  # uvicorn's warnings blame clients, and name packages to install
     LOG.setLevel(logging.WARNING if file is None else logging.INFO)
+    package = logging.getLogger("mlx_spec")  # of the code below the server
+    package.handlers, package.propagate = [handler], False

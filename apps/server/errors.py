@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from mlx_spec.errors import SpecError
+from mlx_spec.errors import NotFinite, SpecError
 
 LOG = logging.getLogger("mlx_spec.server")  # ids, counts and places in the code, but no text of a request
 MAX_NAME_CHARS = 200  # characters of a name that the client made up; longer ones are not sent back whole
@@ -110,6 +110,9 @@ def to_failure(error: BaseException) -> Failure:
     """Return the failure for an exception; log an unexpected one."""
     if isinstance(error, Failure):
         return error
+    if isinstance(error, NotFinite):
+        LOG.error("a request failed: %s", error)
+        return Failure(500, str(error), type="server_error", code="not_finite")
     if isinstance(error, SpecError):
         return invalid(str(error))
     LOG.error("a request failed", exc_info=error)

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
+from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.tree import tree_of
 from mlx_spec.types import Decision, Draft, Round
 
@@ -62,3 +63,31 @@ def chain_of(draft: Draft) -> Draft:
         return draft
     length = len(tree_of(draft.parents).segments[0]) - 1
     return Draft(draft.tokens[:length], source=draft.source, drafter_index=draft.drafter_index)
+
+
+def checked(draft: Draft, limit: int, vocab_size: int) -> Draft:
+    """Return a draft as it is. Raises ValueError if it has not the form of one of at most `limit` tokens."""
+    tokens, probs, parents = draft.tokens, draft.probs, draft.parents
+    if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+        raise ValueError(f"a draft has tokens {list(tokens.shape)} of {tokens.dtype}, not a list of integers")
+    K, most = tokens.size, limit if parents is None else MAX_UNCOMMITTED - 1
+    if most < K:
+        raise ValueError(f"a draft has {K} tokens, at most {most} were asked for")
+    if probs is not None and K and probs.shape != (K, vocab_size):
+        raise ValueError(f"a draft has probabilities {list(probs.shape)}, not [{K}, {vocab_size}]")
+    if parents is not None and len(parents) != K:
+        raise ValueError(f"a draft has {len(parents)} parents of {K} tokens")
+    return draft
+
+
+def bounded(draft: Draft, vocab_size: int) -> Draft:
+    """Return a draft whose tokens can be embedded: MLX reads other memory for those outside [0, V)."""
+    if not draft.tokens.size:
+        return draft
+    tokens = mx.clip(draft.tokens.astype(mx.int32), 0, vocab_size - 1)
+    return replace(draft, tokens=tokens, drawn=draft.tokens)
+
+
+def strays(drawn: Sequence[int], vocab_size: int) -> bool:
+    """Return True if one of the tokens is not in the vocabulary."""
+    return any(not 0 <= token < vocab_size for token in drawn)

@@ -16,9 +16,10 @@ from typing import Literal, cast
 
 import mlx.core as mx
 
-from mlx_spec.decode.blocks import Accepted, chain_of, limited, matched, round_of, rows_of
+from mlx_spec.decode.blocks import Accepted, bounded, chain_of, limited, matched, round_of, rows_of, strays
 from mlx_spec.decode.running import Ending, RunningSequence
 from mlx_spec.device import resident
+from mlx_spec.errors import NotFinite, caught
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
@@ -41,23 +42,43 @@ class Group:
         self.sequences = sequences
         self.targets = targets
         self._policy = policy  # of several sequences; if it is None, each decides for itself
-        self.queued: mx.array | None = None  # [B] int32: the tokens after the pending ones, not yet read
+        # The tokens after the pending ones, not yet read, and what `_largest` says of their logits, [2, B].
+        self.queued: mx.array | None = None
         # Last draws from a shortlist that may lack part of a nucleus: sequence, logits, and `Sampler.fits`.
         self._shortlisted: list[tuple[RunningSequence, mx.array, mx.array]] = []
         self._rounds = 0
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
         self._doubt: str | None = None  # `Round.doubt` of the last pass
+        self._has_draft = False  # the last pass verified a draft
 
     def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
         """Decode one round of every sequence: draft, verify, accept, commit.
 
         Returns the round of each, or the error that ended it. Without a draft a round is one plain token, and
         the device begins the next one if `may_queue`. Without `may_probe`, a batch drafts only if it pays.
+        A pass of one sequence that fails is tried again once, without a draft. An error of a shared pass is
+        raised, and so is an error of the second try.
         """
+        try:
+            return self._step(may_queue, may_probe)
+        except BaseException as error:
+            if len(self.sequences) > 1:
+                raise
+            (sequence,), failure = self.sequences, caught(error)
+            if self._has_draft:
+                sequence.stop_drafting(failure)
+            self.queued, self._shortlisted = None, []
+            mx.clear_cache()  # the pass may have lacked memory
+            sequence.reread()
+            return self._step(False, False)
+
+    def _step(self, may_queue: bool, may_probe: bool) -> list[Round | Exception]:
+        self._has_draft = False
         decisions = self._decide(may_probe)
         start = time.perf_counter()
         drafts = self._draft(decisions)
-        if any(draft.tokens.size for draft in drafts):
+        self._has_draft = any(draft.tokens.size for draft in drafts)
+        if self._has_draft:
             logits = self._verify(drafts, decisions)
             rounds = self._commit(drafts, self._accept(drafts, logits))
         else:
@@ -68,7 +89,7 @@ class Group:
     def remove(self, index: int) -> None:
         """Remove a sequence; the last one takes its index."""
         if self.queued is not None:
-            self.queued = self.queued[mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
+            self.queued = self.queued[:, mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
         self._shortlisted = [each for each in self._shortlisted if each[0] is not self.sequences[index]]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
@@ -82,19 +103,36 @@ class Group:
 
     def _decide(self, may_probe: bool) -> list[Decision]:
         """Return the decision of the policy for each sequence."""
-        shared, plain = self._shared_policy, Decision((), Reason.NO_DRAFTER)
+        shared, off = self._shared_policy, Decision((), Reason.FAILED)
         if not self.targets.takes_drafts:
             return [Decision((), Reason.RECURRENT)] * len(self.sequences)
         if shared is None:
-            decisions = [s.attempt(partial(s.policy.decide, s.history), plain) for s in self.sequences]
+            decisions = [s.try_drafting(partial(s.policy.decide, s.history), off) for s in self.sequences]
         else:
-            policies = [sequence.policy for sequence in self.sequences]
-            decisions = shared.decide(policies, [sequence.history for sequence in self.sequences])
+            decisions = self._shared_decisions(shared)
             if not may_probe:
                 plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
                 decisions = [plain if each.reason is Reason.PROBE else each for each in decisions]
+            pairs_of = zip(self.sequences, decisions, strict=True)
+            decisions = [each if s.draft_error is None else _without_drafts(each) for s, each in pairs_of]
         most, pairs = self.targets.most_drafted, zip(self.sequences, decisions, strict=True)
         return [limited(decision, min(sequence.remaining - 1, most)) for sequence, decision in pairs]
+
+    def _shared_decisions(self, shared: GroupPolicy) -> list[Decision]:
+        """Return what the policy of all decides. If it fails, find the sequences that it fails for."""
+        try:
+            policies = [sequence.policy for sequence in self.sequences]
+            return shared.decide(policies, [sequence.history for sequence in self.sequences])
+        except BaseException as error:
+            known = [sequence.draft_error for sequence in self.sequences]
+            for sequence in self.sequences:
+                one = partial(shared.decide, [sequence.policy], [sequence.history])
+                sequence.try_drafting(one, None)
+            if known == [sequence.draft_error for sequence in self.sequences]:
+                for sequence in self.sequences:
+                    sequence.stop_drafting(caught(error))
+            self._policy = None  # what it planned is not known
+            return [Decision((), Reason.WAITING)] * len(self.sequences)
 
     def _draft(self, decisions: Sequence[Decision]) -> list[Draft]:
         """Return the draft of each sequence. All are empty if a queued token has to be emitted first."""
@@ -116,23 +154,26 @@ class Group:
         kinds = {(choices[i][0].drafter_index, type(request.drafter)) for i, request in pairs}
         if len(kinds) == 1 < len(wanting):
             try:
-                found = requests[0].drafter.draft_batch(requests)
-            except Exception:  # retry one by one to find the sequence that fails
+                made = zip(wanting, requests[0].drafter.draft_batch(requests), strict=True)
+                found = [self.sequences[i].checked(draft, choices[i][0]) for i, draft in made]
+            except BaseException as error:  # retry one by one to find the sequence that fails
+                caught(error)
                 found = []
             for i, draft in zip(wanting, found, strict=False):
                 first = choices[i].pop(0)
                 drafts[i] = draft.with_choice(first) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
             if not drafts[i].tokens.size and choices[i]:
-                drafts[i] = sequence.attempt(partial(sequence.draft, choices[i]), no_draft())
+                drafts[i] = sequence.try_drafting(partial(sequence.draft, choices[i]), no_draft())
         takes_trees = len(drafts) == 1 and not self.sequences[0].target.rows.is_bitwise
-        return drafts if takes_trees else [chain_of(draft) for draft in drafts]
+        drafts = drafts if takes_trees else [chain_of(draft) for draft in drafts]
+        return [bounded(draft, s.sampler.vocab_size) for s, draft in zip(self.sequences, drafts, strict=True)]
 
     def _verify(self, drafts: Sequence[Draft], decisions: Sequence[Decision]) -> mx.array:
         """Write the pending token and the draft of each sequence in one pass. Return logits [R, V]."""
         # Before the pass: its dispatch may block this thread until the pass is nearly done.
         for sequence, draft, decision in zip(self.sequences, drafts, decisions, strict=True):
-            sequence.attempt(partial(sequence.prepare, draft, decision.choices), None)
+            sequence.try_drafting(partial(sequence.prepare, draft, decision.choices), None)
         pairs = zip(self.sequences, drafts, strict=True)
         written = mx.concatenate([block for s, draft in pairs for block in (s.pending, draft.tokens)])
         if drafts[0].parents is not None:  # a tree, of the only sequence
@@ -152,20 +193,37 @@ class Group:
         else:
             verdicts = self._verdicts(drafts, logits)
             shortlisted = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
-        tokens = [draft.tokens for draft in drafts]
-        numbers = iter(self._await(mx.concatenate([*verdicts, *tokens, *(fits for _, fits in shortlisted)])))
+        tokens = [draft.tokens if draft.drawn is None else draft.drawn for draft in drafts]
+        flags = [_largest(logits), *(fits for _, fits in shortlisted)]
+        numbers = iter(self._await(mx.concatenate([*verdicts, *tokens, *flags])))
         lengths = [1 + draft.tokens.size if takes_argmax else 2 for draft in drafts]
         accepted = list[Accepted]()
         read = [list(itertools.islice(numbers, length)) for length in lengths]
         drafted = [list(itertools.islice(numbers, draft.tokens.size)) for draft in drafts]
+        largest = [list(itertools.islice(numbers, 1 + draft.tokens.size)) for draft in drafts]
         for (i, _), is_exact in zip(shortlisted, numbers, strict=True):
             if not is_exact:
                 read[i] = self._await(self._verdicts(drafts, logits, exact=i)[0])
-        for sequence, draft, verdict, guesses in zip(self.sequences, drafts, read, drafted, strict=True):
+        blocks = zip(self.sequences, drafts, read, drafted, largest, strict=True)
+        for i, (sequence, draft, verdict, guesses, tops) in enumerate(blocks):
+            if strays(guesses, sequence.sampler.vocab_size):
+                sequence.stop_drafting(ValueError("a draft has tokens outside the vocabulary"))
+                if not takes_argmax:  # the verdict is about other tokens
+                    verdict = self._without_draft(i, drafts, logits)
             row, last = matched(verdict, guesses) if takes_argmax else verdict
             rows = range(row + 1) if draft.parents is None else tree_of(draft.parents).paths[row]
-            accepted.append((rows, sequence.until_stop([*(guesses[i - 1] for i in rows[1:]), last])))
+            tokens_of = [*(guesses[j - 1] for j in rows[1:]), last]
+            finite = next((j for j, row in enumerate(rows) if not _is_finite(tops[row])), len(rows))
+            if not finite:
+                sequence.error = sequence.error or NotFinite.after(sequence.emitted)
+            accepted.append((rows, sequence.until_stop(tokens_of[:finite])))
         return accepted
+
+    def _without_draft(self, index: int, drafts: Sequence[Draft], logits: mx.array) -> list[int]:
+        """Return the verdict on the pending token of a sequence alone."""
+        sequence, row = self.sequences[index], rows_of(drafts, logits)[index][:1]
+        draw = partial(sequence.draw, row, no_draft().tokens, exact=True)
+        return [0, *self._await(sequence.attempt(draw, mx.array([0])))]
 
     def _verdicts(self, drafts: Sequence[Draft], logits: mx.array, exact: int = -1) -> list[mx.array]:
         """Return the row of the last accepted token and the token after it, [2] for each sequence.
@@ -191,21 +249,25 @@ class Group:
     def _plain(self, *, queue_next: bool) -> list[Emitted]:
         """Decode one token of each sequence. With `queue_next` the device begins the next ones."""
         queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
-        tokens = self.queued
-        if tokens is None:
+        drawn = self.queued
+        if drawn is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
-            tokens = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
+            drawn = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
         shortlisted, doubt = self._shortlisted, self._doubt
         features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
-            self.queued = self._draw(tokens, unread=1)
-            mx.async_eval(tokens, self.queued)
-        numbers = self._await(
-            mx.concatenate([tokens, *(fits for _, _, fits in shortlisted)]) if shortlisted else tokens
-        )
-        found = numbers[: tokens.size]
-        for (sequence, logits, _), is_exact in zip(shortlisted, numbers[tokens.size :], strict=True):
+            self.queued = self._draw(drawn[0], unread=1)
+            mx.async_eval(drawn, self.queued)
+        numbers, count = drawn.reshape(-1), len(self.sequences)
+        if shortlisted:
+            numbers = mx.concatenate([numbers, *(fits for _, _, fits in shortlisted)])
+        read = self._await(numbers)
+        found = read[:count]
+        for sequence, top in zip(self.sequences, read[count : 2 * count], strict=True):
+            if not _is_finite(top):
+                sequence.error = sequence.error or NotFinite.after(sequence.emitted)
+        for (sequence, logits, _), is_exact in zip(shortlisted, read[2 * count :], strict=True):
             if is_exact:
                 continue
             if self.queued is not None:  # its pass has read the token that is now drawn again
@@ -217,7 +279,7 @@ class Group:
         return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in found], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
-        """Write one token of each sequence and draw the next ones, [B] int32.
+        """Write one token of each sequence. Return the next tokens and `_largest` of their logits, [2, B].
 
         `unread` is 1 if the histories lack the written tokens, because the host has not read them, else 0.
         """
@@ -225,14 +287,14 @@ class Group:
         logits = self._allowed(self.targets.verify(tokens, sizes, early=not unread), sizes, unread)
         self._shortlisted, self._doubt = [], self.targets.doubt
         if self._takes_argmax:
-            return logits.argmax(axis=-1).astype(mx.int32)
+            return mx.stack([logits.argmax(axis=-1).astype(mx.int32), _largest(logits)])
         drawn = []
         for i, sequence in enumerate(self.sequences):
             row = logits[i : i + 1]
             draw = partial(sequence.draw, row, tokens[i : i + unread])
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
             self._shortlisted += [(sequence, row, fits) for fits in sequence.sampler.fits]
-        return mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
+        return mx.stack([mx.concatenate(drawn), _largest(logits)])
 
     def _allowed(self, logits: mx.array, sizes: Sequence[int], unread: int = 0) -> mx.array:
         """Return logits [R, V] without tokens that the model must not say; `sizes` are the rows of each."""
@@ -267,25 +329,43 @@ class Group:
             round = replace(
                 round,
                 seconds=seconds,
-                reason=decision.reason,
+                reason=decision.reason if sequence.draft_error is None else Reason.FAILED,
                 finish_reason=finish_reason,
                 plain_seconds=decision.plain_seconds,
-                cost=_scaled(decision.cost_of(longest), self.targets.plain_cost),
+                cost=self._cost(sequence, decision, longest),
                 logprobs=logprobs,
                 batch_size=len(self.sequences),
+                doubt=round.doubt or sequence.doubt,
             )
             if shared is None:
-                sequence.attempt(partial(sequence.policy.observe, round), None)
+                sequence.try_drafting(partial(sequence.policy.observe, round), None)
             done.append(sequence.error or round)
         if shared is not None:
-            shared.observe([None if isinstance(each, Exception) else each for each in done])
+            try:
+                shared.observe([None if isinstance(each, Exception) else each for each in done])
+            except BaseException as error:
+                self._policy = None  # what it learned is not known
+                for sequence in self.sequences:
+                    sequence.stop_drafting(caught(error))
         return done
+
+    def _cost(self, sequence: RunningSequence, decision: Decision, longest: Round) -> Cost | None:
+        """Return the cost in passes of one row: users compare with those, even if plain passes have two."""
+        plain = self.targets.plain_cost
+        try:
+            cost = decision.cost_of(longest)
+        except BaseException as error:
+            sequence.stop_drafting(caught(error))
+            return None
+        if cost is None or plain == 1:
+            return cost
+        return Cost((cost.shape, plain), cost.plain_tokens * plain, cost.error)
 
     def _await(self, array: mx.array) -> list[int]:
         """Begin to compute an array, let the policies settle the last round meanwhile, and read it."""
         mx.async_eval(array)
         for sequence in self.sequences:
-            sequence.attempt(sequence.policy.settle, None)
+            sequence.try_drafting(sequence.policy.settle, None)
         if self._rounds % 256 == 255:  # freed buffers of many block lengths pile up
             mx.clear_cache()
             resident.grow()
@@ -302,11 +382,20 @@ class Group:
         return all(sequence.sampler.is_argmax for sequence in self.sequences)
 
 
-def _scaled(cost: Cost | None, plain_cost: float) -> Cost | None:
-    """Return a cost in passes of one row: users compare with those, even where plain passes have two."""
-    if cost is None or plain_cost == 1:
-        return cost
-    return Cost((cost.shape, plain_cost), cost.plain_tokens * plain_cost, cost.error)
+def _without_drafts(decision: Decision) -> Decision:
+    """Return a decision for a sequence whose drafter failed."""
+    return replace(decision, choices=(), reason=Reason.FAILED)
+
+
+def _largest(logits: mx.array) -> mx.array:
+    """Return the bits of the largest logit of each row, int32 [R]: MLX's max is NaN if a logit is."""
+    return logits.max(axis=-1).astype(mx.float32).view(mx.int32)
+
+
+def _is_finite(bits: int) -> bool:
+    """Return False for the bits of a float32 that is infinite or NaN."""
+    exponent = 0x7F800000
+    return bits & exponent != exponent
 
 
 def _read(array: mx.array) -> list[int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_spec.decode.blocks import checked
 from mlx_spec.device import resident
 from mlx_spec.device.attention import FullAttention
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, caught
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt
 from mlx_spec.sampling.logits import Suppressed
 from mlx_spec.types import (
@@ -22,6 +28,8 @@ from mlx_spec.types import (
     DraftRequest,
     Features,
     FinishReason,
+    Observer,
+    Reason,
     RequestDrafter,
     Sampler,
     TokenLogprob,
@@ -37,6 +45,8 @@ Result = TypeVar("Result")
 # Why an answer ends with the emitted tokens (None if it goes on), and their log-probabilities.
 Ending = tuple[FinishReason | None, tuple[TokenLogprob, ...]]
 
+_log = logging.getLogger("mlx_spec")
+
 
 @dataclass(frozen=True)
 class PrefillStep:
@@ -50,7 +60,7 @@ class PrefillStep:
 
 def prefill(
     target: LMTarget,
-    drafters: Sequence[Drafter],
+    drafters: Sequence[Observer],
     prompt: Prompt,
     step: Callable[[], int] = lambda: PREFILL_STEP,
     in_parts: Callable[[], bool] = lambda: False,
@@ -100,7 +110,7 @@ def prefill(
 
 
 def _observe_in_parts(
-    drafters: Sequence[Drafter],
+    drafters: Sequence[Observer],
     prompt: Prompt,
     read: list[int],
     features: Features,
@@ -138,7 +148,8 @@ class RunningSequence:
 
     `read_prompt` replaces `prefill` if reading the prompt does more, such as scoring its tokens. `on_end`
     gets the tokens of the answer when it ends, also if it is incomplete. The scores of `attention` limit the
-    passes that read the prompt.
+    passes that read the prompt. If a drafter or the policy fails, the answer goes on without drafts, with the
+    policy that `on_draft_error` returns.
     """
 
     def __init__(
@@ -155,6 +166,7 @@ class RunningSequence:
         on_end: Callable[[list[int]], None] | None = None,
         suppressed: Suppressed | None = None,
         attention: FullAttention | None = None,
+        on_draft_error: Callable[[Exception], DraftLengthPolicy] | None = None,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -164,6 +176,9 @@ class RunningSequence:
         self.history = list(prompt)
         self.remaining = max_tokens  # tokens that may still be emitted; 0 after a stop token
         self.error: Exception | None = None  # ends this sequence and no other
+        self.draft_error: Exception | None = None  # ended the drafts of this answer
+        self.failed_passes = 0  # passes with others that failed
+        self.doubt: str | None = None  # see `Round.doubt`: of all tokens from now on
         self._drafters = (*drafters, *(extra.drafter for extra in request_drafters))
         self._request_drafters = request_drafters
         self._stop = stop
@@ -171,6 +186,7 @@ class RunningSequence:
         self._last_step = PrefillStep(ends_chunk=True)
         self._on_end = on_end
         self._attention = attention
+        self._on_draft_error = on_draft_error
         self._emitted = 0
         self._drafting = sampler.drafting
 
@@ -197,7 +213,8 @@ class RunningSequence:
         if self._read_prompt is not None:
             yield from (PrefillStep(ends_chunk=True) for _ in self._read_prompt())
             return
-        for made in prefill(self.target, self._drafters, self.prompt, lambda: self._rows(step()), in_parts):
+        observers = [self] if self._drafters else []
+        for made in prefill(self.target, observers, self.prompt, lambda: self._rows(step()), in_parts):
             self._last_step = made
             yield made
 
@@ -214,7 +231,7 @@ class RunningSequence:
 
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""
-        self.policy.begin(self._request_drafters)
+        self.try_drafting(partial(self.policy.begin, self._request_drafters), None)
 
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
@@ -227,9 +244,58 @@ class RunningSequence:
         if self.error is None:
             try:
                 return action()
-            except Exception as error:  # whatever it is, the other sequences go on
-                self.error = error
+            except BaseException as error:  # whatever it is, the other sequences go on
+                self.error = caught(error)
         return otherwise
+
+    def try_drafting(self, action: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the result of a drafter or the policy; `otherwise` if the sequence drafts no more.
+
+        If it fails, the answer goes on without drafts.
+        """
+        if self.error is None and self.draft_error is None:
+            try:
+                return action()
+            except BaseException as error:
+                self.stop_drafting(caught(error))
+        return otherwise
+
+    def stop_drafting(self, error: Exception) -> None:
+        """Decode the rest of the answer plainly, because of an error."""
+        if self.draft_error is None:
+            # Not the text of the error: it may quote the text of a user.
+            frames = traceback.extract_tb(error.__traceback__)[-1:]
+            place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+            kind = f"{type(error).__name__}{place}"
+            _log.warning("a drafter failed, and an answer goes on without drafts: %s", kind)
+            self.draft_error = error
+            plain = FixedPolicy(0, Reason.FAILED)
+            self.policy = plain if self._on_draft_error is None else self._on_draft_error(error)
+
+    def recover(self, size: int) -> None:
+        """Hold at most the first `size` tokens of the history after a pass that failed.
+
+        They are fewer if the target cannot go back, or if a write of the pass can never be finished.
+        """
+        try:
+            self.target.commit(0)
+            if self.target.size > size:
+                self.target.rewind(size)
+            mx.eval(self.target.caches.arrays())
+        except Exception:
+            self.target.forget()
+
+    def reread(self) -> None:
+        """Bring the target to the end of the history after a pass that failed. Read again what is lost."""
+        self.recover(len(self.history) - 1)
+        for _ in prefill(self.target, (), replace(self.prompt, tokens=tuple(self.history))):
+            if self.target.rows.is_bitwise:
+                self.doubt = "tokens were read again after an error"
+
+    @property
+    def emitted(self) -> int:
+        """Return the number of tokens of the answer so far."""
+        return len(self.history) - len(self.prompt)
 
     @property
     def pending(self) -> mx.array:
@@ -245,10 +311,15 @@ class RunningSequence:
         """Return the draft of the first drafter that has one."""
         for choice in choices:
             request = self.request(choice)
-            draft = request.drafter.draft(request.history, request.limit, request.sampler)
+            made = request.drafter.draft(request.history, request.limit, request.sampler)
+            draft = self.checked(made, choice)
             if draft.tokens.size:
                 return draft.with_choice(choice)
         return no_draft()
+
+    def checked(self, draft: Draft, choice: DraftChoice) -> Draft:
+        """Return the draft of a choice. Raises ValueError if no target can verify it."""
+        return checked(draft, choice.limit, self.sampler.vocab_size)
 
     def prepare(self, draft: Draft, choices: Sequence[DraftChoice]) -> None:
         """Let the drafter work ahead while its draft is verified, if its choice says so."""
@@ -269,13 +340,13 @@ class RunningSequence:
         position = len(self.history)
         self.history += tokens
         self._emitted += len(tokens)
-        self.observe(features)
+        self.observe(self.history, features)
         stopped = tokens[-1] in self._stop
         self.remaining = 0 if stopped else self.remaining - len(tokens)
         reason: FinishReason | None = "stop" if stopped else None if self.remaining else "length"
         return reason, self.sampler.logprobs(position, tokens)
 
-    def observe(self, features: Features) -> None:
-        """Show the drafters the features of new tokens."""
+    def observe(self, history: Sequence[int], features: Features) -> None:
+        """Show the drafters the features of new tokens, the last ones of `history`."""
         for drafter in self._drafters:
-            drafter.observe(self.history, features)
+            self.try_drafting(partial(drafter.observe, history, features), None)

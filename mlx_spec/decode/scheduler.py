@@ -19,7 +19,7 @@ from mlx_spec.decode.pace import MAX_PAUSE_S, Clock, PromptPace
 from mlx_spec.decode.round import Group
 from mlx_spec.decode.running import PrefillStep, RunningSequence
 from mlx_spec.device import resident
-from mlx_spec.errors import InvalidValue
+from mlx_spec.errors import InvalidValue, caught
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.types import GroupPolicy, Round
@@ -257,18 +257,23 @@ class Batch:
         if self.target_batch is None or not fits:
             return []
         start, targets = self._clock(), self.target_batch()
-        prompts = [each.history[each.target.size : -1] for each in sequences]
-        for each in sequences:
-            targets.join(each.target)
+        sizes = [each.target.size for each in sequences]
+        prompts = [each.history[size:-1] for each, size in zip(sequences, sizes, strict=True)]
         try:
+            for each in sequences:
+                targets.join(each.target)
             tokens = mx.array(list(itertools.chain.from_iterable(prompts)), dtype=mx.int32)
             features = targets.prefill(tokens, list(map(len, prompts)))
-        except Exception:
+        except BaseException as error:
+            caught(error)
             features = []
-        for index in reversed(range(len(prompts))):
-            targets.leave(index, keep=True, read=len(prompts[index]) if features else 0)
+        for index, entry in reversed(list(enumerate(chosen))):
+            _take_back(targets, index, entry.sequence, read=len(prompts[index]) if features else 0)
+            if not features:
+                entry.sequence.recover(sizes[index])
+                self._begin_reading(entry)
         for each, its_features in zip(sequences, features, strict=False):
-            each.attempt(partial(each.observe, its_features), None)
+            each.observe(each.history, its_features)
         mx.clear_cache()
         parts = sequences[0].target.prefill_parts
         self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, parts)
@@ -309,14 +314,21 @@ class Batch:
     def _decode(self) -> None:
         """Decode one round of every sequence whose prompt is read."""
         draining = self._regroup()
-        for group in list(self._groups):
+        groups = list(self._groups)
+        for group in groups:
             ids = [self._decoding[sequence].id for sequence in group.sequences]
+            rounds: list[Result] = [s.error for s in group.sequences if s.error is not None]
             try:
-                rounds = group.step(may_queue=group not in draining, may_probe=not self._pace.reading)
-            except Exception as error:  # an error of the pass ends all sequences of the group
-                rounds = [error] * len(ids)
-                for sequence in group.sequences:
-                    sequence.error = error
+                rounds = rounds or group.step(
+                    may_queue=group not in draining, may_probe=not self._pace.reading
+                )
+            except BaseException as error:
+                if isinstance(group.targets, TargetBatch):
+                    caught(error)
+                    groups += self._separate(group, group.targets)
+                    continue
+                group.sequences[0].error = caught(error)
+                rounds = [caught(error)]
             for id, round in zip(ids, rounds, strict=True):
                 self._results.append((id, round))
                 if isinstance(round, Exception) or round.finish_reason is not None:
@@ -355,6 +367,8 @@ class Batch:
         # After a prompt of one token a target has no rows, and so no buffers yet.
         if self.target_batch is None or not min(sizes):
             return False
+        if any(s.failed_passes > 1 for each in (group, single) for s in each.sequences):
+            return False
         if single.sequences[0].target.rows.is_required and self._rows.must_part(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
@@ -374,6 +388,21 @@ class Batch:
             targets.leave(index, keep=sequence.error is None)
             self._decode_alone(sequence)
 
+    def _separate(self, group: Group, targets: TargetBatch) -> list[Group]:
+        """Let each sequence of a pass that failed go on alone: only those that fail again end.
+
+        Returns their groups. The second time, a sequence decodes alone until it ends.
+        """
+        self._groups.remove(group)
+        count = len(self._groups)
+        mx.clear_cache()  # the pass may have lacked memory
+        for index, sequence in reversed(list(enumerate(group.sequences))):
+            _take_back(targets, index, sequence)
+            sequence.failed_passes += 1
+            sequence.attempt(sequence.reread, None)
+            self._decode_alone(sequence)
+        return self._groups[count:]
+
     def _merge(self, group: Group, single: Group) -> None:
         """Move the only sequence of `single` to `group`."""
         assert self.target_batch is not None
@@ -391,7 +420,8 @@ class Batch:
         del self._decoding[entry.sequence]
         group = next(group for group in self._groups if entry.sequence in group.sequences)
         if not isinstance(group.targets, TargetBatch):
-            group.close()
+            if entry.sequence.error is None:  # else its target may fail again
+                group.close()
             self._groups.remove(group)
             return
         index = group.sequences.index(entry.sequence)
@@ -403,6 +433,15 @@ class Batch:
             group.queued = None
             group.targets.leave(0, keep=single.error is None)
             group.targets = SingleTarget(single.target)
+
+
+def _take_back(targets: TargetBatch, index: int, sequence: RunningSequence, *, read: int = 0) -> None:
+    """Give a sequence its caches back; empty ones if that fails. It is as in `TargetBatch.leave`."""
+    try:
+        targets.leave(index, keep=True, read=read)
+    except BaseException as error:
+        caught(error)
+        sequence.target.forget()
 
 
 def _owner(entry: Entry) -> object:

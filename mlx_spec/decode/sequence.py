@@ -15,13 +15,21 @@ from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceParts:
-    """The target, the drafters and the policy of one sequence. They keep their caches between generations."""
+    """The target, the drafters and the policy of one sequence. They keep their caches between generations.
+
+    A drafter that failed is dropped with the others; `Pair.prepare` opens new ones for the next answer.
+    """
 
     target: LMTarget
     drafters: tuple[Drafter, ...]
     policy: DraftLengthPolicy
+    draft_error: Exception | None = None  # of a drafter that failed
+
+    def drop_drafters(self, error: Exception) -> None:
+        """Have no drafters until others are opened: their caches are not known after an error."""
+        self.drafters, self.draft_error = (), error
 
 
 @dataclass(frozen=True)
@@ -85,18 +93,17 @@ class CachedSequence:
         drafter cannot save its caches.
         """
         try:
-            states = [drafter.state() for drafter in origin.parts.drafters]
+            states = origin._drafter_states()
         except InvalidValue:
             return False
         target, shared = self.parts.target, origin.shared(prompt)
         kept = target.fork_from(origin.parts.target, shared, len(prompt) - shared)
         self._identity = origin.identity[:kept]
-        for drafter, state in zip(self.parts.drafters, states, strict=True):
-            if at_once:
-                arrays = {name: mx.contiguous(array) for name, array in state.arrays.items()}
-                mx.eval(list(arrays.values()))
-                state = replace(state, arrays=arrays)
-            drafter.restore(state)
+        if at_once:
+            states = [replace(s, arrays={n: mx.contiguous(a) for n, a in s.arrays.items()}) for s in states]
+            for state in states:
+                mx.eval(list(state.arrays.values()))
+        self._restore_drafters(states)
         if at_once:
             for array in target.copies():
                 mx.eval(array)
@@ -104,15 +111,32 @@ class CachedSequence:
 
     def state(self) -> CacheState:
         """Return the state of all caches. Raises InvalidValue if a drafter cannot save its caches."""
-        drafters = {str(i): drafter.state() for i, drafter in enumerate(self.parts.drafters)}
+        drafters = {str(i): state for i, state in enumerate(self._drafter_states())}
         return CacheState.join({"target": self.parts.target.state(), **drafters})
 
     def restore(self, identity: Sequence[int] | Identity, state: CacheState) -> None:
         """Take over a state and its identity. This sequence must be new, with the same kinds of parts."""
         self.parts.target.restore(state.part("target"))
-        for i, drafter in enumerate(self.parts.drafters):
-            drafter.restore(state.part(str(i)))
+        self._restore_drafters([state.part(str(i)) for i in range(len(self.parts.drafters))])
         self._identity = np.array(identity, np.int64)
+
+    def _drafter_states(self) -> list[CacheState]:
+        """Return the states of the drafters. Raises InvalidValue if one cannot be saved."""
+        try:
+            return [drafter.state() for drafter in self.parts.drafters]
+        except InvalidValue:
+            raise
+        except Exception as error:
+            self.parts.drop_drafters(error)
+            raise InvalidValue(f"a drafter failed and cannot be saved ({error})") from error
+
+    def _restore_drafters(self, states: Sequence[CacheState]) -> None:
+        """Let the drafters take over states. If one cannot, the next answer begins without them."""
+        try:
+            for drafter, state in zip(self.parts.drafters, states, strict=True):
+                drafter.restore(state)
+        except Exception as error:
+            self.parts.drop_drafters(error)
 
     def rewind_to_prefix(self, prompt: Prompt) -> int:
         """Forget all tokens after the common prefix with `prompt`. Return how many tokens are kept.
@@ -126,7 +150,10 @@ class CachedSequence:
             self.reread = Reread(shared - kept, "no place")
         self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt))
         self._places = set()
-        self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
+        try:
+            self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
+        except Exception:  # its drafts will fail, too
+            self.drafter_missing = kept
         self._identity, self._emitted = prompt.identity, []
         return kept
 

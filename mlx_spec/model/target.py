@@ -234,6 +234,10 @@ class LMTarget:
         self._caches.trim()
         mx.eval(self._caches.arrays())
 
+    def forget(self) -> None:
+        """Hold no tokens: a pass failed, and what it wrote is not known."""
+        self._reset()
+
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 
@@ -118,6 +119,12 @@ class AdaptivePolicy:
         if self._shared.costs is not None:
             costs = self._shared.costs.at(1)
             self._shared.account.enter(0, -costs.host / costs.plain)  # plain decoding would wait, too
+
+    def without_drafters(self) -> Self:
+        """Draft nothing from now on. Return this policy."""
+        self._drafters = []
+        self.begin()
+        return self
 
     def _reset(self, request_drafters: Sequence[RequestDrafter]) -> None:
         for proposal in self._drafters:
@@ -351,6 +358,10 @@ class AdaptivePolicies:
         """
         return AdaptivePolicy(self, clock, gains, available)
 
+    def plain(self) -> AdaptivePolicy:
+        """Return the policy of a sequence whose drafters failed: it drafts nothing."""
+        return self.policy().without_drafters()
+
     def use(self, table: Table, measured: str | None = None) -> None:
         """Use measured costs and save them. `measured` is their date, now if left out."""
         self._set(table, measured or datetime.now(UTC).isoformat(timespec="seconds"))
@@ -411,6 +422,10 @@ class FixedPolicy:
     ) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
         return FixedPolicy(self.length, self._reason, self._names, self._ahead, self._ratios, clock)
+
+    def plain(self) -> FixedPolicy:
+        """Return the policy of a sequence whose drafters failed, as `AdaptivePolicies.plain` does."""
+        return FixedPolicy(0, Reason.FAILED)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))

@@ -11,6 +11,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_spec.errors import NotFinite
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of
@@ -18,7 +19,7 @@ from mlx_spec.sampling.candidates import likeliest
 from mlx_spec.sampling.sampling import Drawn, Greedy, LogitsProcessor
 from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.types import Draft, Drafter, DraftingSampler, TokenLogprob
+from mlx_spec.types import Draft, DraftingSampler, Observer, TokenLogprob
 
 
 class LogprobRecorder:
@@ -35,6 +36,10 @@ class LogprobRecorder:
         self._tokenizer = tokenizer
         self._top = top
         self._rows: dict[int, mx.array] = {}  # position in the sequence -> packed row [1, 1 + 2 top]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._sampler.vocab_size
 
     @property
     def drafting(self) -> DraftingSampler:
@@ -85,7 +90,7 @@ class LogprobRecorder:
 
 def score_prompt(
     target: LMTarget,
-    drafters: Sequence[Drafter],
+    drafters: Sequence[Observer],
     processor: LogitsProcessor,
     tokens: Sequence[int],
     tokenizer: Tokenizer,
@@ -124,7 +129,8 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     if top := min(top, scores.shape[-1]):
         best = likeliest(scores, top)
         own = mx.concatenate([own, mx.take_along_axis(scores, best, axis=-1)], axis=-1)
-    logprobs = own.astype(mx.float32) - log_total(scores)
+    total = log_total(scores)
+    logprobs = own.astype(mx.float32) - total + (total - total)  # NaN if a score is infinite
     return mx.concatenate([logprobs, best.astype(mx.float32)], axis=-1) if top else logprobs
 
 
@@ -132,6 +138,8 @@ def _read(rows: mx.array, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[
     """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
     found, top = list[TokenLogprob](), rows.shape[1] // 2
     for token, row in zip(tokens, cast(list[list[float]], rows.tolist()), strict=True):
+        if math.isnan(row[0]):
+            raise NotFinite.after(0)
         pairs = zip(row[1 : 1 + top], row[1 + top :], strict=True)
         likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
         best = tuple(TokenLogprob(i, tokenizer.token_bytes(i), -negative) for negative, i in likely)

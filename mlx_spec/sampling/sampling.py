@@ -119,7 +119,7 @@ class LogitsProcessor:
         if sampling.grammar is not None:
             self._grammar_mask = GrammarMask(sampling.grammar, prompt_length)
             self.without_grammar = LogitsProcessor(replace(sampling, grammar=None), prompt_length, vocab_size)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._last: tuple[mx.array, mx.array, int, mx.array] | None = (
             None  # arguments and result of `process`
         )
@@ -146,8 +146,8 @@ class LogitsProcessor:
         With `exact` they hold every nucleus, however large.
         """
         sampling, processed = self.sampling, self.process(logits, history, drafted)
-        length = shortlist_length(sampling.top_k, sampling.top_p, self._vocab_size)
-        if exact and length < (sampling.top_k or self._vocab_size):
+        length = shortlist_length(sampling.top_k, sampling.top_p, self.vocab_size)
+        if exact and length < (sampling.top_k or self.vocab_size):
             length = 0
         found = Candidates.of(processed, sampling.top_k, sampling.temperature, length)
         for name, each in FILTERS.items():
@@ -201,6 +201,10 @@ class Greedy:
         return self.processor.is_idle
 
     @property
+    def vocab_size(self) -> int:
+        return self.processor.vocab_size
+
+    @property
     def drafting(self) -> Self:
         """Return the sampler without the grammar. It shares the seed and the count of draws."""
         return self._with(self.processor.without_grammar)
@@ -220,6 +224,7 @@ class Greedy:
     def verify(
         self, logits: mx.array, history: Sequence[int], draft: Draft, *, exact: bool = False
     ) -> mx.array:
+        draft = replace(draft, tokens=_inside(draft.tokens, logits.shape[-1]))
         if draft.parents is None:
             verdict = match(self.draw(logits, history, draft.tokens, exact=exact)[0], draft.tokens)
             # For all rows: a decision to draw again must not depend on the drawn tokens.
@@ -300,24 +305,30 @@ class Unseeded(Greedy):
     ) -> mx.array:
         if draft.probs is None:
             return super().verify(logits, history, draft, exact=exact)
-        uniform = mx.random.uniform(shape=draft.tokens.shape, key=self._next_key())
+        tokens = _inside(draft.tokens, logits.shape[-1])
+        uniform = mx.random.uniform(shape=tokens.shape, key=self._next_key())
         tree = None if draft.parents is None else tree_of(draft.parents)
-        segments = [(logits, draft.tokens)] if tree is None else _segments(tree, logits, draft.tokens)
+        segments = [(logits, tokens)] if tree is None else _segments(tree, logits, tokens)
         found = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in segments]
         self.fits = _all_fit([fits for candidates in found for fits in candidates.fits])
         ids: mx.array | None = None
         if tree is None:
-            beside, columns, q = found[0].beside(draft.tokens, draft.probs)
+            beside, columns, q = found[0].beside(tokens, draft.probs)
             n, weights = accept_block(beside.probs, columns, q, uniform)
             ids = beside.ids
         else:
             p = mx.concatenate([each.over_vocabulary(each.probs, 0.0, logits.shape[-1]) for each in found])
-            n, weights = accept_recursive(p, draft.tokens, draft.probs, uniform, tree)
+            n, weights = accept_recursive(p, tokens, draft.probs, uniform, tree)
         token = draw_by_weight(weights[None], self._next_key())
         return mx.concatenate([n[None], token if ids is None else ids[n][token]])
 
     def _next_key(self) -> mx.array:
         return mx.array(noise_key(self._seed, next(self._indices)), dtype=mx.uint32)
+
+
+def _inside(tokens: mx.array, vocab_size: int) -> mx.array:
+    """Return draft tokens with -1 for those outside the vocabulary, which no rule accepts."""
+    return mx.where((tokens >= 0) & (tokens < vocab_size), tokens, -1)
 
 
 def _all_fit(fits: list[mx.array]) -> list[mx.array]:

@@ -51,8 +51,8 @@ def accept_block(p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array) 
 
 
 def _probability(rows: mx.array, tokens: mx.array) -> mx.array:
-    """Return the probability [K] of each draft token in its row."""
-    return mx.take_along_axis(rows[: tokens.shape[0]], tokens[:, None], axis=-1)[:, 0]
+    """Return the probability [K] of each draft token in its row: 0 for -1, which is not a token."""
+    return mx.take_along_axis(rows[: tokens.shape[0]], tokens[:, None], axis=-1)[:, 0] * (tokens >= 0)
 
 
 def _residual(p: mx.array, q: mx.array, n: mx.array, mass: mx.array) -> mx.array:
@@ -95,7 +95,7 @@ def accept_recursive(
     left, hits = list(p), []
     for j, row in enumerate(tree.parents):
         r, drawn, token = left[row], q[j], tokens[j : j + 1]
-        hits.append(uniform[j : j + 1] * drawn[token] < r[token])
+        hits.append((uniform[j : j + 1] * drawn[token] < r[token]) & (token >= 0))
         excess = mx.maximum(r - drawn, 0)
         total = excess.sum()
         left[row] = mx.where(total > 0, excess / mx.where(total > 0, total, 1), r)

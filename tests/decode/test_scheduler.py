@@ -147,20 +147,27 @@ class Failing(TargetBatch):
         raise InvalidValue("this pass fails")
 
 
-def test_an_error_of_a_pass_ends_all_in_it_and_its_rows_are_dropped() -> None:
+class Broken(LMTarget):
+    """Its passes fail alone, too."""
+
+    def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
+        raise InvalidValue("this pass fails alone, too")
+
+
+def test_only_sequences_whose_passes_fail_alone_end_and_their_rows_are_dropped() -> None:
     """To compute them again for a later request might fail again."""
     entries, targets = Entries(3, Failing), list[LMTarget]()
 
     def begin() -> RunningSequence:
         prompt, sampler = text_prompt(tiny.prompt(9)), Sampling().sampler(9, tiny.VOCAB)
-        targets.append(LMTarget(MODEL))
+        targets.append((Broken if len(targets) == 1 else LMTarget)(MODEL))
         return RunningSequence(targets[-1], (), FixedPolicy(0), sampler, prompt, 20)
 
     for name in ("a", "b", "c"):
         entries.add(name, begin=begin, park=True)
     entries.run()
-    assert entries.errors == dict.fromkeys(("a", "b", "c"), "this pass fails")
-    assert [target.nbytes for target in targets] == [0, 0, 0]
+    assert entries.errors == {"b": "this pass fails alone, too"}
+    assert entries.texts["a"] == entries.texts["c"] == plain(MODEL, tiny.prompt(9), 20)
     entries.add("d")  # the batch goes on
     entries.run()
     assert entries.texts["d"] == text()

@@ -385,11 +385,12 @@ class Job:
         Yields True after each chunk.
         """
         pair, top = self.model.pair, self.request.top_logprobs or 0
-        prompt, parts = choice.prompt, sequence.parts
+        prompt, target = choice.prompt, sequence.parts.target
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
         self._scores[choice.place[0]] = scores
-        for more in score_prompt(parts.target, parts.drafters, processor, prompt, pair.tokenizer, top):
+        observers = [choice.entry.sequence]
+        for more in score_prompt(target, observers, processor, prompt, pair.tokenizer, top):
             scores.extend(more)
             yield True
 
