@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
@@ -27,7 +26,6 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_spec import __version__
 from mlx_spec.checkpoint.config import read_config
@@ -36,6 +34,7 @@ from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
 
 from . import page
+from .connection import Connection
 from .engine.engine_thread import EngineThread
 from .engine.metrics import RequestCounter
 from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
@@ -185,27 +184,6 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-class Connection(H11Protocol):
-    """A connection that is closed if no request comes in time. uvicorn waits for the first one forever."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout for the first request."""
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        """Read data. Start the timeout again unless a request is being answered."""
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._await_request()
-
-    def _await_request(self) -> None:
-        self._unset_keepalive_if_required()
-        if not self.transport.is_closing():
-            wait = self.timeout_keep_alive
-            self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
 
 
 class Server(uvicorn.Server):

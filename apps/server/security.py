@@ -30,7 +30,7 @@ from .settings import (
     origin_names,
 )
 
-BODY_TIMEOUT_S = 75.0  # between two parts of a body; a client on this machine needs milliseconds
+BODY_TIMEOUT_S = 75.0  # for a small body; a client on this machine needs milliseconds
 
 
 class PlainPaths:
@@ -66,20 +66,23 @@ class Bodies:
         self._waiting: set[asyncio.Future[None]] = set()
         self._ended = False
 
-    async def next(self, receive: Receive) -> Message:
-        """Return the next part of a body. Raises Failure if none comes: 408, or 503 if the server ends."""
+    async def next(self, receive: Receive, wait_s: float) -> Message:
+        """Return the next part of a body, for which the server waits that long.
+
+        Raises Failure if none comes: 408, or 503 if the server ends.
+        """
         if self._ended:
             raise shutting_down()
         ended = asyncio.get_running_loop().create_future()
         self._waiting.add(ended)
         coming = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait({coming, ended}, timeout=BODY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({coming, ended}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if coming.done():
                 return coming.result()
             if self._ended:
                 raise shutting_down()
-            message = f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s"
+            message = f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s: send it faster"
             raise Failure(408, message, code="request_timeout")
         finally:
             self._waiting.discard(ended)
@@ -140,11 +143,15 @@ class Guards:
         except Failure as failure:
             await error_response(scope["path"], headers, failure)(scope, receive, send)
             return
-        read, is_whole = 0, False
+        read, is_whole, began = 0, False, asyncio.get_running_loop().time()
+        slowest = 10_000  # bytes a second of a body that may take longer than the timeout
 
         async def limited() -> Message:
             nonlocal read, is_whole
-            message = await (receive() if is_whole else self._bodies.next(receive))
+            if is_whole:
+                return await receive()
+            end = began + BODY_TIMEOUT_S + read / slowest
+            message = await self._bodies.next(receive, max(end - asyncio.get_running_loop().time(), 0.0))
             is_whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             self._check_size(read)

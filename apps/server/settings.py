@@ -5,6 +5,7 @@ Imports nothing heavy, so that `--help` is quick."""
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -180,7 +181,7 @@ class Options(LoadOptions):
         None
     )
     api_key_file: Annotated[
-        Path | None, network_option(value="FILE", help="the same, read from a file", callback=expanded)
+        Path | None, network_option(value="FILE", help="the same, from a file; or set MLX_SPEC_API_KEY", callback=expanded)
     ] = None
     allow_host: Annotated[
         Names, network_option(value="NAME", help="another name under which the server may be addressed")
@@ -323,6 +324,8 @@ def _check_known(option: str, name: str, names: Sequence[str]) -> None:
 def _key(key: str | None, file: Path | None) -> str | None:
     if key is not None and file is not None:
         raise BadOptions("--api-key and --api-key-file: give one of them")
+    if key is None and file is None:
+        key = os.environ.get("MLX_SPEC_API_KEY") or None  # other users can read a command line, but not this
     if file is not None:
         try:
             key = file.read_text(encoding="utf-8").strip()
