@@ -189,7 +189,7 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
     drafts = f"{statistics.accepted} of {count} tokens drafted"
     if not statistics.drafted:
         drafts = f"drafts: {statistics.reason_words}"
-    elif not statistics.accepted and reason is not Reason.FIXED:
+    elif reason is Reason.FAILED or (not statistics.accepted and reason is not Reason.FIXED):
         drafts += f": {statistics.reason_words}"
     elif statistics.accepted and statistics.tokens_per_pass is not None:
         drafts += f", {statistics.tokens_per_pass:.1f} a pass"

@@ -154,7 +154,12 @@ class Statistics:
 
     @property
     def reason(self) -> Reason:
-        """Return the reason of most tokens. If drafts gave any, the gain decides what it says."""
+        """Return the reason of most tokens. If drafts gave any, the gain decides what it says.
+
+        A drafter that failed is always named.
+        """
+        if Reason.FAILED in self.reasons:
+            return Reason.FAILED
         reason = max(self.reasons, key=self.reasons.__getitem__, default=Reason.NO_DRAFTER)
         is_judged = reason in (Reason.PAYS, Reason.LEARNING)
         if self.accepted and any(each.is_on for each in self.reasons):

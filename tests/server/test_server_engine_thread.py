@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import statistics
 import threading
@@ -49,6 +50,7 @@ from mlx_spec.apps.server.engine.answers import (
     RoundDone,
     TextDelta,
     ToolCall,
+    timings_json,
 )
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.job import RequestChoice
@@ -69,7 +71,7 @@ from mlx_spec.policy.costs import CostModel
 from mlx_spec.prompt import Span
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import read_tokenizer
-from mlx_spec.types import Round
+from mlx_spec.types import Reason, Round
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
 
@@ -629,6 +631,37 @@ def test_an_error_fails_one_request(
     again = answer(engine, request)
     assert body(again) == body(answer(plain, request))
     assert closed(again).usage.cached_tokens == 0  # nothing is kept of the caches
+
+
+def test_a_drafter_that_fails_costs_its_drafts_alone(
+    engine: EngineThread,
+    plain: EngineThread,
+    monkeypatch: pytest.MonkeyPatch,
+    draft_errors: list[str],
+) -> None:
+    (loaded,) = engine._models.loaded()
+    kind, request = type(loaded.pair.open().drafters[0]), raw("os.path.join: Join one", max_tokens=20)
+    with monkeypatch.context() as broken:
+        broken.setattr(kind, "observe", lambda *given: 1 / 0)
+        events = answer(engine, request)
+    assert body(events) == body(answer(plain, request))
+    assert timings_json(closed(events).timings)["reason"] == "drafter failed"
+    assert "ZeroDivisionError" in draft_errors.pop()
+    again = answer(engine, request)
+    assert body(again) == body(events)
+    assert closed(again).timings.statistics.reason is not Reason.FAILED
+
+
+def test_numbers_that_are_not_finite_end_one_answer_with_a_sentence(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = LMTarget.verify
+    with monkeypatch.context() as broken:
+        broken.setattr(LMTarget, "verify", lambda *given, **more: verify(*given, **more) * math.nan)
+        found = failure(answer(engine, chat(QUESTION)))
+    assert (found.status, found.code) == (500, "not_finite")
+    assert "not finite after 0 tokens of the answer" in found.message and "--exact float32" in found.message
+    closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 
 def test_an_error_of_one_choice_ends_the_others_of_its_request(

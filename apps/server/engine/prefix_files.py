@@ -287,15 +287,18 @@ class PrefixFiles:
         It must have grown by the factor `growth` since its last write. So all writes of a sequence together
         have at most five times the bytes of the last one.
         """
-        tokens = sequence.identity
-        if len(tokens) < MIN_TOKENS or not self._folder.is_ready:
+        tokens, has_drafters = sequence.identity, sequence.parts.draft_error is None
+        if len(tokens) < MIN_TOKENS or not self._folder.is_ready or not has_drafters:
             return
         held = _compact(tokens)
         entries = self._folder.entries(self._digest)
         stored = max((reusable(e.reach, shared_prefix(e.tokens, held)) for _, e in entries), default=0)
         if len(tokens) < max(stored + MIN_TOKENS, growth * stored):
             return
-        prefix, state = StoredPrefix(held, sequence.parts.target.reach()), sequence.state()
+        try:
+            prefix, state = StoredPrefix(held, sequence.parts.target.reach()), sequence.state()
+        except InvalidValue:  # a drafter fails
+            return
         content = {"key": self._key, "reach": prefix.reach, "numbers": state.numbers}
         self._folder.write(f"{self._digest}-{len(tokens)}", prefix, content, state)
 
