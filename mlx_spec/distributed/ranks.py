@@ -322,9 +322,6 @@ class RankTarget(LMTarget):
         """Return 1: other passes between two layers would mix the collectives of the ranks."""
         return 1
 
-    def forget(self) -> None:
-        self.rewind(0)
-
     def state(self) -> CacheState:
         raise InvalidValue("each rank has a part of the caches: they cannot be saved")
 

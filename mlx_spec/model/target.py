@@ -52,21 +52,20 @@ class LMTarget:
         rows: RowClass | None = None,
     ) -> None:
         self.rows = rows or RowClass()
-        self._model = model
-        self._sight = sight
-        self._kv_bits = kv_bits
+        self._model, self._sight, self._kv_bits = model, sight, kv_bits
         self._needs = needs or FeatureSpec()
         self._captures = captures_of(model, self._needs)
         self._eager = start_layers_early(decoder_of(model).layers)
         self.parts = parts_of(model)
-        self._reset()
+        self.forget()
         self._recurrent = bool(self._caches.recurrent)
         if self._needs.shared_kv and self._recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
             )
 
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """Hold no tokens, also after a pass that failed: what it wrote is not known."""
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
         self._from_prompt = 0  # how many of the first tokens were written as a prompt
@@ -234,10 +233,6 @@ class LMTarget:
         self._caches.trim()
         mx.eval(self._caches.arrays())
 
-    def forget(self) -> None:
-        """Hold no tokens: a pass failed, and what it wrote is not known."""
-        self._reset()
-
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
 
@@ -341,7 +336,7 @@ class LMTarget:
             place, kept = self._place(size)
             checkpoints = self._checkpoints.before(kept)  # other tokens may follow
             if not kept:
-                self._reset()
+                self.forget()
             elif place is not None:
                 self._caches.restore(place)
             written = self._caches.sizes[0]
