@@ -42,7 +42,7 @@ class Group:
         self.sequences = sequences
         self.targets = targets
         self._policy = policy  # of several sequences; if it is None, each decides for itself
-        # The tokens after the pending ones, not yet read, and what `_largest` says of their logits, [2, B].
+        # [2 B] int32: the tokens after the pending ones, not yet read, and then `_largest` of their logits.
         self.queued: mx.array | None = None
         # Last draws from a shortlist that may lack part of a nucleus: sequence, logits, and `Sampler.fits`.
         self._shortlisted: list[tuple[RunningSequence, mx.array, mx.array]] = []
@@ -89,7 +89,9 @@ class Group:
     def remove(self, index: int) -> None:
         """Remove a sequence; the last one takes its index."""
         if self.queued is not None:
-            self.queued = self.queued[:, mx.array(lanes_without(index, len(self.sequences)), dtype=mx.int32)]
+            count = len(self.sequences)
+            lanes = lanes_without(index, count)
+            self.queued = self.queued[mx.array([*lanes, *(count + lane for lane in lanes)], dtype=mx.int32)]
         self._shortlisted = [each for each in self._shortlisted if each[0] is not self.sequences[index]]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
@@ -249,7 +251,7 @@ class Group:
     def _plain(self, *, queue_next: bool) -> list[Emitted]:
         """Decode one token of each sequence. With `queue_next` the device begins the next ones."""
         queue_next = queue_next and all(sequence.remaining > 1 for sequence in self.sequences)
-        drawn = self.queued
+        drawn, count = self.queued, len(self.sequences)
         if drawn is None:
             pending = [sequence.history[-1] for sequence in self.sequences]
             drawn = self._draw(mx.array(pending, dtype=mx.int32), unread=0)
@@ -257,12 +259,10 @@ class Group:
         features = self.targets.commit([1] * len(self.sequences))
         self.queued = None
         if queue_next:
-            self.queued = self._draw(drawn[0], unread=1)
+            self.queued = self._draw(drawn[:count], unread=1)
             mx.async_eval(drawn, self.queued)
-        numbers, count = drawn.reshape(-1), len(self.sequences)
-        if shortlisted:
-            numbers = mx.concatenate([numbers, *(fits for _, _, fits in shortlisted)])
-        read = self._await(numbers)
+        fits = [fits for _, _, fits in shortlisted]
+        read = self._await(mx.concatenate([drawn, *fits]) if fits else drawn)
         found = read[:count]
         for sequence, top in zip(self.sequences, read[count : 2 * count], strict=True):
             if not _is_finite(top):
@@ -279,7 +279,7 @@ class Group:
         return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in found], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
-        """Write one token of each sequence. Return the next tokens and `_largest` of their logits, [2, B].
+        """Write one token of each sequence. Return the next tokens and `_largest` of their logits, [2 B].
 
         `unread` is 1 if the histories lack the written tokens, because the host has not read them, else 0.
         """
@@ -287,14 +287,14 @@ class Group:
         logits = self._allowed(self.targets.verify(tokens, sizes, early=not unread), sizes, unread)
         self._shortlisted, self._doubt = [], self.targets.doubt
         if self._takes_argmax:
-            return mx.stack([logits.argmax(axis=-1).astype(mx.int32), _largest(logits)])
+            return mx.concatenate([logits.argmax(axis=-1).astype(mx.int32), _largest(logits)])
         drawn = []
         for i, sequence in enumerate(self.sequences):
             row = logits[i : i + 1]
             draw = partial(sequence.draw, row, tokens[i : i + unread])
             drawn.append(sequence.attempt(draw, mx.zeros((1,), mx.int32)))
             self._shortlisted += [(sequence, row, fits) for fits in sequence.sampler.fits]
-        return mx.stack([mx.concatenate(drawn), _largest(logits)])
+        return mx.concatenate([*drawn, _largest(logits)])
 
     def _allowed(self, logits: mx.array, sizes: Sequence[int], unread: int = 0) -> mx.array:
         """Return logits [R, V] without tokens that the model must not say; `sizes` are the rows of each."""
