@@ -18,6 +18,7 @@ class Connection(H11Protocol):
     """
 
     most_connections = 1000  # when more are open, those without a request give way, the oldest first
+    least_silence_s = 0.5  # before a connection gives way: its request may have come and not be read yet
     unread_s = 300.0  # for a client to read what it was sent
     # After a client closed its sending side: two interim responses, to which one that hung up sends a reset.
     # A hang-up before the response begins is noticed that late. Python's client knows no interim response
@@ -31,14 +32,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._is_half_closed = self._has_head_begun = False
         self._unread: asyncio.TimerHandle | None = None
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = files // 2 if files != resource.RLIM_INFINITY else self.most_connections
-        if len(self.connections) > min(self.most_connections, most):
-            oldest = next((each for each in self._waiting if each in self.connections), None)
-            if oldest is not None:
-                del self._waiting[oldest]
-                oldest.timeout_keep_alive_handler()
         self._await_request(self.loop.time())
+        self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -91,6 +86,20 @@ class Connection(H11Protocol):
     def _is_waiting(self) -> bool:
         """Return True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """Close the connections that have been silent longest, if too many are open."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = files // 2 if files != resource.RLIM_INFINITY else self.most_connections
+        most = min(self.most_connections, most)
+        if len(self.connections) <= most:
+            return
+        excess = sum(not each.transport.is_closing() for each in self.connections) - most
+        silent = [each for each in self._waiting if each in self.connections]
+        for each in silent[: max(excess, 0)]:
+            if each._began + self.least_silence_s < self.loop.time():
+                del self._waiting[each]
+                each.timeout_keep_alive_handler()
 
     def _await_request(self, began: float) -> None:
         """Give the next head of a request its time from `began` on, in the time of the loop."""

@@ -15,6 +15,7 @@ from support.waiting import LIMIT, wait_until
 
 from mlx_spec.apps.server import app, security, settings
 from mlx_spec.apps.server.connection import Connection
+from mlx_spec.apps.server.engine.answers import TextDelta
 from mlx_spec.apps.server.settings import Settings
 
 Address = tuple[str, int]
@@ -94,9 +95,12 @@ def test_a_request_without_its_end_is_not_answered() -> None:
 def test_silent_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is silent longest gives way, and none that is being answered."""
     monkeypatch.setattr(Connection, "most_connections", 8)
+    monkeypatch.setattr(Connection, "least_silence_s", 0.0)
     gate = threading.Event()
-    with listening(Stub((READ, gate, *ANSWER[1:]))) as address:
+    stub = Stub((READ, gate, *ANSWER[1:]))
+    with listening(stub) as address:
         busy = connect(address, request())
+        wait_until(lambda: bool(stub.jobs))
         silent = [connect(address, b"GET" if i % 2 else b"") for i in range(20)]
         assert '"status":"ok"' in read(connect(address, HEALTH))
         assert all(read(each) == "" for each in silent[:8])
@@ -132,15 +136,16 @@ def test_a_head_or_a_body_that_comes_slowly_ends(monkeypatch: pytest.MonkeyPatch
                     pass
                 except OSError:
                     open_ones -= {each}
+        for each in (head, body):
+            each.close()
         assert not open_ones
 
 
 def test_a_client_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "unread_s", 0.2)
-    text = [event for _ in range(3000) for event in (*ANSWER[2:4] * 20, ROUND)]
-    stub = Stub((READ, *text, 30.0))
-    with listening(stub) as address, connect(address, request(stream=True)) as made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    more_than_buffers = [TextDelta(0, "answer", "x" * 500_000), ROUND] * 40
+    stub = Stub((READ, *more_than_buffers, 30.0))
+    with listening(stub) as address, connect(address, request(stream=True)):
         wait_until(lambda: bool(stub.jobs))
         assert stub.jobs[0].cancelled.wait(LIMIT)
 
