@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Connection(H11Protocol):
-    """A connection that ends if its client is silent or slow, and answers one that only closed its sending side.
+    """A connection that ends if its client is silent or slow, and answers a half-closed one.
 
     uvicorn waits for the first request forever, lets each byte of a head restart its timeout, and takes the
     end of what a client sends for a hang-up. `timeout_keep_alive` is the time for a head.
@@ -28,7 +28,7 @@ class Connection(H11Protocol):
     _waiting: ClassVar[dict[Connection, None]] = {}  # without a request, of this process; the oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout for the first request. Close the oldest silent connection if there are too many."""
+        """Start the timeout for the first request. Close silent connections if there are too many."""
         super().connection_made(transport)
         self._is_half_closed = self._has_head_begun = False
         self._unread: asyncio.TimerHandle | None = None

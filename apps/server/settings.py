@@ -181,7 +181,8 @@ class Options(LoadOptions):
         None
     )
     api_key_file: Annotated[
-        Path | None, network_option(value="FILE", help="the same, from a file; or set MLX_SPEC_API_KEY", callback=expanded)
+        Path | None,
+        network_option(value="FILE", help="the same, from a file; or MLX_SPEC_API_KEY", callback=expanded),
     ] = None
     allow_host: Annotated[
         Names, network_option(value="NAME", help="another name under which the server may be addressed")

@@ -14,6 +14,7 @@ from support.pairs import alone, make_pair
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
+from mlx_spec.decode.statistics import Statistics
 from mlx_spec.errors import NotFinite
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
@@ -23,7 +24,6 @@ from mlx_spec.policy.batch import BatchPolicies, MemberPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.session import Statistics
 from mlx_spec.types import Draft, DraftRequest, Reason, Round, Sampler
 
 COUNT = 24
