@@ -293,7 +293,7 @@ def places(shape: Shape, tokens: int) -> dict[str, float]:
         "places": count,
         "one": round(pinned / max(count, 1) * scale),
         "all": round(pinned * scale),
-        "window buffers, trimmed": round((target.nbytes - pinned - target.caches.slack()) * scale)
+        "window buffers, trimmed": round((target.nbytes - pinned - target.slack()) * scale)
         - round(-(-tokens // 256) * 256 * shape.kv_bytes / 1e6),
     }
 

@@ -69,6 +69,14 @@ class CachedSequence:
         """Return the bytes of the caches, with the drafters' caches."""
         return self.parts.target.nbytes + sum(drafter.nbytes for drafter in self.parts.drafters)
 
+    @property
+    def fork_bytes(self) -> int:
+        """Return the bytes of a fork of all tokens: it shares the checkpoints."""
+        target = self.parts.target
+        parked = target.checkpoints.parked
+        windows = 0 if parked is None else parked.nbytes
+        return self.nbytes - sum(target.pinned.values()) + windows
+
     def shared(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt the caches already hold, without cutting a span.
 
@@ -148,7 +156,8 @@ class CachedSequence:
         kept = self.parts.target.rewind(shared)
         if self.reread is None and shared > kept:
             self.reread = Reread(shared - kept, "no place")
-        self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt))
+        opening = min(prompt.turns, default=len(prompt))
+        self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt), opening)
         self._places = set()
         try:
             self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)

@@ -8,9 +8,8 @@ the last lane moves to a lane that becomes free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +23,10 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.errors import NotRewindable
+from mlx_spec.model.checkpoints import Arrays, Checkpoint, Kind, PlaceBlock, Rows, first_size
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
+    VIEW_STEP,
     AttentionCache,
     Blocks,
     ChunkCache,
@@ -41,33 +42,7 @@ from mlx_spec.types import CacheState
 
 FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
 
-Arrays = list[mx.array | None]
-Kind = Literal["chunk", "turn", "end"]  # why a place is kept: a chunk, a turn or a prompt ended there
 Cache = TypeVar("Cache")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A place that one sequence can return to. It holds copies of no more than windows and states."""
-
-    size: int
-    # By window: first and oldest position, number of columns, reach.
-    places: dict[int | None, tuple[int, int, int, int]]
-    layers: list[Arrays]  # buffers of windows and recurrent states; full attention only if it was loaded
-    kind: Kind = "end"
-
-    def first_size(self) -> int:
-        """Return the smallest size that `rewind` can return to from here."""
-        return _first_size((oldest, reach) for _, oldest, _, reach in self.places.values())
-
-    def arrays(self) -> list[mx.array]:
-        """Return its arrays."""
-        return [array for layer in self.layers for array in layer if array is not None]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its arrays."""
-        return sum(array.nbytes for array in self.arrays())
 
 
 class Caches:
@@ -191,10 +166,12 @@ class Caches:
     def first_size(self) -> int:
         """Return the smallest number of tokens to which the only sequence can be cut back.
 
-        The buffers still have all rows that a query there can see.
+        The buffers still have all rows that a query there can see. A state cannot be cut.
         """
+        if self.recurrent:
+            return self.sizes[0]
         places = ((c.oldest[0], c.reach) for c in self._columns.values())
-        return _first_size(places)
+        return first_size(places)
 
     def move_to(self, size: int, most: int = 128) -> None:
         """Let the only sequence hold `size` tokens. Rows that nothing wrote repeat those that it has.
@@ -212,45 +189,57 @@ class Caches:
                     cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
         self.sizes = [size]
 
-    def present(self) -> Checkpoint:
-        """Return the place after the committed rows. It refers to the buffers of windows."""
-        layers = [_references(layer) for layer in self.layers]
-        places = dict[int | None, tuple[int, int, int, int]]()
-        for window, columns in self._columns.items():
-            if window is not None:
-                places[window] = columns.first[0], columns.oldest[0], columns.count, columns.reach
-        return Checkpoint(self.sizes[0], places, layers)
-
-    def checkpoint(self, size: int, kind: Kind = "end") -> Checkpoint:
+    def checkpoint(
+        self, size: int, kind: Kind = "end", known: Mapping[Rows, PlaceBlock] | None = None
+    ) -> Checkpoint:
         """Return a place at `size`: copies of states, and of the rows of windows that a query there can see.
 
-        The windows must still have these rows, and a recurrent state must be at `size`. One can go back a few
-        tokens more from the end of a prompt, because templates append what begins an answer.
+        The windows must still have these rows, and a recurrent state must be at `size`. Rows that `known`
+        blocks have are shared. One can go back a few tokens more from the end of a prompt, because templates
+        append what begins an answer.
         """
         spare = 32 if kind == "end" and not self.recurrent else 0
-        layers, places = list[Arrays](), dict[int | None, tuple[int, int, int, int]]()
+        blocks, places = list[PlaceBlock](), dict[int, tuple[int, int, int, int]]()
+        if self.recurrent:
+            blocks.append(PlaceBlock((None, size, size), [self._state(layer, size) for layer in self.layers]))
         for window, columns in self._columns.items():
-            if window is not None:
-                oldest = max(columns.oldest_visible(max(size - spare, 0), columns.reach), columns.oldest[0])
-                first = step_below(oldest)
-                places[window] = first, oldest, size - first, columns.reach
-        for layer in self.layers:
-            if isinstance(layer, RecurrentCache):
-                arrays = layer.committed if size == self.sizes[0] else layer.cache
-                layers.append([None if array is None else mx.contiguous(array) for array in arrays])
-            elif layer.columns.window is None:
-                layers.append([])
-            else:
-                start = layer.columns.first[0]
-                rows = slice(places[layer.columns.window][0] - start, size - start)
-                layers.append([mx.contiguous(buffer[:, :, rows]) for buffer in layer.buffers])
-        return Checkpoint(size, places, layers, kind)
+            if window is None:
+                continue
+            needed = self._rows(columns, size, spare)
+            oldest = needed[0][1] if needed else size
+            first = step_below(oldest)
+            places[window] = first, oldest, size - first, columns.reach
+            blocks += [(known or {}).get(rows) or self._block(rows) for rows in needed]
+        return Checkpoint(size, places, tuple(blocks), kind)
 
-    def slack(self) -> int:
-        """Return the bytes of columns that the only sequence does not need."""
+    def _state(self, layer: LayerCache, size: int) -> Arrays:
+        """Return a copy of the state of a recurrent layer, at the size of the caches or after it."""
+        if not isinstance(layer, RecurrentCache):
+            return []
+        arrays = layer.committed if size == self.sizes[0] else layer.cache
+        return [None if array is None else mx.contiguous(array) for array in arrays]
+
+    def _block(self, rows: Rows) -> PlaceBlock:
+        """Return copies of the rows of all layers with a window, from a multiple of VIEW_STEP on."""
+        window, low, high = rows
+        start = self._columns[window].first[0]
+        columns = slice(step_below(low) - start, high - start)
+        layers = list[Arrays]()
+        for layer in self.layers:
+            is_other = isinstance(layer, RecurrentCache) or layer.columns.window != window
+            buffers = [] if is_other else layer.arrays()
+            layers.append([mx.contiguous(buffer[:, :, columns]) for buffer in buffers])
+        return PlaceBlock(rows, layers)
+
+    def slack(self, known: Mapping[Rows, PlaceBlock]) -> int:
+        """Return the bytes that `trim` and `park` free if these blocks are known."""
         found = 0
         for cache in self.attention:
-            needed = self._needed(cache.columns)
+            columns, size = cache.columns, self.sizes[0]
+            needed = self._needed(columns)
+            if columns.window is not None and cache.buffers and not self.recurrent:
+                missing = (row for row in self._rows(columns, size, 0) if row not in known)
+                needed = sum(high - step_below(low) for _, low, high in missing)
             found += sum(b.nbytes // b.shape[2] * (b.shape[2] - needed) for b in cache.buffers)
         return max(found, 0)
 
@@ -261,12 +250,27 @@ class Caches:
             if count < columns.count:
                 self._rearrange(columns, 1, count, [0 if columns.window is None else end - count], 1)
 
+    def drop_windows(self, known: Mapping[Rows, PlaceBlock]) -> Checkpoint:
+        """Return the present place, and drop the rows of windows until it is restored."""
+        place = self.checkpoint(self.sizes[0], "end", known)
+        for cache in self.attention:
+            if cache.columns.window is not None:
+                cache.buffers, cache.columns.count = [], 0
+        return place
+
     def _needed(self, columns: Columns) -> int:
         """Return the number of columns that the only sequence needs, in steps."""
         size = self.sizes[0]
         if columns.window is None:
             return -(-size // 256) * 256
         return size - step_below(columns.oldest_visible(max(size - MAX_UNCOMMITTED, 0), columns.reach))
+
+    def _rows(self, columns: Columns, size: int, spare: int) -> list[Rows]:
+        """Return the blocks that a query at `size`, or `spare` positions before it, sees of a window."""
+        oldest = step_below(columns.oldest_visible(max(size - spare, 0), columns.reach))
+        oldest = max(oldest, columns.oldest[0])
+        starts = range(step_below(oldest), size, VIEW_STEP)
+        return [(columns.window, max(start, oldest), min(start + VIEW_STEP, size)) for start in starts]
 
     def full_rows(self, lane: int, size: int) -> list[list[mx.array]]:
         """Return the first `size` rows of a lane, by layer; of layers that keep every position."""
@@ -294,51 +298,40 @@ class Caches:
         for window, (first, oldest, count, reach) in saved.places.items():
             columns = self._columns[window]
             columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
-        for layer, arrays in zip(self.layers, saved.layers, strict=True):
+        for layer, arrays in zip(self.layers, saved.layers(), strict=False):  # of full attention it has none
             if isinstance(layer, RecurrentCache):
                 layer.restore(arrays)
-            elif layer.columns.window in saved.places:
-                layer.buffers = [array for array in arrays if array is not None]
+            elif layer.columns.window is not None:
+                layer.buffers = [array[:] for array in arrays if array is not None]  # writes go to a copy
         self.sizes, self.uncommitted = [saved.size], 0
 
-    def state(self, saved: Checkpoint, *, newest: bool) -> CacheState:
-        """Return the content of a checkpoint. An older one leaves out rows that the newest one has, too."""
-        numbers = {str(w): [first, oldest, reach] for w, (first, oldest, _, reach) in saved.places.items()}
-        arrays = dict[str, mx.array]()
-        for i, (layer, held) in enumerate(zip(self.layers, saved.layers, strict=True)):
-            found = [array for array in held if array is not None]
-            if isinstance(layer, AttentionCache):
-                window, rows = layer.columns.window, saved.size
-                if window is None:
-                    found = layer.buffers if newest else []
-                else:
-                    rows -= saved.places[window][0]
-                    found = [] if not newest and found[0] is layer.buffers[0] else found
-                found = [buffer[:, :, :rows] for buffer in found]
-            arrays |= {f"{i}.{j}": array for j, array in enumerate(found)}
-        return CacheState(
-            arrays, {**numbers, "size": [saved.size], "kind": [get_args(Kind).index(saved.kind)]}
-        )
-
-    def load(self, state: CacheState) -> Checkpoint:
-        """Return the checkpoint of a state. The caller restores the newest one first."""
-        (size,) = state.numbers["size"]
-        layers, places = [], dict[int | None, tuple[int, int, int, int]]()
+    def state(self) -> CacheState:
+        """Return the committed rows and states of the only sequence."""
+        arrays, (size,) = dict[str, mx.array](), self.sizes
         for i, layer in enumerate(self.layers):
-            arrays = state.part(str(i)).arrays
+            if isinstance(layer, RecurrentCache):
+                found = [array for array in layer.committed if array is not None]
+            else:
+                found = [buffer[:, :, : size - layer.columns.first[0]] for buffer in layer.buffers]
+            arrays |= {f"{i}.{j}": array for j, array in enumerate(found)}
+        numbers = {str(w): [c.first[0], c.oldest[0], c.reach] for w, c in self._columns.items()}
+        return CacheState(arrays, {**numbers, "size": [size]})
+
+    def load(self, state: CacheState) -> None:
+        """Take over the state of caches of the same model. These caches must be new."""
+        self.sizes = list(state.numbers["size"])
+        for window, columns in self._columns.items():
+            first, oldest, reach = state.numbers[str(window)]
+            columns.first, columns.oldest, columns.count = [first], [oldest], self.sizes[0] - first
+            columns.reach = reach
+        for i, layer in enumerate(self.layers):
             # Slices, so that each sequence that begins with this state writes into its own arrays.
-            found: Arrays = [arrays[str(j)][:] for j in range(len(arrays))]
-            if isinstance(layer, AttentionCache):
-                window = layer.columns.window
-                first, oldest, reach = state.numbers.get(str(window), [0, 0, 0])
-                if found:
-                    places[window] = first, oldest, size - first, reach
-                elif window is not None:
-                    found, places[window] = list(layer.buffers), (first, oldest, layer.columns.count, reach)
-            elif not found:  # no pass was committed
-                found = [None] * len(layer.cache)
-            layers.append(found)
-        return Checkpoint(size, places, layers, get_args(Kind)[state.numbers["kind"][0]])
+            arrays = state.part(str(i)).arrays
+            found = [arrays[str(j)][:] for j in range(len(arrays))]
+            if not isinstance(layer, RecurrentCache):
+                layer.buffers = found
+            elif found:  # else no pass was committed
+                layer.restore(found)
 
     # --- several sequences
 
@@ -458,15 +451,3 @@ class Caches:
                 cache.rearrange(lanes, count, first[:used], self._ends(used))
         columns.oldest = [max(old, new) for old, new in zip(columns.oldest, first, strict=True)]
         columns.first, columns.count, columns.lanes = first, count, lanes
-
-
-def _first_size(windows: Iterable[tuple[int, int]]) -> int:
-    """Return the first position whose query sees no row before the oldest one, of windows with a reach."""
-    return max((oldest + reach - 1 for oldest, reach in windows if oldest), default=0)
-
-
-def _references(layer: LayerCache) -> Arrays:
-    """Return the arrays of a layer that a place consists of: their rows so far will not change."""
-    if isinstance(layer, RecurrentCache):
-        return layer.committed
-    return [] if layer.columns.window is None else list(layer.buffers)

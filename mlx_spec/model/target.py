@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import cast
@@ -11,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
-from mlx_spec.model.caches import Caches, Checkpoint
-from mlx_spec.model.checkpoints import Checkpoints, cuts
+from mlx_spec.model.caches import Caches
+from mlx_spec.model.checkpoints import Checkpoint, Checkpoints, cuts
 from mlx_spec.model.hooks import (
     SharedKV,
     captures_of,
@@ -74,8 +73,6 @@ class LMTarget:
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
         self._checkpoints = Checkpoints()
-        self._wanted: set[int] = set()  # sizes at which to keep a checkpoint
-        self._expected = 0  # tokens of the prompt that is read
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
         self._copies: list[mx.array] = []  # rows of another target that are not copied yet
@@ -122,8 +119,8 @@ class LMTarget:
     def pinned(self) -> dict[int, int]:
         """Return the bytes of the arrays that only checkpoints have, by a number that forks share."""
         present = {id(array) for array in self._caches.arrays()}
-        arrays = self._checkpoints.arrays()
-        return {id(array): array.nbytes for array in arrays if id(array) not in present}
+        blocks = self._checkpoints.blocks().values()
+        return {id(b): b.nbytes for b in blocks if b.arrays() and id(b.arrays()[0]) not in present}
 
     @property
     def row_bytes(self) -> int:
@@ -180,7 +177,11 @@ class LMTarget:
         if spans:  # of a text, nothing is kept that has any
             self._places = Places.of(self._sight, spans)
         start, low = self._size, 0
-        ends = cuts(self._wanted, start, start + len(tokens), spans, ends_prompt) if self._recurrent else []
+        ends = (
+            cuts(self._checkpoints.wanted, start, start + len(tokens), spans, ends_prompt)
+            if self._recurrent
+            else []
+        )
         for size, kind in ends:
             self._write(rows[low : size - start], reads_prompt=True, spans=spans)
             points.append(self._caches.checkpoint(size, kind))
@@ -201,23 +202,21 @@ class LMTarget:
         self.keep_places(count, points, ends_prompt=ends_prompt)
         return features
 
-    def pin_at(self, sizes: Sequence[int], length: int = 0) -> None:
-        """Keep checkpoints at these sizes of a prompt of that `length`, too. A rewind forgets them."""
-        self._wanted |= set(sizes)
-        self._expected = max(self._expected, length)
+    def pin_at(self, sizes: Sequence[int], length: int = 0, opening: int = 0) -> None:
+        """Keep checkpoints at these sizes of a prompt of that `length`, too. A rewind forgets them.
+
+        Other prompts are expected to part from it in its `opening`: the tokens before the end of a turn.
+        """
+        self._checkpoints.pin_at(sizes, length, opening)
 
     def keep_places(
         self, count: int, points: Sequence[Checkpoint] = (), *, ends_prompt: bool = True, apart: int = 1024
     ) -> None:
         """Keep checkpoints at wanted places among the last `count` tokens, `points`, and perhaps the end."""
         if self._recurrent or self._caches.has_windows:
-            first = max(self._size if self._recurrent else self._caches.first_size(), self._size - count + 1)
-            found = [
-                *points,
-                *(self._caches.checkpoint(at, "turn") for at in self._wanted if first <= at <= self._size),
-            ]
-            kv_bytes = self.row_bytes * max(self._size, self._expected)
-            self._checkpoints.keep(found, self._caches.checkpoint, self._size, kv_bytes, ends_prompt, apart)
+            first = max(self._caches.first_size(), self._size - count + 1)
+            sizes, make = (first, self._size), self._caches.checkpoint
+            self._checkpoints.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -228,10 +227,16 @@ class LMTarget:
         """Drop the checkpoint at a size."""
         self._checkpoints.drop(size)
 
+    def slack(self) -> int:
+        """Return the bytes that `trim` frees."""
+        return self._caches.slack(self._checkpoints.blocks())
+
     def trim(self) -> None:
-        """Free buffers that no token needs. The next pass allocates them again."""
+        """Free buffers that no token needs, and rows that checkpoints have. `rewind` gives them back."""
+        if self._caches.has_windows and not self._recurrent and self._checkpoints.parked is None:
+            self._checkpoints.parked = self._caches.drop_windows(self._checkpoints.blocks())
         self._caches.trim()
-        mx.eval(self._caches.arrays())
+        mx.eval(self._caches.arrays(), [place.arrays() for *_, place in self._checkpoints.reach()])
 
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
@@ -331,10 +336,9 @@ class LMTarget:
         start.
         """
         assert not self._uncommitted, "rewind with uncommitted rows"
-        size = min(size, self._last_reusable)
-        if size < self._size:
+        size, checkpoints = min(size, self._last_reusable), self._checkpoints
+        if size < self._size or self._checkpoints.parked is not None:
             place, kept = self._place(size)
-            checkpoints = self._checkpoints.before(kept)  # other tokens may follow
             if not kept:
                 self.forget()
             elif place is not None:
@@ -342,10 +346,9 @@ class LMTarget:
             written = self._caches.sizes[0]
             self._caches.sizes = [min(kept, written)]
             self._size, self._replay = kept, self._replay[: max(kept - written, 0)]
-            self._checkpoints = checkpoints
+        self._checkpoints = checkpoints.before(self._size)  # other tokens may follow
         self._places = self._places.before(self._size)
         self._from_prompt = min(self._from_prompt, self._size)
-        self._wanted, self._expected = set(), 0
         return self._size
 
     def fork_from(self, origin: LMTarget, size: int, more: int) -> int:
@@ -397,15 +400,12 @@ class LMTarget:
 
         Windows and states are not in these caches while a batch has them.
         """
-        found: list[tuple[int, int, Checkpoint | None]] = []
-        if self._lane is None:
-            written = self._caches.sizes[0]
-            found.append((written if self._recurrent else self._caches.first_size(), self._size, None))
+        present = list[tuple[int, int, None]]()
+        if self._lane is None and self._checkpoints.parked is None:
+            present = [(self._caches.first_size(), self._size, None)]
         elif not self._recurrent and not self._caches.has_windows:
-            found.append((0, self._size, None))
-        for each in self._checkpoints:
-            found.append((each.size if self._recurrent else each.first_size(), each.size, each))
-        return found
+            present = [(0, self._size, None)]
+        return [*present, *self._checkpoints.reach()]
 
     @property
     def _last_reusable(self) -> int:
@@ -413,14 +413,15 @@ class LMTarget:
         return self._from_prompt if self._caches.prompts_see_further else self._size
 
     def state(self) -> CacheState:
-        """Return the content of the caches ("@0") and of the checkpoints ("@1", ...), all committed."""
+        """Return the content of the caches ("@0") and of the checkpoints, all committed."""
+        if (parked := self._checkpoints.parked) is not None:
+            self._caches.restore(parked)
+            self._checkpoints.parked = None
         placed = [number for span in self._places.before(self._size).spans for number in span]
         replay = cast(list[int], self._replay.tolist())
         numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}
-        parts = {"all": CacheState(numbers=numbers)}
-        for j, place in enumerate([self._caches.present(), *self._checkpoints]):
-            parts[f"@{j}"] = self._caches.state(place, newest=j == 0)
-        return CacheState.join(parts)
+        parts = self._checkpoints.state()
+        return CacheState.join({"all": CacheState(numbers=numbers), "@0": self._caches.state(), **parts})
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model. This target must be new."""
@@ -430,10 +431,8 @@ class LMTarget:
         of_span = iter(numbers["places"])
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
         self._places = Places(self._sight.axes if self._sight else (), spans)
-        self._caches.restore(self._caches.load(state.part("@0")))
-        parts = (state.part(f"@{j}") for j in itertools.count(1))
-        saved = itertools.takewhile(lambda part: part.numbers, parts)
-        self._checkpoints = Checkpoints([self._caches.load(part) for part in saved])
+        self._caches.load(state.part("@0"))
+        self._checkpoints = Checkpoints.load(state)
 
     def _commit_all(self) -> None:
         """Keep all rows that the caches hold, and the rows of `_replay`."""

@@ -15,8 +15,8 @@ from support import tiny
 from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.model.caches import Caches, Checkpoint
-from mlx_spec.model.checkpoints import Checkpoints
+from mlx_spec.model.caches import Caches
+from mlx_spec.model.checkpoints import Checkpoint, Checkpoints, PlaceBlock
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -436,19 +436,17 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
         mx.eval(target.verify(mx.array(prompt[low % 256 : low % 256 + 16])))
         target.commit(16)
     sizes = [] if kind == "full" else [70, 75, 100, 150, 260, 300]
-    if kind == "sliding":
-        sizes.remove(100)  # it would cost more than K and V of the tokens since the place before
     if kind == "recurrent":
         sizes.remove(75)  # each costs a pass, so none is near another one
     assert [place.size for place in target.checkpoints] == sizes
     restored = LMTarget(model)
     restored.restore(target.state())
     assert restored.reach() == target.reach()
-    for size in (280, 140, *([] if kind == "sliding" else [99]), 74):  # from 75 on a window has all rows
+    for size in (280, 140, 99, 74):
         for each in (target, restored):
             kept = each.rewind(size)
-            near_end = size == 280 and kind != "recurrent"
-            assert kept == (size if near_end else max((s for s in sizes if s <= size), default=size))
+            has_rows = size != 140 and kind != "recurrent"  # in steps of 128 positions
+            assert kept == (size if has_rows else max((s for s in sizes if s <= size), default=size))
             fresh = LMTarget(model)
             fresh.prefill(prompt[:kept])
             for one in (each, fresh):
@@ -463,20 +461,53 @@ def test_a_trimmed_target_goes_on(kind: str) -> None:
     target, fresh = LMTarget(model), LMTarget(model)
     for each in (target, fresh):
         each.prefill(prompt)
-    before, slack = target.nbytes, target.caches.slack()
+    before, slack = target.nbytes, target.slack()
     target.trim()
-    assert target.nbytes == before - slack < before and not target.caches.slack()
+    assert target.nbytes == before - slack < before and not target.slack()
     assert target.reach()[0][1] == 500
-    for each in (target, fresh):
+    fork, restored = LMTarget(model), LMTarget(model)
+    assert fork.fork_from(target, 500, 60) == 500  # its windows are only in its checkpoints
+    restored.restore(target.state())
+    target.trim()
+    assert target.rewind(500) == 500
+    for each in (target, fresh, fork, restored):
         each.prefill(prompt[:50])
-    assert_same_logits(target, fresh, 3)
+    for each in (target, fork, restored):
+        assert_same_logits(each, fresh, 3)
+        for one in (each, fresh):
+            one.commit(0)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shared"])
+def test_places_share_the_rows_that_both_need(kind: str) -> None:
+    """Also with places of a fork, and after a rewind: rows of another text are never shared."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(900), tiny.prompt(500, seed=11)
+    target = LMTarget(model)
+    target.pin_at([500, 642, 650, 810])
+    target.prefill(prompt)
+    _, one, two, *_ = target.checkpoints
+    assert one.blocks[0] is two.blocks[0] and one.blocks[1] is not two.blocks[1]
+    assert sum(target.pinned.values()) < sum(place.nbytes for place in target.checkpoints)
+    fork = LMTarget(model)
+    assert fork.fork_from(target, 648, 200) == 648
+    assert set(fork.pinned) <= set(target.pinned)
+    assert target.rewind(645) == 645
+    for each, rest in ((target, other), (fork, prompt[648:748])):
+        size = each.size
+        each.pin_at([size + 20, size + 60])
+        each.prefill(rest)
+        each.rewind(size + 20)
+        each.prefill(rest[20:90])
+        fresh = LMTarget(model)
+        fresh.prefill([*prompt[:size], *rest[:90]])
+        assert_same_logits(each, fresh, 3)
 
 
 def test_places_are_bounded_by_what_their_loss_costs() -> None:
     """Those nearest to the place before go first, ends of chunks before turns, and never the last end."""
 
     def place(size: int, kind: Any) -> Checkpoint:
-        return Checkpoint(size, {}, [[mx.zeros((10,))]], kind)
+        return Checkpoint(size, {}, (PlaceBlock((None, size, size), [[mx.zeros((10,))]]),), kind)
 
     places = Checkpoints()
     places.add([place(100, "turn"), place(200, "chunk"), place(250, "chunk"), place(260, "turn")], 160)

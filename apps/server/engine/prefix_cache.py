@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_spec.decode.sequence import CachedSequence, Reread, SequenceParts
 from mlx_spec.errors import InvalidValue
+from mlx_spec.model.checkpoints import PlaceKey
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState
@@ -61,7 +62,7 @@ class Victim:
     worth: float  # tokens that its loss costs per byte, less if it was not used for long
     kept: Kept
     nbytes: int
-    part: Literal["slack", "sequence"] | int  # unused columns, all, or the checkpoint at a size
+    part: Literal["slack", "sequence"] | PlaceKey  # unused columns, all, or a checkpoint
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,8 @@ class PrefixCache:
             return best
         if reused < self.min_fork:
             return None
-        nbytes = best.sequence.nbytes * reused // len(held)
-        worth = math.inf if best.is_lent else self._worth(best, lost, nbytes)
+        nbytes = best.sequence.fork_bytes * reused // len(held)
+        worth = math.inf if best.is_lent else self._worth(best, lost / max(nbytes, 1))
         excess, many = self.nbytes + nbytes - self.max_bytes(), len(self) + 1 - self.count
         if self._drop(excess, many, worth, but=best):
             started = time.perf_counter()
@@ -257,7 +258,6 @@ class PrefixCache:
                 self.counters.forks += 1
                 self.counters.fork_bytes += fork.nbytes
                 self.counters.fork_seconds += time.perf_counter() - started
-                best.used = self._prompts
                 return Kept(fork)
         if best.is_lent:
             return None
@@ -277,55 +277,78 @@ class PrefixCache:
         others = (kept.sequence.identity for kept in self._kept if kept is not one)
         return max((shared_prefix(held, other) for other in others), default=0)
 
-    def _worth(self, kept: Kept, tokens: float, nbytes: int) -> float:
-        """Return the worth of a part of a sequence."""
-        return tokens / max(nbytes, 1) / (1 + self._prompts - kept.used)
+    def _worth(self, kept: Kept, cost: float) -> float:
+        """Return the worth of a part of a sequence whose loss costs so many tokens per byte."""
+        return cost / (1 + self._prompts - kept.used)
 
-    def _victims(self, but: Kept | None) -> list[Victim]:
-        """Return all that can be dropped, what is worth least first. Lent sequences lose only checkpoints."""
+    def _victims(self, but: Kept | None, gone: Sequence[Kept] = ()) -> list[Victim]:
+        """Return all that can be dropped, what is worth least first, once some sequences are gone.
+
+        Lent sequences lose only checkpoints.
+        """
         # In the order of their texts, each shares most with a neighbour.
-        order = sorted(self._kept, key=lambda kept: kept.sequence.identity.tobytes())
+        left = (kept for kept in self._kept if kept not in gone)
+        order = sorted(left, key=lambda kept: kept.sequence.identity.tobytes())
         held = [kept.sequence.identity for kept in order]
         shared = [0, *map(shared_prefix, held, held[1:]), 0]
         holders = Counter(number for kept in order for number in kept.target.pinned)
-        found = list[Victim]()
+        by_block = defaultdict[int, set[object]](set)
+        for kept in order:
+            checkpoints = kept.target.checkpoints
+            for place in checkpoints:
+                for block in place.blocks:
+                    by_block[id(block)].add(place.key)
+            for block in checkpoints.parked.blocks if checkpoints.parked is not None else ():
+                by_block[id(block)].add(kept)
+        found, of_places = list[Victim](), dict[PlaceKey, Victim]()
         for i, kept in enumerate(order):
             if kept is but:
                 continue
-            pinned = kept.target.pinned
-            for cost, place in kept.target.checkpoints.costs():
-                own = sum(pinned.get(id(a), 0) for a in place.arrays() if holders[id(a)] == 1)
-                if own:
-                    found.append(Victim(self._worth(kept, cost, own), kept, own, place.size))
+            pinned, its_places = kept.target.pinned, {place.key for place in kept.target.checkpoints}
+            elsewhere = {number for number in pinned if by_block[number] - its_places}
+            for cost, own, place in kept.target.checkpoints.costs(elsewhere):
+                victim = Victim(self._worth(kept, cost), kept, own, place.key)
+                if own and (place.key not in of_places or of_places[place.key].worth < victim.worth):
+                    of_places[place.key] = victim
             if kept.is_lent:
                 continue
-            if slack := kept.target.caches.slack():
+            if slack := kept.target.slack():
                 found.append(Victim(0.0, kept, slack, "slack"))
             tokens = len(held[i]) - max(shared[i], shared[i + 1])
             own = kept.sequence.nbytes - sum(n for number, n in pinned.items() if holders[number] > 1)
-            found.append(Victim(self._worth(kept, tokens, own), kept, own, "sequence"))
-        return sorted(found, key=lambda victim: (victim.kept.is_lent, victim.worth))
+            core = kept.sequence.nbytes - slack - sum(pinned.values())
+            core += sum(b.nbytes for b in kept.target.checkpoints.core() if holders[id(b)] == 1)
+            found.append(Victim(self._worth(kept, tokens / max(core, 1)), kept, own, "sequence"))
+        needed = () if but is None else {place.key for place in but.target.checkpoints}
+        found += [victim for key, victim in of_places.items() if key not in needed]
+        return sorted(found, key=lambda victim: victim.worth)
 
     def _drop(self, excess: int, many: int, worth: float = math.inf, but: Kept | None = None) -> bool:
         """Drop what is worth least, until `excess` bytes and `many` sequences are gone.
 
         Drops nothing and returns False if that takes something that is worth more than `worth`.
         """
-        chosen, freed = list[Victim](), Counter[Kept]()
-        for victim in self._victims(but) if excess > 0 or many > 0 else ():
-            if victim.worth >= worth or (excess <= 0 and many <= 0):
-                break
-            if excess > 0 or victim.part == "sequence":
+        chosen, freed, gone = dict[tuple[Kept, object], Victim](), Counter[Kept](), list[Kept]()
+        is_short = True
+        while is_short and (excess > 0 or many > 0):
+            is_short = False
+            for victim in self._victims(but, gone):
+                if victim.worth >= worth or (excess <= 0 and many <= 0):
+                    break
                 is_whole = victim.part == "sequence"
-                nbytes = victim.nbytes - freed[victim.kept] * is_whole
-                chosen.append(victim)
-                freed[victim.kept] += nbytes
-                excess, many = excess - nbytes, many - is_whole
+                if (excess > 0 or is_whole) and (victim.kept, victim.part) not in chosen:
+                    nbytes = victim.nbytes - freed[victim.kept] * is_whole
+                    chosen[victim.kept, victim.part] = victim
+                    freed[victim.kept] += nbytes
+                    excess, many = excess - nbytes, many - is_whole
+                if is_whole:  # the others are worth more now: nothing else has what they shared with it
+                    gone.append(victim.kept)
+                    is_short = True
+                    break
         is_enough = excess <= 0 and many <= 0
         if not is_enough and worth < math.inf:
             return False
-        gone = [victim.kept for victim in chosen if victim.part == "sequence"]
-        for victim in chosen:
+        for victim in chosen.values():
             if victim.kept not in gone:
                 self._drop_part(victim)
         for kept in gone:
@@ -336,11 +359,12 @@ class PrefixCache:
         return is_enough
 
     def _drop_part(self, victim: Victim) -> None:
-        if victim.part == "slack":
+        if isinstance(victim.part, str):
             victim.kept.target.trim()
         else:
-            assert isinstance(victim.part, int)
-            victim.kept.target.drop_place(victim.part)
+            for target in (kept.target for kept in self._kept):
+                if victim.part in {place.key for place in target.checkpoints}:
+                    target.drop_place(victim.part[0])
             self.counters.dropped_places += 1
 
     def _remember(self, sequence: CachedSequence, most: int = 2**20) -> None:

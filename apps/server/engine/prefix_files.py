@@ -68,7 +68,7 @@ def model_key(
     stats = [(file.resolve(), file.stat()) for folder in folders for file in sorted(folder.glob(WEIGHTS))]
     # The format is raised when older files can no longer be read.
     return {
-        "format": 4,
+        "format": 5,
         "device": device_name(),
         "checkpoints": [fingerprint(folder) for folder in folders],
         "weights": [[str(file), s.st_ino, s.st_size, s.st_mtime_ns] for file, s in stats],
