@@ -30,7 +30,7 @@ def listed(models: Sequence[LocalModel], present: str = "") -> list[str]:
             mark + model.name,
             human_bytes(model.size),
             _fit(model, models),
-            _drafter(model, models),
+            drafter_words(model, models),
         )
         rows.append((*cells, "" if gain is None else f"{gain:.2f} x"))
     if not any(row[-1] for row in rows[1:]):
@@ -70,7 +70,8 @@ def expected_gain(name: str, chip: roofline.Chip) -> float | None:
     return None
 
 
-def _drafter(model: LocalModel, models: Sequence[LocalModel]) -> str:
+def drafter_words(model: LocalModel, models: Sequence[LocalModel]) -> str:
+    """Return in words what drafts for a model, or what a drafter drafts for."""
     found = model.found
     if model.name == SMOLLM2:
         return "bundled"

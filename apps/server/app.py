@@ -40,7 +40,7 @@ from .engine.metrics import RequestCounter
 from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
 from .errors import LOG, Failure
 from .http import answer, answer_error
-from .page import race
+from .page import race, shelf
 from .ports import is_answered
 from .protocols import (
     anthropic_messages,
@@ -74,7 +74,9 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
         finally:
             close_timeout_s = 2.0  # for the engine to end a round; loading a model may take longer
             await run_in_threadpool(engine.close, close_timeout_s)
+            models.close()
 
+    models = shelf.Shelf(engine, settings)
     handlers = {Failure: answer_error, HTTPException: answer_error}
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -99,6 +101,7 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     ollama.add_routes(app, engine, settings)
     stored_responses.add_routes(app, store)
     page.add_routes(app)
+    shelf.add_routes(app, models)
     # Starlette raises an exception again after a handler of the application for all exceptions.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: answer_error})
     app.add_middleware(Guards, settings=settings, bodies=bodies or Bodies())

@@ -112,14 +112,14 @@ def plan_removal(name: str) -> Removal:
     if not is_pair and not folder.is_dir():
         raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
     parts = _parts(folder) if is_pair else list(folder.iterdir())
-    return Removal(name, folder, _size(folder), parts)
+    return Removal(name, folder, disk_size(folder), parts)
 
 
 # --- listing
 
 
 def _described(name: str, origin: Literal["bundled", "converted"], folder: Path, used: Path) -> LocalModel:
-    size, last_used = _size(folder), _last_used(used)
+    size, last_used = disk_size(folder), _last_used(used)
     try:
         found = inspect(name)
     except SpecError as error:
@@ -156,14 +156,14 @@ def _repository(folder: Path) -> LocalModel | None:
     except NotFound:  # no repository can have this name
         return None
     except (SpecError, OSError, ValueError) as error:
-        return LocalModel(name, "cached", folder, _size(folder), 0.0, None, one_line(error))
+        return LocalModel(name, "cached", folder, disk_size(folder), 0.0, None, one_line(error))
     if not isinstance(found, CheckpointInfo) or not (found.kind or mlx_lm_module(found.family)):
         return None
     is_partial = any(folder.glob("blobs/*.incomplete"))
     if not (whole or is_partial) and other_format(place, [file.name for file in place.iterdir()]):
         return None
     problem = found.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
-    return LocalModel(name, "cached", folder, _size(folder), _last_used(place), found, problem)
+    return LocalModel(name, "cached", folder, disk_size(folder), _last_used(place), found, problem)
 
 
 def _snapshot(folder: Path) -> Path | None:
@@ -195,7 +195,7 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def _size(folder: Path) -> int:
+def disk_size(folder: Path) -> int:
     """Return the bytes of the files in `folder`, links not followed."""
     size = 0
     for file in folder.rglob("*"):

@@ -149,9 +149,16 @@ class Stub:
         self.metrics = Metrics(self.status)
         self.requests: list[GenerationRequest] = []
         self.jobs: list[StubJob] = []
+        self.offered: list[ServedModel] = []
 
     def resolve(self, name: str | None) -> str:
-        return find_model(name, dict.fromkeys((None, "demo", "alias"), "demo"))
+        return find_model(
+            name,
+            {
+                **dict.fromkeys((None, "demo", "alias"), "demo"),
+                **{one.name: one.name for one in self.offered},
+            },
+        )
 
     def submit(
         self, request: GenerationRequest, send: Callable[[Event], None], make: object = None
@@ -172,6 +179,15 @@ class Stub:
             if not isinstance(event, float | threading.Event):
                 job.counter.count(event)
                 send(event)
+
+    def served(self, name: str) -> ServedModel:
+        return next((one for one in (*DEMO, *self.offered) if one.name == name), DEMO[0])
+
+    def offer(self, served: ServedModel) -> None:
+        self.offered.append(served)
+
+    def withdraw(self, name: str) -> None:
+        self.offered = [one for one in self.offered if one.name != name]
 
     def count_tokens(self, request: GenerationRequest) -> int:
         return 7

@@ -22,7 +22,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 
 from ..errors import LOG, queue_full, shutting_down, to_failure, unavailable
 from ..requests.request import GenerationRequest
-from ..settings import Settings
+from ..settings import ServedModel, Settings
 from .job import Job, Send
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
@@ -106,6 +106,18 @@ class EngineThread:
     def models(self) -> tuple[ModelCard, ...]:
         """Return all models, loaded or not."""
         return self._models.cards()
+
+    def served(self, name: str) -> ServedModel:
+        """Return how a model is loaded and kept."""
+        return self._models.served(name)
+
+    def offer(self, served: ServedModel) -> None:
+        """Offer one more model to requests; the first of them loads it."""
+        self._models.offer(served)
+
+    def withdraw(self, name: str) -> None:
+        """Offer a model no longer. It must not be loaded."""
+        self._models.withdraw(name)
 
     def status(self) -> Status:
         """Return the state of the server; the bytes in it may be half a second old."""

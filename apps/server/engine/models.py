@@ -152,6 +152,24 @@ class Models:
         """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
         return find_model(name, self._names)
 
+    def served(self, name: str) -> ServedModel:
+        """Return how a model is loaded and kept."""
+        return self._served[name]
+
+    def offer(self, served: ServedModel) -> None:
+        """Add a model. Any thread may call this: others iterate over the dictionaries that it replaces."""
+        name = served.name
+        self._cards = {**self._cards, name: ModelCard(name, (), int(time.time()))}
+        self._served = {**self._served, name: served}
+        self._names = {**self._names, name: name}
+
+    def withdraw(self, name: str) -> None:
+        """Take a model out that is not loaded."""
+        self._names = {key: value for key, value in self._names.items() if value != name}
+        self._served = {key: value for key, value in self._served.items() if key != name}
+        self._cards = {key: value for key, value in self._cards.items() if key != name}
+        self._described.discard(name)
+
     def cards(self) -> tuple[ModelCard, ...]:
         """Return the cards of all models, loaded or not. The files of each model are read once."""
         for name, served in self._served.items():

@@ -35,6 +35,7 @@ MODULES = (
     "importing.js",
     "keys.js",
     "markdown.js",
+    "models.js",
     "origins.js",
     "palette.js",
     "pdf.js",

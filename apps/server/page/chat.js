@@ -8,11 +8,12 @@ import { asQuestion, isNearEnd, summary } from "./exchange.js";
 import { Figures } from "./figures.js";
 import { named, prepareKeys } from "./keys.js";
 import { drawLegend } from "./origins.js";
+import { ModelsDialog } from "./models.js";
 import { Palette } from "./palette.js";
 import { Pictures } from "./pictures.js";
 import { Refused, getJson, setKey, streamAnswer, streamRace } from "./server.js";
 import {
-  chosenCard, currentSettings, hasSeveral, offerModels, prepareSettings, requestFields, servedName, showSettings, systemMessages,
+  chooseModel, chosenCard, currentSettings, hasSeveral, offerModels, prepareSettings, requestFields, servedName, showSettings, systemMessages,
 } from "./settings.js";
 import { isKept, onChange, problemOf as problemOfStore } from "./store.js";
 
@@ -296,7 +297,8 @@ function setRunning(answer) {
   if (answer) announce("Answering");
   byId("message").focus({ preventScroll: true });
   drawState();
-  poll();
+  models.prepare().then(settingsChanged);
+poll();
 }
 
 function setMessage(text) {
@@ -386,6 +388,7 @@ function submit() {
 }
 
 function settingsChanged() {
+  byId("get-model").hidden = !models.isOffered || servedName() !== "demo";
   byId("files").accept = chosenCard()?.images ? "" : "text/*,application/pdf,application/json,.md,.py,.js,.ts,.c,.h,.cpp,.rs,.go,.java,.sh,.toml,.yaml,.yml,.csv,.tex";
   pictures.draw();
   figures.choose(servedName());
@@ -417,6 +420,7 @@ const palette = new Palette({
     ["Edit the last question", editLast, "↑"],
     ["Write a message", focusMessage, "/"],
     ["Stop the answer", stop, "Esc"],
+    ["Models: load, fetch, remove", () => models.show()],
     ["Settings, system prompt, presets", () => { byId("settings").open = true; byId("system").focus(); }],
     ["Attach a file", () => byId("files").click()],
     ["Import a conversation", () => byId("import-files").click()],
@@ -425,6 +429,14 @@ const palette = new Palette({
   records: () => chats.records,
   open,
 });
+const models = new ModelsDialog({
+  chosen: async (name) => {
+    await listModels();
+    chooseModel(name);
+  },
+  changed: () => { isListed = false; },
+});
+byId("get-one").addEventListener("click", () => models.show());
 const search = () => palette.show();
 byId("search").addEventListener("click", search);
 prepareKeys({ search, newChat, editLast, focus: focusMessage, stop });
@@ -469,4 +481,5 @@ await chats.load();
 const last = chats.records.find(({ id }) => id === before);
 if (last) await open(last);
 if (!await isKept()) sayNotKept(new DOMException("", "UnknownError"));
+models.prepare().then(settingsChanged);
 poll();

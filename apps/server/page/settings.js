@@ -35,6 +35,12 @@ export function offerModels(found) {
   describe();
 }
 
+// Chooses a model as if the user did.
+export function chooseModel(name) {
+  byId("model").value = name;
+  byId("model").dispatchEvent(new Event("change"));
+}
+
 // Sampling as in the model's generation_config.json; greedy without.
 const ownSampling = () => ({ temperature: 0, ...chosenCard()?.sampling });
 
@@ -64,7 +70,8 @@ function describe() {
   for (const [name, [, , , , empty]] of Object.entries(NUMBERS)) {
     byId(idOf(name)).placeholder = name in stated ? `${stated[name]}, the model's own` : empty;
   }
-  const parts = [`temperature ${temperature}${own("temperature")}`];
+  const isAway = cards.length && wanted && wanted !== name;
+  const parts = [...(isAway ? [`${wanted} is not offered now`] : []), `temperature ${temperature}${own("temperature")}`];
   if (most) parts.push(`up to ${most} tokens`);
   for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}${own(key)}`);
   if (thinks?.enable_thinking) parts.push("thinking");

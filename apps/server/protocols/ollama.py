@@ -400,7 +400,10 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
 
 def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None:
     """Add all routes under `/api/`."""
-    checkpoints = {served.name: partial(_checkpoint, served) for served in settings.models}
+
+    def checkpoint(name: str) -> CheckpointInfo | None:
+        return _checkpoint(engine.served(name))
+
     json_lines = "application/x-ndjson"
     pinned = frozenset(served.name for served in settings.models if served.pinned)
 
@@ -415,7 +418,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
 
     async def tags(_: Request) -> Response:
         listed = [
-            _model_json(name, checkpoints[card.name]()) | {"modified_at": timestamp(card.created)}
+            _model_json(name, checkpoint(card.name)) | {"modified_at": timestamp(card.created)}
             for card in engine.models()
             for name in (card.name, *card.aliases)
         ]
@@ -424,7 +427,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     async def running(_: Request) -> Response:
         listed = []
         for status in engine.status().models:
-            shown = _model_json(status.name, checkpoints[status.name]())
+            shown = _model_json(status.name, checkpoint(status.name))
             size, context = status.weights + status.caches, find_card(engine, status.name).context_length
             shown |= {"size": size, "size_vram": size, "expires_at": timestamp(status.expires_at)}
             listed.append(shown | {"context_length": context})
@@ -433,7 +436,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     async def show(http_request: Request) -> Response:
         given = await parsing.read_body(http_request, OllamaName)
         card = find_card(engine, engine.resolve(given.model or given.name))
-        return JSONResponse(_shown(card, checkpoints[card.name]()))
+        return JSONResponse(_shown(card, checkpoint(card.name)))
 
     async def pull(http_request: Request) -> Response:
         given = await parsing.read_body(http_request, OllamaName)

@@ -1,0 +1,139 @@
+"""Models that the page manages: by whom, by which names, and from the download to the removal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+from huggingface_hub import constants
+from support import sparse
+from support.endpoint import DEMO, Endpoint, Stub, error_of, stubbed
+from support.hub_stand_in import ASSISTANT, E2B, Hub, serving
+from support.waiting import wait_until
+
+from mlx_spec.apps.server.engine.metrics import ModelStatus, Status
+from mlx_spec.apps.server.requests.request import RawPrompts
+from mlx_spec.apps.server.settings import Settings
+
+OWN = "http://localhost"
+MODELS = "/page/models"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a target and its drafter, an empty cache, and no other models on the disk."""
+    table = {"model.embed_tokens.weight": ("BF16", (1000, 100))}
+    target = sparse.checkpoint(tmp_path / "target", sparse.gemma4("E2B"), table)
+    small = {"norm.weight": ("BF16", (9,))}
+    drafter = sparse.checkpoint(tmp_path / "drafter", sparse.gemma4_assistant("E2B"), small)
+    home = tmp_path / "home"
+    with serving({E2B: target, ASSISTANT: drafter}) as found:
+        for name, value in (found.variables(home) | {"XDG_DATA_HOME": str(home / "data")}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: home / "data")
+        yield found
+
+
+def post(endpoint: Endpoint, action: str, name: str, **headers: str) -> Any:
+    return endpoint.client.post(f"{MODELS}/{action}", json={"name": name}, headers=headers)
+
+
+def test_only_the_own_page_manages_models(hub):
+    endpoint = stubbed(Stub(), Settings(DEMO, origins=("https://friend.example",)))
+    found = endpoint.client.get(MODELS)
+    token = found.json()["token"]
+    assert "access-control-allow-origin" not in found.headers and len(token) > 40
+    own = {"origin": OWN, "x-page-token": token}
+    error_of(post(endpoint, "load", "nothing", **own), 404)  # a page that may ask
+    strangers = (
+        {"origin": "https://evil.example"},
+        {"origin": "https://friend.example"},  # it may ask for answers
+        {"origin": "null"},
+        {"origin": "vscode-webview://x"},
+        {"sec-fetch-site": "cross-site"},
+        {"host": "evil.example"},
+    )
+    for headers in strangers:
+        assert endpoint.client.get(MODELS, headers=headers).status_code == 403, headers
+        assert post(endpoint, "load", "demo", **(own | headers)).status_code == 403, headers
+    for given in ({"origin": OWN}, own | {"x-page-token": token[:-1]}, {"x-page-token": token}):
+        assert post(endpoint, "remove", "demo", **given).status_code == 403, given
+    for settings in (
+        Settings(DEMO, api_key="key"),
+        Settings(DEMO, host="0.0.0.0"),
+        Settings(DEMO, hosts=("public.example",)),
+    ):
+        client = stubbed(Stub(), settings).client
+        host = {"host": "public.example"} if settings.hosts else {}
+        headers = {"authorization": "Bearer key", **host}
+        assert error_of(client.get(MODELS, headers=headers), 403)["code"] == "models_not_managed"
+
+
+def test_a_name_never_becomes_a_path(hub, tmp_path):
+    endpoint = stubbed(Stub())
+    own = {"origin": OWN, "x-page-token": endpoint.client.get(MODELS).json()["token"]}
+    secret = sparse.checkpoint(tmp_path / "secret", sparse.gemma4("E2B"), {"norm.weight": ("BF16", (9,))})
+    for name in (str(secret), "../secret", "owner/secret", "https://evil.example/x", "demo\n"):
+        for action in ("load", "unload", "plan", "fetch", "remove"):
+            assert post(endpoint, action, name, **own).status_code == 404, (action, name)
+    assert secret.is_dir() and not hub.asked
+    error_of(post(endpoint, "remove", "demo", **own), 400)
+
+
+def test_a_model_is_fetched_loaded_unloaded_and_removed(hub):
+    stub = Stub()
+    endpoint = stubbed(stub)
+    listed = endpoint.client.get(MODELS).json()
+    assert [one["name"] for one in listed["disk"]] == ["demo"] and listed["disk"][0]["fits"]
+    assert not listed["disk"][0]["removable"]
+    assert {"name": "gemma-4-e2b", "target": E2B, "drafter": ASSISTANT} in listed["catalogue"]
+    own = {"origin": OWN, "x-page-token": listed["token"]}
+
+    def fetched() -> dict[str, Any]:
+        (found,) = endpoint.client.get(f"{MODELS}/progress").json()["fetches"]
+        return dict(found)
+
+    plan = post(endpoint, "plan", "gemma-4-e2b", **own).json()
+    assert plan["missing"] == plan["total"] > 200_000 and plan["free"] > 0
+    hub.cuts, hub.cut_after = 1, 1000
+    hub.breaks.clear()  # the connection stalls
+    assert post(endpoint, "fetch", "gemma-4-e2b", **own).status_code == 200
+    wait_until(lambda: hub.cuts == 0)
+    assert fetched()["state"] == "running" and fetched()["total"] == plan["total"]
+    post(endpoint, "stop", "gemma-4-e2b", **own)
+    wait_until(lambda: fetched()["state"] == "stopped")
+    hub.breaks.set()
+    post(endpoint, "fetch", "gemma-4-e2b", **own)
+    wait_until(lambda: fetched()["state"] != "running")
+    assert fetched() == {
+        "name": "gemma-4-e2b",
+        "state": "done",
+        "problem": None,
+        "bytes": plan["total"],
+        "total": plan["total"],
+    }
+    listed = endpoint.client.get(MODELS).json()
+    (model,) = (one for one in listed["disk"] if one["name"] == E2B)
+    assert model["shown"] == "gemma-4-e2b" and model["drafter"] == ASSISTANT and model["removable"]
+    assert "gemma-4-e2b" not in {one["name"] for one in listed["catalogue"]}
+    assert model["size"] > 200_000
+    post(endpoint, "load", E2B, **own)
+    (request,) = stub.requests
+    assert (request.model, request.prompt, request.keep_alive) == ("gemma-4-e2b", RawPrompts(()), None)
+    assert stub.offered[0].spec.drafter == ASSISTANT
+    loaded = (ModelStatus("gemma-4-e2b", 1, 0, (), None, 0.0, 0, None),)  # type: ignore[arg-type]
+    stub.state = Status("ready", models=loaded)
+    assert "unload it first" in error_of(post(endpoint, "remove", E2B, **own), 400)["message"]
+    post(endpoint, "unload", E2B, **own)
+    assert stub.requests[-1].keep_alive == 0
+    stub.state = Status("ready")
+    assert post(endpoint, "remove", E2B, **own).status_code == 200
+    assert E2B not in {one["name"] for one in endpoint.client.get(MODELS).json()["disk"]}
+    assert not stub.offered
