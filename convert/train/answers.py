@@ -178,11 +178,16 @@ def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
     found, metadata = read_arrays(file)
     kinds = [name.removeprefix(KEYS) for name in found if name.startswith(KEYS)]
-    shared = {kind: KVRows(found[KEYS + kind], found[VALUES + kind]) for kind in kinds}
-    greedy = metadata["greedy"] == str(True)
-    return RecordedAnswer(
-        metadata["kind"], greedy, found["tokens"], found["hidden"], shared, found["logsumexp"]
-    )
+    if not kinds:
+        raise damaged(file, ValueError("it holds no K/V"))
+    try:
+        shared = {kind: KVRows(found[KEYS + kind], found[VALUES + kind]) for kind in kinds}
+        greedy = metadata["greedy"] == str(True)
+        return RecordedAnswer(
+            metadata["kind"], greedy, found["tokens"], found["hidden"], shared, found["logsumexp"]
+        )
+    except KeyError as error:
+        raise damaged(file, error) from error
 
 
 def write_arrays(file: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
@@ -197,11 +202,14 @@ def read_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return the arrays and the metadata in a file. Raises BadCheckpoint for a damaged one."""
     try:
         loaded = mx.load(str(file), return_metadata=True)
-    except RuntimeError as error:
-        raise BadCheckpoint(
-            f"{file} cannot be read ({one_line(error)}): remove it and train again"
-        ) from error
+    except (RuntimeError, ValueError) as error:  # metadata may not be UTF-8
+        raise damaged(file, error) from error
     return cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
+
+
+def damaged(file: Path, error: Exception) -> BadCheckpoint:
+    """Return the error for a file of a run that cannot be read."""
+    return BadCheckpoint(f"{file} cannot be read ({one_line(error)}): remove it and train again")
 
 
 # --- the answers of one run

@@ -29,7 +29,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_spec.drafters.gemma4 import SLIDING, AssistantNetwork
 from mlx_spec.types import KVRows, TargetParts
 
-from .answers import RecordedAnswer, read_answer, read_arrays, write_arrays
+from .answers import RecordedAnswer, damaged, read_answer, read_arrays, write_arrays
 from .loss import Step, TokenSample, loss_of, round_tokens, sample_tokens
 
 DEPTH = 4  # draft tokens in a chain: few later ones are accepted
@@ -318,13 +318,16 @@ class Fit:
             return
         arrays, metadata = read_arrays(self._folder / STATE)
         parts: dict[str, list[tuple[str, mx.array]]] = {"network": [], "best": [], "optimizer": []}
-        for name, array in arrays.items():
-            part, _, rest = name.partition(".")
-            parts[part].append((rest, array))
-        self.network.update(tree_unflatten(parts["network"]))
-        self._best = dict(parts["best"])
-        self._optimizer.state = tree_unflatten(parts["optimizer"])
-        self.progress = Progress(**json.loads(metadata["progress"]))
+        try:
+            for name, array in arrays.items():
+                part, _, rest = name.partition(".")
+                parts[part].append((rest, array))
+            self.network.update(tree_unflatten(parts["network"]))
+            self._best = dict(parts["best"])
+            self._optimizer.state = tree_unflatten(parts["optimizer"])
+            self.progress = Progress(**json.loads(metadata["progress"]))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(self._folder / STATE, error) from error
 
 
 def tokens_a_round(greedy: float, sampled: float) -> str:

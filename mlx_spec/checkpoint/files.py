@@ -217,8 +217,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         partial.mkdir()
         try:
             yield partial
-            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-                _sync(folder)
+            for path in (partial, *partial.rglob("*")):  # also files that libraries wrote
+                _sync(path)
             check_new(out)
             partial.rename(out)
             _sync(out.parent)
@@ -253,8 +253,8 @@ def locked(out: Path, *, wait: bool = False) -> Iterator[None]:
         raise InvalidValue(f"another run is writing {out}: wait for it, or give another place") from error
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -55,7 +55,7 @@ def read_generation_config(folder: Path, eos: Collection[int] = ()) -> Generatio
     found = read_optional(folder / "generation_config.json")
     words = found.get("bad_words_ids") or []
     words = [word for word in words if isinstance(word, list)] if isinstance(words, list) else []
-    bad = {word[0] for word in words if len(word) == 1 and word[0] not in eos}
+    bad = [word[0] for word in words if len(word) == 1 and word[0] not in list(eos)]
     names = [key for key, neutral in NO_EFFECT.items() if _is_set(found, key, neutral)]
     if any(len(word) > 1 for word in words):
         names.append("bad_words_ids")

@@ -53,12 +53,16 @@ def read_schema(root: Any, checker: PatternChecker) -> tuple[Schema, list[Unenfo
     """
     if isinstance(root, bool):
         return root, []
+    if not isinstance(root, Mapping):
+        raise InvalidValue("the schema is not one: give an object, true or false")
     try:
-        json.dumps(root, ensure_ascii=False).encode()
+        json.dumps(root, ensure_ascii=False, allow_nan=False).encode()
         reader = _Reader(root, checker)
         return reader.read(), reader.unenforced
     except UnicodeEncodeError:
         raise InvalidValue("the schema holds half a character: give whole ones") from None
+    except ValueError:
+        raise InvalidValue("the schema holds NaN or Infinity: give finite numbers") from None
     except RecursionError:
         raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
 
@@ -255,7 +259,7 @@ class _Reader:
         if not isinstance(value, Mapping):
             raise InvalidValue(f"the dependencies at {place} are not an object")
         found = {
-            key: {"required": each}
+            key: self._required(each, {}, f"{place}/{escaped(key)}")
             if isinstance(each, list)
             else self.schema(each, f"{place}/{escaped(key)}")
             for key, each in value.items()

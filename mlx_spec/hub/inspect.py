@@ -144,7 +144,10 @@ def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
     found = read_checkpoint(folder)
     problem = found.headers.problem or _inconsistency(folder, found.headers)
     found = dataclasses.replace(found, headers=dataclasses.replace(found.headers, problem=problem))
-    return _describe(name, found, {file.name for file in folder.iterdir()})
+    try:
+        return _describe(name, found, {file.name for file in folder.iterdir()})
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise BadCheckpoint(f"{folder / 'config.json'} is malformed ({one_line(error)}): {AGAIN}") from error
 
 
 def misfits(needs: TargetShape, has: TargetShape) -> list[str]:

@@ -102,7 +102,8 @@ def rotation_of(rope: Any) -> Rotation | None:
     if "_freqs" not in rope:
         return None
     factor = vars(rope).get("mscale", vars(rope).get("_scale", 1.0))
-    return Rotation(tuple(float(1 / each) for each in np.array(rope._freqs)), factor)
+    with np.errstate(divide="ignore", over="ignore"):  # of a config.json that makes no sense
+        return Rotation(tuple(float(1 / each) for each in np.array(rope._freqs)), factor)
 
 
 def _is_plain(rope: Any) -> bool:

@@ -107,14 +107,14 @@ def _read(folder: Path) -> _Stated:
             # A role that tokenizer_config.json writes as an object does not make a token special.
             special = {str(value) for value in [*map(config.get, ROLES), *map(_token, _listed(extra))]}
             tokens = {
-                id: AddedToken(name, special=name in special, normalized=name not in special)
+                int(id): AddedToken(name, special=name in special, normalized=name not in special)
                 for name, id in read_optional(folder / "added_tokens.json").items()
             }
             extra = extra or others
         named = _roles(config) | (extra if isinstance(extra, dict) else {})
         roles = {key: _token(value, special=True) for key, value in named.items()}
         return _Stated(roles, [_token(value, special=True) for value in _listed(extra)], tokens, is_complete)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise BadCheckpoint(
             f"the added tokens that {folder} states cannot be read ({one_line(error)}): {AGAIN}"
         ) from error

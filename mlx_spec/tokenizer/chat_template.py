@@ -35,6 +35,7 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
     MemoryError,
+    NameError,  # jinja2 writes 1e999 as inf
 )
 
 Message = Mapping[str, Any]  # "role", "content" and further keys that a template reads
@@ -52,7 +53,7 @@ class ChatTemplate:
         self._limit: TemplateLimit | None = None  # the bound that a rendering reached
         try:
             self._template = _compiled(source)
-        except jinja2.TemplateError as error:
+        except (*TEMPLATE_ERRORS, SyntaxError) as error:  # jinja2 compiles a break without a loop
             raise BadCheckpoint(f"the chat template does not compile ({one_line(error)})") from error
 
     def render(

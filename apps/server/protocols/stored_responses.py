@@ -312,7 +312,9 @@ def _stored(content: Mapping[str, Any], size: int) -> StoredResponse:
     gone = content.get("gone")
     owner = content.get("owner", "")
     stored = StoredResponse(response, items, _output(response), None, owner, size, gone=gone)
-    if not isinstance(stored.owner, str) or not isinstance(stored.gone, str | None):
+    if not all(isinstance(text, str | None) for text in (stored.gone, content.get("previous"))):
+        raise ValueError
+    if not isinstance(stored.owner, str):
         raise ValueError
     return stored
 

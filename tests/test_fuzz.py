@@ -1,0 +1,167 @@
+"""Damaged input ends with one line, in bounded time and memory: seeded fuzzing, and what it has found.
+
+`python benchmarks/fuzz.py --seconds 3600` tries many more inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support import pairs, tiny
+from support.checkpoints import edit_config
+
+from mlx_spec.apps.server.protocols.stored_responses import ResponseStore
+from mlx_spec.convert.train.answers import read_answer
+from mlx_spec.errors import BadCheckpoint, InvalidValue
+from mlx_spec.grammar.json_schema import enforced
+from mlx_spec.hub.inspect import inspect_folder
+from mlx_spec.model.read import read_model
+from mlx_spec.tokenizer import read_tokenizer
+from mlx_spec.tokenizer.chat_template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*words: str) -> dict[str, dict[str, Any]]:
+    """Return what `benchmarks/fuzz.py` finds, by reader."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[:3000] + done.stderr[-2000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_reader_ends_damaged_input_with_one_line() -> None:
+    found = run("--inputs", "60", "--seed", "0")
+    assert len(found) == 17 and {tried["inputs"] for tried in found.values()} == {60}
+    quiet = {"cache", "answers"}  # what is damaged is left out there, with a warning
+    assert all(tried["refused"] > 20 for name, tried in found.items() if name not in quiet)
+
+
+FAULTS = """
+from support.fuzz import Reader, Valid, fuzz
+def reader(read, **limits):
+    return lambda folder: Reader({"a": Valid(b"[1, 2, 3]", "json")}, read, **limits)
+def wrong(): raise KeyError("x")
+def long():
+    while True: pass
+def large(): bytearray(300_000_000)
+def dead():
+    import os
+    os.kill(os.getpid(), 11)
+def moved(): assert False, "it is read"
+limits = {long: {"cpu_seconds": 0}, large: {"megabytes": 100}}
+for read in (wrong, long, large, dead, moved, int):
+    tried = fuzz("x", reader(read, **limits.get(read, {})), count=2)
+    print(tried.inputs, *tried.findings, sep="|")
+"""
+
+
+def test_faults_are_found() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, cwd=ROOT / "tests", check=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line]
+    words = ("KeyError in wrong", "too much CPU", "it took", "SIGSEGV", "it is read", "")
+    assert len(lines) == len(words), done.stdout
+    for line, word in zip(lines, words, strict=True):
+        assert line.startswith("2") and word in line and bool(word) == ("|x 0 0: " in line), line
+
+
+# --- findings
+
+
+def checkpoint(folder: Path) -> Path:
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+    }
+    return pairs.save(tiny.full(**sizes), folder)
+
+
+def refuse(error: type[Exception], read: Callable[[], object]) -> None:
+    with pytest.raises(error) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "infinite sizes": {"head_dim": 1e308, "max_position_embeddings": 1e308},
+    "two lines": {"model_type": "llama\nx"},
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_config(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    edit_config(folder, lambda config: config.update(changes))
+    for read in (inspect_folder, lambda folder, name: read_model(folder)):
+        try:
+            read(folder, "x")
+        except BadCheckpoint as error:
+            assert "\n" not in str(error)
+
+
+FILES = {
+    "added_tokens.json": [{"<a>": None, "<b>": float("nan")}, {"<a>": float("inf")}],
+    "generation_config.json": [{"bad_words_ids": [[[3]], [{}]]}],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, each) for n, listed in FILES.items() for each in listed])
+def test_files_beside_the_tokenizer(name: str, content: object, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / name).write_text(json.dumps(content))
+    if name.startswith("added"):
+        refuse(BadCheckpoint, lambda: read_tokenizer(folder, {}))
+    else:
+        assert read_tokenizer(folder, {}).generation.suppressed == frozenset()
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "9" * 5000 + " }}", "{% break %}"]
+)
+def test_templates_that_do_not_compile(source: str) -> None:
+    refuse(BadCheckpoint, lambda: ChatTemplate(source, {}))
+
+
+def test_a_number_beyond_all_floats_in_a_template() -> None:
+    made = ChatTemplate("{{ 1e999 ~ messages }}", {})
+    refuse(InvalidValue, lambda: made.render([], thinking=None))
+
+
+@pytest.mark.parametrize(
+    "schema", ["7", "[1]", '{"minItems": 1e999}', '{"dependentRequired": {"z": [[[]]]}}', '{"maximum": NaN}']
+)
+def test_schemas(schema: str) -> None:
+    refuse(InvalidValue, lambda: enforced(schema))
+
+
+def test_a_stored_response_that_continues_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    id = f"resp_{1:032x}"
+    stored = {
+        "response": {"id": id, "output": []},
+        "input": [{"role": "user", "content": "a"}],
+        "previous": [],
+    }
+    (tmp_path / f"{id}.json").write_text(json.dumps(stored))
+    assert ResponseStore(tmp_path).of("").store.find("", id) is None and "damaged" in caplog.text
+
+
+def test_recorded_answers(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    for metadata in ({}, {"kind": "x", "greedy": "True"}):
+        mx.save_safetensors(str(file), {"hidden": mx.zeros(3)}, metadata)
+        refuse(BadCheckpoint, lambda: read_answer(file))
+    content = file.read_bytes().replace(b'"kind":"x"', b'"kind":"\xff"')
+    file.write_bytes(content)
+    refuse(BadCheckpoint, lambda: read_answer(file))
