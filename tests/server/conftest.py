@@ -1,9 +1,31 @@
-"""The route of a module, which it names `PATH`, with a stub for an engine."""
+"""The route of a module, which it names `PATH`, with a stub for an engine; a hub with a pair that loads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
 import pytest
+from huggingface_hub import constants
 from support.endpoint import Place, Stub, place_of
+from support.hub_stand_in import ASSISTANT, E2B, ROOT, Hub, serving
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a target and its drafter, an empty cache, and no other models on the disk."""
+    home, golden = tmp_path / "home", ROOT / "tests" / "golden" / "e2b"
+    with serving({E2B: golden / "target", ASSISTANT: golden / "assistant"}) as found:
+        variables = found.variables(home) | {"XDG_DATA_HOME": str(home / "data")}
+        for name, value in variables.items() - {("PATH", "")}:
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: home / "data")
+        yield found
 
 
 @pytest.fixture

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import platformdirs
-import pytest
-from huggingface_hub import constants
 from support import sparse
 from support.endpoint import DEMO, Endpoint, Stub, error_of, stubbed
-from support.hub_stand_in import ASSISTANT, E2B, Hub, serving
+from support.hub_stand_in import ASSISTANT, E2B
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.engine.metrics import ModelStatus, Status
@@ -20,25 +15,6 @@ from mlx_spec.apps.server.settings import Settings
 
 OWN = "http://localhost"
 MODELS = "/page/models"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with a target and its drafter, an empty cache, and no other models on the disk."""
-    table = {"model.embed_tokens.weight": ("BF16", (1000, 100))}
-    target = sparse.checkpoint(tmp_path / "target", sparse.gemma4("E2B"), table)
-    small = {"norm.weight": ("BF16", (9,))}
-    drafter = sparse.checkpoint(tmp_path / "drafter", sparse.gemma4_assistant("E2B"), small)
-    home = tmp_path / "home"
-    with serving({E2B: target, ASSISTANT: drafter}) as found:
-        for name, value in (found.variables(home) | {"XDG_DATA_HOME": str(home / "data")}).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: home / "data")
-        yield found
 
 
 def post(endpoint: Endpoint, action: str, name: str, **headers: str) -> Any:

@@ -45,6 +45,7 @@ const sources = new Set(); // origins of all text so far
 const log = byId("log");
 const welcome = byId("welcome");
 const ideas = byId("ideas");
+const getModel = byId("get-model"); // in the welcome, which is not always there
 let running = null; // {controller, exchange, phase} of the answer that streams
 
 // --- the switches
@@ -388,7 +389,7 @@ function submit() {
 }
 
 function settingsChanged() {
-  byId("get-model").hidden = !models.isOffered || servedName() !== "demo";
+  getModel.hidden = !models.isOffered || servedName() !== "demo";
   byId("files").accept = chosenCard()?.images ? "" : "text/*,application/pdf,application/json,.md,.py,.js,.ts,.c,.h,.cpp,.rs,.go,.java,.sh,.toml,.yaml,.yml,.csv,.tex";
   pictures.draw();
   figures.choose(servedName());
