@@ -229,7 +229,10 @@ def _run(options: Options) -> int:
         measured_rate = pair_acceptance(name, here)
         rate = 0.8 if measured_rate is None else measured_rate
         how = ", assumed: --acceptance sets it" if measured_rate is None else ", as measured of this drafter"
-    predicted = [_predict(c, target, drafter, rate) for c in CHIPS if _key(c.name) in wanted]
+    mac = this_chip()
+    chips = [chip for chip in CHIPS if _key(chip.name) in wanted]
+    chips.sort(key=lambda chip: mac is None or chip.name != mac.name)  # this one first
+    predicted = [_predict(chip, target, drafter, rate) for chip in chips]
     report: dict[str, Any] = {
         "target": {"name": name, **asdict(target)},
         "drafter": drafter and {"name": drafter_path, **asdict(drafter)},
@@ -249,7 +252,7 @@ def _run(options: Options) -> int:
         "predicted from nominal bandwidth: plain tokens/s, and the gain over it with k draft tokens;",
         "ceiling: plain tokens/s if all time were reading weights",
         "",
-        *table([head, *map(_row, predicted)], right=range(1, len(head))),
+        *table([head, *map(_row, predicted)], range(1, len(head)), optional=(2, *range(8, len(head) - 1))),
     )
     if measured := report["measured"]:
         show("", f"measured on {measured['device']}: weights by one row {measured['row']:.1f} GB/s")

@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 from prompt_toolkit.completion import PathCompleter, WordCompleter
 
-from mlx_spec.checkpoint.files import human_bytes, typed_path
+from mlx_spec.checkpoint.files import default_folder, human_bytes, typed_path
 from mlx_spec.cli.command import table
 from mlx_spec.errors import InvalidValue, NotFound, SpecError
 from mlx_spec.hub.catalog import LOOKUP, NONE, PairSpec
+from mlx_spec.hub.names import cache_folder
 
 from ..race import question, show_race
 from . import models, pictures, saved
 from .answer import ChatState, Outcome
-from .input import CommandCompleter, edited, hidden_typing
+from .input import CommandCompleter, copied, edited, hidden_typing
 from .interrupts import CtrlC
 from .settings import NAMES, AnswerSettings, changed, sampling_words, shown, values
 from .terminal import legend
@@ -54,6 +55,10 @@ class Commands:
             "stats": Command(self._stats, "", "more about the last answer"),
             "save": Command(self._save, "FILE", "write the conversation to a file"),
             "load": Command(self._load, "[FILE|NUMBER]", "list the kept conversations, or go on with one"),
+            "rename": Command(self._rename, "NUMBER NAME", "rename a kept conversation"),
+            "delete": Command(self._delete, "NUMBER", "delete a kept conversation; asks first"),
+            "copy": Command(self._copy, "", "copy the last answer to the clipboard"),
+            "export": Command(self._export, "FILE", "write the conversation as Markdown"),
             "image": Command(self._image, "[PATH|off]", "add a picture to the next message"),
             "race": Command(self._race, "[QUESTION]", "answer it twice at once, with drafts and plain"),
             "edit": Command(self._edit, "", "change the last message in $EDITOR and send it again"),
@@ -81,7 +86,7 @@ class Commands:
             "set": one_of(list(NAMES)),
             "highlight": one_of(["on", "off"]),
             "system": one_of(["off"]),
-            **dict.fromkeys(("save", "load", "json", "image"), file),
+            **dict.fromkeys(("save", "load", "json", "image", "export"), file),
         }
         about = {f"/{name}": command.about for name, command in sorted(self.table.items())}
         return CommandCompleter(one_of(list(about), ignore_case=True, meta_dict=about), arguments)
@@ -167,6 +172,8 @@ class Commands:
         tokens = used.prompt_tokens + used.generated_tokens if conversation.turns else 0
         context = f" of {info.context_length}" if info.context_length else ""
         lines.append(f"turns: {len(conversation.turns) // 2}, at the last answer {tokens}{context} tokens")
+        lines.append(f"conversations are kept in {saved.kept_folder()}, models in {default_folder()} and ")
+        lines[-1] += f"{cache_folder()}: /delete and `mlx-spec rm` remove them, or delete the folders"
         self._terminal.note(*lines)
 
     def _stats(self, _: str) -> None:
@@ -204,6 +211,39 @@ class Commands:
         target = content.get("target")
         if isinstance(target, str) and target != self._conversation.choice.target:
             self._terminal.note(f"it was held with {target}: /model {target} changes to that")
+
+    def _rename(self, words: str) -> None:
+        name, _, new = words.partition(" ")
+        if not new.strip():
+            raise InvalidValue("give a number or name and the new name: /load lists the kept conversations")
+        self._terminal.note(f"it is named {saved.rename(saved.find_kept(name), new.strip()).stem} now")
+
+    def _delete(self, name: str) -> None:
+        if not name:
+            raise InvalidValue("give a number or name: /load lists the kept conversations")
+        file = saved.find_kept(name)
+        if not self._confirms(f"Delete {file.stem} ({saved.turns(saved.read(file)['messages'])})? [y/N] "):
+            self._terminal.note("nothing was deleted")
+            return
+        saved.delete(file)
+        self._chat.journal.leave_deleted()
+        self._terminal.note(f"{file.stem} is deleted")
+
+    def _copy(self, _: str) -> None:
+        turns = self._conversation.turns
+        if not turns:
+            raise InvalidValue("there is no answer yet: ask something first")
+        self._terminal.note(copied(pictures.words(turns[-1]["content"]), self._terminal.has_styles))
+
+    def _export(self, name: str) -> None:
+        if not name:
+            raise InvalidValue("give the name of a file, such as talk.md")
+        file = typed_path(name).with_suffix(typed_path(name).suffix or ".md")
+        if file.exists() and not self._confirms(f"{file} exists: replace it? [y/N] "):
+            self._terminal.note("nothing was written: take another name")
+            return
+        saved.write_markdown(file, self._conversation.save())
+        self._terminal.note(f"{self._turns()} written to {file}")
 
     def _image(self, text: str) -> None:
         if text == "off":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import shutil
@@ -202,6 +203,25 @@ def edited(text: str) -> str:
         except (OSError, ValueError) as error:
             raise NotFound(f"the editor {editor} cannot be used ({error}): set EDITOR to another") from error
     raise InvalidValue(f"the editor {editor} ended with status {status}, so nothing was sent")
+
+
+def copied(text: str, is_terminal: bool) -> str:
+    """Copy a text to the clipboard and return how. Raises NotFound without a way."""
+    for command in (["pbcopy"], ["wl-copy"], ["xclip", "-selection", "clipboard"]):
+        if shutil.which(command[0]):
+            with suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(
+                    command, input=text.encode(), check=True, timeout=10, stdout=subprocess.DEVNULL
+                )
+                return f"copied with {command[0]}"
+    if not is_terminal:
+        raise NotFound("there is no clipboard here: /export FILE writes the conversation")
+    # Terminals that know this sequence fill the clipboard, also over ssh; they cut what is longer.
+    most = 74_994  # bytes, the limit of xterm and hterm
+    if len(text.encode()) > most:
+        raise InvalidValue(f"an answer over {most} bytes fits no clipboard of a terminal: /export FILE")
+    print(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a", end="", flush=True)
+    return "copied, if this terminal lets programs use the clipboard"
 
 
 @contextmanager

@@ -131,6 +131,11 @@ class Journal:
             self._file.close()
         self._file = None
 
+    def leave_deleted(self) -> None:
+        """Close the file if it was deleted; the next message begins another one."""
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            self.close()
+
     def go_on(self, file: Path, saved: Mapping[str, Any]) -> None:
         """Continue the kept file of a conversation; if another process has it, the next message copies it."""
         self.close()
@@ -256,6 +261,48 @@ def find(name: str) -> Path:
     if name.isascii() and name.isdecimal() and len(name) < 7 and 0 < int(name) <= len(files):
         return files[int(name) - 1]
     return next((kept for kept in files if kept.stem == name), file)
+
+
+def find_kept(name: str) -> Path:
+    """Return the file of a kept conversation by its name or number. Raises NotFound."""
+    file = find(name)
+    if file.parent != kept_folder() or not file.is_file():
+        raise NotFound(f"there is no kept conversation {name}: /load lists them")
+    return file
+
+
+def rename(file: Path, name: str) -> Path:
+    """Give a kept conversation another name, and return its file. Raises InvalidValue."""
+    if "/" in name or name.startswith(".") or name.isdecimal() or not name.isprintable():
+        raise InvalidValue(f"{name!r} cannot be a name: give words, not a path or a number")
+    new = file.with_name(f"{name}{KEPT_SUFFIX}")
+    if new.exists():
+        raise InvalidValue(f"there is another conversation {name}: take another name")
+    try:
+        file.rename(new)
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be renamed ({error.strerror}): take another name") from error
+    return new
+
+
+def delete(file: Path) -> None:
+    """Delete a kept conversation. Raises InvalidValue."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be deleted ({error.strerror}): change its permissions") from error
+
+
+def write_markdown(file: Path, saved: Mapping[str, Any]) -> None:
+    """Write a conversation as Markdown: a heading for each message. Raises InvalidValue."""
+    texts = [f"## System\n\n{saved['system']}\n"] if saved.get("system") else []
+    for message in saved["messages"]:
+        heading = "Question" if message["role"] == "user" else "Answer"
+        texts.append(f"## {heading}\n\n{shown(message['content'])}\n")
+    try:
+        write_atomically(file, "\n".join(texts))
+    except OSError as error:
+        raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> str:

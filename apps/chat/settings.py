@@ -67,6 +67,8 @@ def changed(settings: AnswerSettings, name: str, text: str) -> AnswerSettings:
         raise InvalidValue(f"there is no setting {name}: there are {', '.join(NAMES)}")
     is_default = text in ("off", "none", "default") and name != "think"
     value: Any = vars(AnswerSettings())[name] if is_default else _typed(name, text)
+    if name == "temperature" and value > 2:  # the bound of OpenAI's API and of the page
+        raise InvalidValue(f"temperature={value:g} is not allowed: it is 0 to 2")
     return replace(settings, **{name: value})
 
 

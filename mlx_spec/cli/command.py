@@ -25,7 +25,7 @@ from mlx_spec.checkpoint.files import typed_path
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import DEMO, Exact, PairSpec
-from mlx_spec.hub.names import resolve
+from mlx_spec.hub.names import known_names, resolve
 
 ERROR, INTERRUPTED = 1, 130  # 2 is a bad option, 130 is 128 + SIGINT
 STATUSES = "Exit status: 0; 1 on an error, 2 on a bad option, 130 when interrupted."
@@ -78,6 +78,11 @@ KvBits = Annotated[
 ]
 
 
+def _model_names(begun: str) -> list[str]:
+    """Return the models that a shell offers after Tab."""
+    return [name for name in known_names() if name.startswith(begun)]
+
+
 @dataclass(frozen=True)
 class PairOptions:
     """The target and the drafter of a program, by name.
@@ -85,7 +90,10 @@ class PairOptions:
     Options that inherit from it import every annotation from here: this file evaluates them at once.
     """
 
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --target")] = None
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="the same as --target", autocompletion=_model_names),
+    ] = None
     target: Annotated[
         str | None,
         option(
@@ -93,6 +101,7 @@ class PairOptions:
             help="model that answers: a name of `mlx-spec models`, owner/name, folder or GGUF file",
             default="the small bundled demo; in chat the pair used last",
             panel=MODEL_PANEL,
+            autocompletion=_model_names,
         ),
     ] = None
     drafter: Annotated[
@@ -336,11 +345,14 @@ def tell(what: object) -> None:
     note(line)
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table; the columns in `right` are aligned to the right.
+def table(
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (), optional: Sequence[int] = ()
+) -> list[str]:
+    """Return the lines of a table; the columns in `right` are aligned to the right, their words whole.
 
-    On a terminal long cells are wrapped within their column. Where columns would hold a few letters only,
-    each row becomes a line of its first cell, and one of the others below it.
+    On a terminal columns in `optional` are left out, the last ones first, until all fit. Long cells are
+    wrapped within their column. Where columns would hold a few letters only, each row becomes a line of its
+    first cell, and one of the others below it.
     """
     from rich.console import Console
     from rich.table import Table
@@ -349,12 +361,21 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
     pipe_columns = 10_000  # width of a table that no terminal shows: rows are not wrapped
     console = Console(width=None if is_watched else pipe_columns, markup=False, highlight=False, emoji=False)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = list(range(len(widths)))
+    for column in reversed(optional):
+        if sum(widths[i] + 2 for i in shown) - 2 > console.width:
+            shown.remove(column)
+    right, rows = [shown.index(i) for i in right if i in shown], [[row[i] for i in shown] for row in rows]
+    widths = [widths[i] for i in shown]
     if sum(widths) + 2 * len(widths) > 1.6 * console.width:
         wrap = partial(textwrap.wrap, width=console.width, initial_indent="  ", subsequent_indent="  ")
         return [line for row in rows for line in (row[0], *wrap(" · ".join(filter(None, row[1:]))))]
     grid = Table.grid(padding=(0, 2))
     for column in range(len(rows[0])):
-        grid.add_column(justify="right" if column in right else "left", overflow="fold")
+        words = [len(word) for row in rows for word in row[column].split()]
+        is_narrow = column in right and sum(widths) + 2 * len(widths) - 2 > console.width
+        width = max(words, default=0) if is_narrow else None
+        grid.add_column(justify="right" if column in right else "left", overflow="fold", width=width)
     for row in rows:
         grid.add_row(*row)
     with console.capture() as capture:

@@ -57,6 +57,13 @@ def resolve(name: str) -> PairSpec:
     )
 
 
+def known_names() -> list[str]:
+    """Return the names that `resolve` knows: bundled, converted and downloaded ones, then short names."""
+    cached = [entry for entry in _entries(cache_folder()) if entry.startswith(PREFIX)]
+    repositories = [entry.removeprefix(PREFIX).replace("--", "/") for entry in cached]
+    return list(dict.fromkeys([DEMO, SMOLLM2, *_entries(default_folder()), *repositories, *aliases()]))
+
+
 def cache_folder() -> Path:
     """Return the Hugging Face cache."""
     from huggingface_hub.constants import HF_HUB_CACHE

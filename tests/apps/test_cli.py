@@ -276,6 +276,8 @@ def test_a_mistaken_name_is_refused_before_mlx_is_imported(command):
         (("mlx-spec", "c"), ["chat", "convert"]),
         (("mlx-spec", "serve", "--p"), ["--pin", "--port", "--parallel"]),
         (("mlx-spec", "chat", "--kv-bits", ""), ["4", "8"]),
+        (("mlx-spec", "chat", "dem"), ["demo"]),
+        (("mlx-spec", "serve", "--target", "gemma-4-e2b-b"), ["gemma-4-e2b-bf16"]),
     ],
 )
 def test_completion(words, offered, capsys, monkeypatch):
@@ -334,3 +336,17 @@ def test_long_lines_are_folded_between_words(monkeypatch):
         "                   1.33.0",
         "short",
     ]
+
+
+def test_a_table_of_80_columns_breaks_no_number(monkeypatch, capsys):
+    """Columns that may go are left out, and a number is never cut."""
+    rows = [["chip (GPU cores)", "GB/s", "ceiling", *"abcdefgh", "best tokens/s"]]
+    rows.append(["M1 Ultra (64)", "819", "97783.7", *["1.05"] * 8, "k=1 1141.2"])
+    for columns, width in ((66, 66), (80, 80), (200, 200)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = table(rows, range(1, len(rows[0])), optional=(2, *range(7, 11)))
+        assert all(len(line) <= width for line in lines)
+        counts = {66: (4, 0), 80: (5, 1), 200: (8, 1)}  # of the gains, and of the ceiling
+        assert (lines[-1].count("1.05"), lines[-1].count("97783.7")) == counts[columns]
+        assert "819" in lines[-1] and "1141.2" in lines[-1]

@@ -76,6 +76,11 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         f"{PICTURE} What is it?": "this target reads no pictures: it is a text model",
         "/highlight maybe": "give on or off",
         "/highlight on": "there are no colours here",
+        "/set temperature 9": "temperature=9 is not allowed: it is 0 to 2",
+        "/rename 7": "give a number or name and the new name",
+        "/delete 7": "there is no kept conversation 7",
+        "/copy": "there is no answer yet",
+        "/export": "give the name of a file",
         "/model nothing-like-that": "there is no folder nothing-like-that",
     }
     _, *said = converse(TINY, *refusals)
@@ -83,7 +88,7 @@ def test_every_command_refuses_in_one_line(converse, tmp_path):
         assert re.fullmatch(f"mlx-spec: .*{re.escape(problem)}.*\n", line)
 
 
-def test_every_command(converse, tmp_path):
+def test_every_command(converse, tmp_path, monkeypatch):
     schema, talk = tmp_path / "schema.json", tmp_path / "talk.json"
     schema.write_text(json.dumps(SCHEMA))
     lines = {
@@ -98,6 +103,9 @@ def test_every_command(converse, tmp_path):
         "/draft auto": "as many tokens as pay",
         "/stats ": r"first token after \d+\.\d\d s\n(.*\n)*drafts: .*\npeak memory: \d",
         f"/save {talk}": "1 turn saved",
+        f"/export {tmp_path / 'talk'}": "1 turn written to .*talk.md",
+        "/copy": "copied with pbcopy",
+        "/rename 1 paths": "it is named paths now",
         "/undo": "0 turns left",
         f"/load {talk}": "1 turn loaded",
         "/show": "turns: 1, ",
@@ -115,15 +123,21 @@ def test_every_command(converse, tmp_path):
         "/json off": "answers are free",
         "/race What is zlib for?": r"with drafts +[\d.]+ tokens/s, .*\n(.*\n)*every token the same",
     }
+    (tmp_path / "pbcopy").write_text(f"#!/bin/sh\ncat > {tmp_path}/clipboard\n")
+    (tmp_path / "pbcopy").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     _, *answers = converse([*PAIR, "--max-tokens=24"], *lines)
     said = dict(zip(lines, answers, strict=True))
     for line, pattern in lines.items():
         assert re.search(pattern, said[line]), (line, said[line])
     names = set(re.findall(r"^/(\w+)", said["/help"], re.MULTILINE))
     wanted = "help exit clear system model draft set show stats save load image race edit "
-    wanted += "retry undo json highlight"
+    wanted += "retry undo json highlight rename delete copy export"
     assert names == set(wanted.split())
     assert answer_in(said[JOIN]) == answer_in(said["/retry"]) == answer_in(said["/retry "])
+    text = answer_in(said[JOIN]).strip()
+    assert (tmp_path / "clipboard").read_text() == text
+    assert (tmp_path / "talk.md").read_text() == f"## Question\n\n{JOIN}\n\n## Answer\n\n{text}\n"
     assert json.loads(answer_in(said["What does zip do?"])).keys() == {"ok", "code"}
 
 

@@ -11,10 +11,12 @@ import struct
 import termios
 from pathlib import Path
 
+import pytest
 from support.screen import PAIR, READY, TINY, Screen, at_home
 from support.waiting import wait_until
 
 from mlx_spec.apps.chat import saved
+from mlx_spec.errors import InvalidValue
 from mlx_spec.session import Piece
 
 FEW = "--max-tokens=6"
@@ -169,3 +171,24 @@ def test_a_file_that_was_cut_inside_a_character_keeps_all_other_turns(tmp_path, 
     (tmp_path / f"z{saved.KEPT_SUFFIX}").touch()
     monkeypatch.setattr(saved, "kept_folder", lambda: tmp_path)
     assert saved.newest() == file and len(saved.kept_rows()) == 1
+
+
+def test_a_kept_conversation_is_renamed_and_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved, "kept_folder", lambda: tmp_path)
+    journal = saved.Journal(tmp_path, print)
+    now = {"messages": [], "system": None}
+    journal.ask("hello", now)
+    new = saved.rename(saved.find_kept("1"), "about zip")
+    assert saved.find_kept("about zip") == new and kept_names(tmp_path) == ["about zip"]
+    for name in ("../up", "7", ".hidden", "about zip"):
+        with pytest.raises(InvalidValue):
+            saved.rename(new, name)
+    saved.delete(new)
+    journal.leave_deleted()
+    journal.ask("again", now)
+    assert len(kept_names(tmp_path)) == 1 and kept_names(tmp_path) != ["about zip"]
+    journal.close()
+
+
+def kept_names(folder: Path) -> list[str]:
+    return [file.stem for file in folder.glob("*.jsonl")]
