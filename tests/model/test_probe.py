@@ -39,6 +39,26 @@ def test_other_models_pass_at_every_length(kind: str) -> None:
     check_rows(model, lambda: LMTarget(model, kv_bits=tiny.bits_of(kind)), [20, 127, 2040, 131_072])
 
 
+def test_lengths_are_checked_by_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of other layers do not change what depends on the length, and take most of the time."""
+    model = tiny_configs.tiny_model("llama, no windows", 0.2)
+    calls, call = list[int](), type(model.layers[0]).__call__
+
+    def spy(layer: Any, *arguments: Any, **options: Any) -> mx.array:
+        calls.append(1)
+        out: mx.array = call(layer, *arguments, **options)
+        return out
+
+    monkeypatch.setattr(type(model.layers[0]), "__call__", spy)
+    counts = []
+    for lengths in ([], [100], [100, 1000]):
+        check_rows(model, lambda: LMTarget(model), lengths)
+        counts.append(len(calls))
+        calls.clear()
+    assert [count - counts[0] for count in counts] == [0, 3, 6]  # of 12 and 24 with all layers
+    assert len(model.layers) == 4
+
+
 def test_a_scratch_sequence_far_in_a_text_has_its_positions() -> None:
     """Each row is rotated by its position, so the logits of the same rows change with it."""
     model = tiny_configs.tiny_model("llama, no windows", 0.2)
