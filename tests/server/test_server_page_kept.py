@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support import chromium
 from support.chromium import Browser, Tab
-from support.endpoint import DEMO, listening
-from support.page import BROWSER, ask, log, press, reload, streamed, visit
+from support.endpoint import ANSWER, DEMO, Stub, listening
+from support.page import BROWSER, ask, log, press, reload, streamed, text, visit
 
 from mlx_spec.apps.server.settings import Settings
 
@@ -92,4 +94,164 @@ def test_a_full_store_says_so_and_loses_no_answer(tab):
         tab.until("document.querySelector('#not-kept').hidden")
         reload(tab)
         assert shown(tab) == ["New"], "the next write takes what was not kept"
+        assert tab.complaints == []
+
+
+PDF = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>endobj
+4 0 obj<</Length 44>>stream
+BT /F1 18 Tf 20 100 Td (Words of a page) Tj ET
+endstream endobj
+5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
+trailer<</Root 1 0 R>>
+"""
+
+
+def choose_files(tab: Tab, selector: str, *files: Path) -> None:
+    box = tab.call("Runtime.evaluate", expression=f"document.querySelector({selector!r})")
+    tab.call("DOM.setFileInputFiles", files=[str(one) for one in files], objectId=box["result"]["objectId"])
+
+
+def fill(tab: Tab, selector: str, value: str) -> None:
+    tab.value(
+        f"(() => {{ const box = document.querySelector({selector!r}); box.value = {value!r};"
+        "box.dispatchEvent(new Event('input', {bubbles: true}));"
+        "box.dispatchEvent(new Event('change', {bubbles: true})) })()"
+    )
+
+
+def test_a_conversation_owns_its_settings_and_comes_back_from_an_export(tab, tmp_path):
+    stub = Stub(ANSWER)
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        fill(tab, "#system", "You are a pirate.")
+        fill(tab, "#temperature", "0.5")
+        fill(tab, "#preset-name", "pirate")
+        tab.value("document.querySelector('#keep-preset').click()")
+        ask(tab, "A")
+        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["You are a pirate.", "A"]
+        tab.value("document.querySelector('#new-chat').click()")
+        assert tab.value("document.querySelector('#system').value") == "", (
+            "a prompt stays in its conversation"
+        )
+        ask(tab, "B")
+        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["B"]
+        tab.value("document.querySelectorAll('#chat-list .title')[1].click()")
+        tab.until("document.querySelector('#system').value === 'You are a pirate.'")
+        tab.value(
+            "window.files = [];"
+            "URL.createObjectURL = (blob) => { blob.text().then((t) => files.push(t)); return '#' }"
+        )
+        press(tab, "Export JSON")  # of the last one
+        press(tab, "Export Markdown")
+        tab.until("window.files.length === 2")
+        exported, written = tab.value("window.files")
+        assert written.startswith("# A\n\n## System\n\nYou are a pirate.\n\n## You\n\nA\n\n")
+        found = json.loads(exported)
+        assert found["messages"][0] == {"role": "system", "content": "You are a pirate."}
+        assert found["settings"]["temperature"] == "0.5"
+        found["title"], found["exchanges"][0]["images"] = "Back", ["https://evil.example/x.png"]
+        (tmp_path / "a.json").write_text(json.dumps(found))
+        (tmp_path / "b.json").write_text('{"exchanges": 3}')
+        choose_files(tab, "#import-files", tmp_path / "a.json", tmp_path / "b.json")
+        tab.until("document.querySelector('#not-kept').textContent.includes('b.json is not a conversation')")
+        assert shown(tab) == ["Back", "B", "A"] and log(tab) == ["A", "Hello you"]
+        assert tab.value("document.querySelector('#system').value") == "You are a pirate."
+        tab.value("document.querySelector('#new-chat').click()")
+        fill(tab, "#preset", "pirate")
+        assert tab.value("document.querySelector('#temperature').value") == "0.5"
+        assert tab.value("document.querySelector('#system').value") == "You are a pirate."
+        reload(tab)
+        assert shown(tab) == ["Back", "B", "A"]
+        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+
+
+def test_files_and_long_pastes_are_attached_and_counted(tab, tmp_path):
+    stub = Stub(ANSWER)
+    (tmp_path / "code.py").write_text("print('```')\n")
+    (tmp_path / "page.pdf").write_bytes(PDF)
+    (tmp_path / "other.bin").write_bytes(b"\xff\x00")
+    names = ("code.py", "page.pdf", "other.bin")
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        choose_files(tab, "#files", *(tmp_path / name for name in names))
+        tab.until("document.querySelector('#file-problem').textContent.startsWith('other.bin is not text')")
+        tab.value(
+            "(() => { const data = new DataTransfer(); data.items.add('long '.repeat(1000), 'text/plain');"
+            "document.querySelector('#message').dispatchEvent(new ClipboardEvent('paste',"
+            "{clipboardData: data, bubbles: true, cancelable: true})) })()"
+        )
+        chips = "[...document.querySelectorAll('#attached .chip')].map((one) => one.textContent)"
+        counted = ["code.py7 tokens", "page.pdf7 tokens", "pasted.txt7 tokens"]
+        tab.until(f"JSON.stringify({chips}) === {json.dumps(json.dumps(counted, separators=(',', ':')))}")
+        tab.until("document.querySelector('#context-words').textContent === '7 of 64 tokens'")
+        ask(tab, "What?")
+        sent = stub.requests[-1].prompt.messages[-1]["content"]
+        assert sent.startswith("code.py\n````\nprint('```')\n````\n\npage.pdf\n```\nWords of a page\n```\n\n")
+        assert sent.endswith("\n\nWhat?") and "long long" in sent
+        reload(tab)
+        assert "page.pdf" in text(tab, ".said") and "long long" not in text(tab, ".said")
+        ask(tab, "More?")
+        assert stub.requests[-1].prompt.messages[0]["content"] == sent
+        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+
+
+LONG = """(async () => {
+  const { put, newId } = await import('./page/store.js');
+  const record = { id: newId(), title: 'Long', leaf: null, updated: 1, deleted: null, settings: null };
+  await put('conversations', record);
+  let parent = null;
+  const writes = [];
+  for (let i = 0; i < 2500; i += 1) {
+    const id = newId();
+    writes.push(put('exchanges', { id, conversation: record.id, parent, question: `question ${i}`, images: [],
+      answer: { text: `answer **${i}** is here`, runs: [[0, null, 0]] },
+      thinking: null, facts: [], problem: null }));
+    parent = id;
+  }
+  await Promise.all(writes);
+})()"""
+
+
+def test_keys_search_and_five_thousand_messages(tab):
+    with listening(Stub(ANSWER), Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.value(LONG)
+        reload(tab)
+        tab.until(f"{TITLES}.length === 1")
+        tab.press("k", control=True)
+        tab.until("document.querySelector('dialog.palette').open")
+        tab.write("answer **1234**")
+        tab.until("document.querySelector('#palette-list li')?.textContent.includes('1234')")
+        tab.call("Performance.enable")
+        began = tab.call("Performance.getMetrics")
+        tab.press("Enter")
+        tab.until("document.querySelector('.turn:last-child')?.textContent.includes('2499')")
+        ended = tab.call("Performance.getMetrics")
+        seconds = [
+            next(one["value"] for one in found["metrics"] if one["name"] == "TaskDuration")
+            for found in (began, ended)
+        ]
+        assert seconds[1] - seconds[0] < 4, "14 s of drawing, once"
+        assert tab.value("document.querySelectorAll('.turn').length") == 100
+        tab.value("document.querySelector('#log').scrollTop = 0")
+        tab.until("document.querySelectorAll('.turn').length === 200")
+        assert text(tab, ".turn .said") == "question 2400"
+        tab.value("document.querySelector('#message').focus()")
+        tab.write("And now?")
+        tab.press("Enter")
+        tab.until("document.querySelector('.turn:last-child .foot')")
+        assert "Thought for" in text(tab, ".turn:last-child .thoughts summary")
+        assert not tab.value("document.querySelector('.turn:last-child .thoughts').open")
+        tab.until(FREE)
+        tab.press("ArrowUp")
+        assert tab.value("document.activeElement.value") == "And now?"
+        tab.press("Escape")
+        tab.value("document.activeElement.blur()")
+        tab.press("/")
+        assert tab.value("document.activeElement.id") == "message"
+        tab.press("O", control=True, shift=True)
+        tab.until("document.querySelectorAll('.turn').length === 0")
         assert tab.complaints == []
