@@ -24,6 +24,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -118,15 +119,18 @@ def in_dtype(folder: Path, dtype: str) -> Path:
 def compare(
     pair: Pair, chip: str, known: dict[object, np.ndarray], settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compare all texts on one chip, print a table and return its figures. `known` is cleared for each."""
+    """Compare all texts on one chip, print a table and return its figures.
+
+    `known` keeps the rows of the last texts: one of them is the other answer of a batch.
+    """
     prompts = [form.format(topic) for form, topic in itertools.product(FORMS, TOPICS)]
     prompts = [prompts[i * 11 % len(prompts)] for i in range(len(prompts))]  # all forms and topics early
-    rows, by_way = pair.rows, dict[str, list[int]]()
+    rows, by_way, added = pair.rows, dict[str, list[int]](), deque[int]()
     print(f"{chip}: {rows.words}", flush=True)
     for number in range(settings.skip, min(settings.skip + settings.texts, len(prompts))):
-        sampling = GREEDY if number % 2 == 0 else Sampling(temperature=0.8, seed=number)
-        prompt, beside = tokens_of(pair, prompts[number]), tokens_of(pair, prompts[number - 1])
-        known.clear()
+        sampling = GREEDY if number % 2 == 0 else Sampling(temperature=0.8, seed=7)
+        prompt, beside = tokens_of(pair, prompts[number]), tokens_of(pair, prompts[number - 2])
+        before = len(known)
         for exact in (True, False) if number - settings.skip < settings.off else (True,):
             pair.rows = rows if exact else RowClass()
             lengths = sorted({1, 2, 4, min(rows.most, 8) - 1}) if exact else [4]
@@ -135,6 +139,10 @@ def compare(
                 differs = found.differs_at is not None, bool(found.layers)
                 for i, more in enumerate((1, *differs, found.tokens)):
                     counts[i] += more
+        added.append(len(known) - before)
+        if len(added) > 2:
+            for key in list(itertools.islice(known, added.popleft())):
+                del known[key]
         unequal = [way for way, counts in by_way.items() if counts[1] or counts[2]]
         print(f"{number + 1} {prompts[number]} So far different: {unequal}", file=sys.stderr, flush=True)
     pair.rows = rows

@@ -13,6 +13,9 @@ pass, each with its best K.
 
 The second row of a plain pass may hold a guess that costs nothing, such as lookup's or the drafter's first
 token. Then the host waits for the verdict (3 %), or the row stays a copy, whichever is faster.
+
+The last table is the time to measure a class once, as `row_bits.py` does where plain passes need two rows: it
+reads the weights in whole passes, and those of each distinct layer alone. Both take the published bandwidth.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import numpy as np
 from timing import finish, parser, table
 
 from mlx_spec.model.row_class import RowClass
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 DRAFTED = 0.03  # of a plain token: one draft token
 HOST = 0.03  # of a plain token: a wait for the host
@@ -73,6 +77,41 @@ CHIPS = {
 }
 
 
+@dataclass(frozen=True)
+class Model:
+    """The distinct layers of a model in 4 bits with groups of 64, [N, K], and how often it has each."""
+
+    layers: dict[tuple[int, int], int]
+
+    def measuring(self, passes: int = 27, outputs: int = 2**16, bits: float = 4.5) -> tuple[float, int]:
+        """Return the bytes that measuring its class reads, and the calls of layers alone.
+
+        The passes are a prompt, a recorded one, 8 plain ones, 7 of 2 to 8 rows, and 10 timed ones.
+        """
+        most = MAX_DRAFT_TOKENS + 1
+        whole = sum(n * N * K for (N, K), n in self.layers.items()) * passes
+        alone = calls = 0
+        for N, K in self.layers:
+            drawn = min(max(outputs // N, most), 3 * most)
+            # Plain passes of one row, and of two; blocks of each number of rows; rows of other sequences.
+            count = (
+                2 * drawn + sum(drawn // T for T in (2, 3, 4, 5, 6, 7, 8, 9, 12, 17)) + drawn + drawn // 12
+            )
+            alone, calls = alone + count * N * K, calls + count
+        return (whole + alone) * bits / 8, calls
+
+
+def gemma3(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int = 262144) -> Model:
+    """Return a Gemma 3 with heads of 256."""
+    q, kv = heads * 256, kv_heads * 256
+    shapes = {(q, hidden): 1, (kv, hidden): 2, (hidden, q): 1, (inner, hidden): 2, (hidden, inner): 1}
+    return Model({shape: n * layers for shape, n in shapes.items()} | {(vocab, hidden): 1})
+
+
+MODELS = {"Gemma 3 4B": gemma3(34, 2560, 10240, 8, 4), "Gemma 3 12B": gemma3(48, 3840, 15360, 16, 8)}
+GIGABYTES = {"M3": 100, "M4": 120, "M4 Pro": 273, "M3 Max": 400, "M4 Max": 546}  # a second, by Apple
+
+
 def main() -> None:
     settings = parser(__doc__).parse_args()
     started = time.time()
@@ -97,7 +136,14 @@ def main() -> None:
     table(head, rows)
     print("\nPlain passes of two rows: a copy in the second row, or a free guess that is right this often\n")
     table(["chip", "copy", *(f"right {right:.2f}" for right in GUESSES)], guesses)
-    finish("exact_cost", results, settings, started)
+    print("\nSeconds to measure a class once\n")
+    measured = {name: model.measuring() for name, model in MODELS.items()}
+    rows = [
+        [name, calls, *(f"{size / 1e9 / speed:.2f}" for speed in GIGABYTES.values())]
+        for name, (size, calls) in measured.items()
+    ]
+    table(["model", "calls of layers", *GIGABYTES], rows)
+    finish("exact_cost", results | {"measuring": measured}, settings, started)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import qwen3_moe
 from support import tiny
 from support.metal import M1, M3, M3_MAX, Chip, metal
 
@@ -26,6 +27,28 @@ KEY = Key("Some Chip", "0123456789abcdef", (), "4-bit, groups of 64, activations
 
 def quantized() -> nn.Module:
     model = tiny.full(hidden_size=192, intermediate_size=256, head_dim=64)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    return model
+
+
+def experts() -> nn.Module:
+    """A Qwen3 MoE, whose experts are layers, too."""
+    args = qwen3_moe.ModelArgs(
+        model_type="qwen3_moe",
+        num_hidden_layers=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=128,
+        max_position_embeddings=4096,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        norm_topk_prob=True,
+        **tiny.SIZES | tiny.EPS | {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64},
+    )
+    model = qwen3_moe.Model(args)
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 64, 4)
     return model
@@ -53,8 +76,10 @@ def test_half_precision_on_a_cpu_is_one_class(build: Callable[[], nn.Module], dt
     assert replace(found, compared=(0, 0)) == expected, found
 
 
-@pytest.mark.parametrize(("chip", "base"), [(M1, 1), (M3, 2)])
-def test_chips_have_their_classes(chip: Chip, base: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "chip", "base"), [(quantized, M1, 1), (quantized, M3, 2), (experts, M1, 1), (experts, M3, 2)]
+)
+def test_chips_have_their_classes(build: Callable[[], nn.Module], chip: Chip, base: int) -> None:
     passes, write = [0], LMTarget._write
 
     def counted(target: LMTarget, *args: object, **options: object) -> mx.array:
@@ -63,7 +88,7 @@ def test_chips_have_their_classes(chip: Chip, base: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LMTarget, "_write", counted)
-        found = measured(quantized(), chip)
+        found = measured(build(), chip)
     assert (found.base, found.limits, found.shared, found.fewest) == (base, ((0, 8),), 12, 1)
     assert passes[0] <= 30
     assert f"plain decoding runs {base} row" in found.words
@@ -156,6 +181,17 @@ def test_a_padded_pass_is_a_pass_of_one_row(build: Callable[[], nn.Module]) -> N
     assert padded.size == plain.size == padded.caches.sizes[0]
     assert padded.rewind(22) == plain.rewind(22)
     assert mx.allclose(padded.verify(mx.array([9])), plain.verify(mx.array([9])), atol=1e-4)
+
+
+@pytest.mark.parametrize("chip", [M1, M3])
+def test_a_recurrent_target_without_a_class_is_named(chip: Chip) -> None:
+    """A pass of two rows would write its second row to the state, so plain passes have one."""
+    model = tiny.recurrent()
+    model.set_dtype(mx.bfloat16)
+    found = measured(model, chip)
+    assert not found.limits and "its state is recurrent" in found.words
+    nn.quantize(model, 64, 4)  # layers of 64 take one kernel for all rows
+    assert measured(model, chip).limits == ((0, 8),)
 
 
 def test_choices_of_exactness() -> None:
