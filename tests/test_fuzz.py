@@ -113,7 +113,7 @@ def test_config(changes: dict[str, Any], tmp_path: Path) -> None:
 
 FILES = {
     "added_tokens.json": [{"<a>": None, "<b>": float("nan")}, {"<a>": float("inf")}],
-    "generation_config.json": [{"bad_words_ids": [[[3]], [{}]]}],
+    "generation_config.json": [{"bad_words_ids": [[[3]], [{}]], "top_k": float("nan")}],
 }
 
 

@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -195,6 +196,8 @@ class Journal:
 
     def _stop(self, error: OSError) -> None:
         self._note(f"this conversation is not kept: {self._folder} cannot be written ({error.strerror})")
+        with suppress(OSError):  # it tries to write once more
+            self.close()
         self._folder = self._file = None
 
 

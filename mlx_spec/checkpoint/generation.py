@@ -6,6 +6,7 @@ take its sampling settings as defaults, and settings that have no effect are nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def _is_set(found: Mapping[str, Any], key: str, neutral: tuple[Any, ...]) -> boo
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -10,7 +10,6 @@ Llama, bfloat16 for families whose activations exceed the range of float16.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
@@ -125,7 +124,8 @@ def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
             with new_folder(out) as folder:
                 target = folder / "target"
                 target.mkdir()
-                tokenizer.save(str(target / "tokenizer.json"), pretty=False)  # it is parsed at every start
+                # Without white space: it is parsed at every start.
+                (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
                 write_json(target / "tokenizer_config.json", tokenizer_config)
                 write_json(target / "generation_config.json", {"eos_token_id": ends})
                 config |= {"gguf": file.name, "gguf_read": _bytes_read(gguf), "gguf_weights": _weights(gguf)}
@@ -153,15 +153,16 @@ def _architecture(gguf: GGUF) -> Architecture:
     if name == "clip" or kind == "mmproj":
         raise BadCheckpoint(f"{file} is a vision projector: give the file of the language model beside it")
     if kind != "model":
-        raise BadCheckpoint(f"{file} is of the type {kind}: give the file of a whole model")
+        raise BadCheckpoint(f"{file} is of the type {str(kind)[:80]!r}: give the file of a whole model")
     if metadata.get("split.count", 0) > 1:
         raise BadCheckpoint(
             f"{file} is one of {metadata['split.count']} parts: join them with `llama-gguf-split --merge`"
         )
     if name not in ARCHITECTURES or metadata.get(f"{name}.expert_count"):
         experts = " with experts" if name in ARCHITECTURES else ""
+        shown = " ".join(str(name).split())[:80]
         raise BadCheckpoint(
-            f"{file} is of the architecture {name}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
+            f"{file} is of the architecture {shown}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
             "get the model in safetensors"
         )
     return ARCHITECTURES[name]
@@ -407,14 +408,9 @@ def _write_weights(
 
 
 def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
-    import mlx.core as mx
+    from mlx_spec.checkpoint.writer import write_safetensors
 
-    file = folder / f"model-{count + 1:05d}.safetensors"
-    try:
-        mx.save_safetensors(str(file), shard, {"format": "mlx"})
-    except RuntimeError as error:  # MLX's own error for a disk that is full
-        raise OSError(errno.ENOSPC, one_line(error)) from error
-    shard.clear()
+    write_safetensors(folder / f"model-{count + 1:05d}.safetensors", shard)
 
 
 def _requantized(weight: mx.array, steps: mx.array) -> dict[str, mx.array]:

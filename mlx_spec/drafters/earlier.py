@@ -197,8 +197,9 @@ class EarlierAnswers:
                 raise ValueError("it holds tokens that the target does not have")
         except (OSError, ValueError) as error:
             _log.warning("%s is not used: %s", file, one_line(error))
-            with suppress(OSError):
-                file.unlink()
+            if isinstance(error, ValueError):  # else the disk failed, not the file
+                with suppress(OSError):
+                    file.unlink()
             return ring
         is_end = tokens == EMPTY
         tokens = tokens[~is_end | ~np.roll(is_end, 1)]  # one after each text
@@ -221,7 +222,7 @@ class EarlierAnswers:
                         shorter.write(self._newest(file).tobytes())  # also what others have appended
                         shorter.flush()
                         os.replace(shorter.name, file)
-        except OSError as error:  # most likely the disk is full
+        except (OSError, MemoryError) as error:  # most likely the disk is full
             _log.warning("no more answers are kept in %s: %s", file.parent, one_line(error))
             self._folder = None
 
@@ -242,9 +243,9 @@ def _locked(file: Path) -> Iterator[BinaryIO]:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             if _is_at(file, stream):
-                whole = stream.seek(0, os.SEEK_END) // 4 * 4
-                stream.truncate(whole)  # another process may have ended while it wrote a token
-                stream.seek(whole)
+                size = stream.seek(0, os.SEEK_END)
+                if size % 4:  # another process ended while it wrote a token
+                    stream.seek(stream.truncate(size // 4 * 4))
                 yield stream
                 return
 

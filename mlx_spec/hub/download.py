@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partialmethod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_spec.checkpoint.config import WEIGHTS, has_weights, other_format
 from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
+
+if TYPE_CHECKING:
+    import httpx
 
 # The files of a checkpoint, without code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, because huggingface_hub calls a snapshot incomplete if it lacks files that match.
@@ -157,6 +161,9 @@ def plan(name: str, *, revision: str | None = None) -> Download:
         raise NotFound(explain(name, error)) from error
     siblings = info.siblings or []
     _check_names(name, info.sha or "", [file.rfilename for file in siblings])
+    for file in siblings:
+        if file.lfs is not None:
+            _check_etag(name, file.lfs.sha256)
     if problem := other_format(f"https://huggingface.co/{name}", [file.rfilename for file in siblings]):
         raise BadCheckpoint(problem)
     sizes = {
@@ -173,6 +180,19 @@ def _check_names(name: str, commit: str, files: Sequence[str]) -> None:
     names += [file for file in files if file.startswith("/") or "\\" in file or ".." in file.split("/")]
     if names:
         raise BadCheckpoint(f"the hub names a commit or file {names[0][:64]!r} of {name}: nothing is fetched")
+
+
+def _check_etag(name: str, etag: str) -> None:
+    """Raise BadCheckpoint for an ETag from which huggingface_hub would make a path outside its folder."""
+    if "/" in etag.removeprefix("W/") or "\\" in etag or ".." in etag:
+        raise BadCheckpoint(f"the hub names an ETag {etag[:64]!r} of a file of {name}: nothing is fetched")
+
+
+def _check_answer(answer: httpx.Response) -> None:
+    """Check the ETag of a file in the head of an answer, before huggingface_hub uses it."""
+    if "/resolve" in answer.url.path:  # other ETags name no file
+        for header in ("ETag", "X-Linked-Etag"):
+            _check_etag(answer.url.path.strip("/")[:100], answer.headers.get(header, ""))
 
 
 def fetch(download: Download) -> Path:
@@ -200,8 +220,12 @@ def fetch(download: Download) -> Path:
 
 
 def _fetch(download: Download) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import get_session, hf_hub_download, snapshot_download
     from huggingface_hub.utils import tqdm
+
+    hooks = get_session().event_hooks["response"]
+    if _check_answer not in hooks:
+        hooks.append(_check_answer)
 
     name, commit = download.name, download.commit
     new = [file for file in download.sizes if fnmatch(file, WEIGHTS) and not download.has(file)]
@@ -215,7 +239,13 @@ def _fetch(download: Download) -> Path:
     for file in new:
         # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
         blob = Path(hf_hub_download(name, file, revision=commit)).resolve()
-        expected = published_hash(blob)
+        expected, size = published_hash(blob), blob.stat().st_size
+        if size != download.sizes[file]:
+            blob.unlink()
+            raise BadCheckpoint(
+                f"{file} of {name} arrived with {size} bytes instead of {download.sizes[file]} and was "
+                "deleted: download it again"
+            )
         if expected is not None and (found := sha256(blob)) != expected:
             blob.unlink()
             raise BadCheckpoint(
@@ -238,8 +268,11 @@ def _record(download: Download, folder: Path) -> None:
     file = folder.parent.parent / "refs" / revision
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # others read this file meanwhile
-    new.write_text(download.commit, encoding="utf-8")
-    new.replace(file)
+    try:
+        new.write_text(download.commit, encoding="utf-8")
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def published_hash(blob: Path) -> str | None:

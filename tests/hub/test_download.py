@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ import pytest
 from huggingface_hub import constants
 from support import sparse
 from support.commands import run
+from support.faults import Writer, sweep
 from support.hub_stand_in import ASSISTANT, COMMIT, E2B, PUSHED, ROOT, Hub
 from support.waiting import LIMIT, wait_until
 
@@ -25,6 +27,7 @@ from mlx_spec import hub
 from mlx_spec.checkpoint.config import check_weights
 from mlx_spec.checkpoint.files import sha256
 from mlx_spec.errors import BadCheckpoint, NotFound
+from mlx_spec.hub.download import published_hash
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -140,6 +143,21 @@ def test_a_push_between_two_requests(served: Hub, tmp_path: Path, cache: Path) -
     assert (hub.find(E2B) / "config.json").read_bytes() == (newer / "config.json").read_bytes()
 
 
+@pytest.mark.parametrize("etag", ["../../../../evil", "a\\..\\b", "/etc/x"])
+def test_an_etag_is_not_a_path(served: Hub, cache: Path, etag: str) -> None:
+    served.etag = etag
+    with pytest.raises(BadCheckpoint, match="names an ETag"):
+        hub.find(E2B)
+    assert not list(cache.parent.parent.rglob("*evil*"))
+
+
+def test_a_size_that_was_not_announced(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = hub.plan(E2B)
+    sizes = {**download.sizes, "model.safetensors": 10}
+    with pytest.raises(BadCheckpoint, match=r"arrived with .* bytes instead of 10 and was deleted"):
+        hub.fetch(replace(download, sizes=sizes))
+
+
 # --- the disk
 
 
@@ -169,6 +187,25 @@ def test_disk_that_cannot_be_written(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=error))
     with pytest.raises(kind, match=f"cannot be written to .*{os.strerror(number)}.*{advice}"):
         hub.find(E2B)
+
+
+def test_the_nth_write_fails(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete files are kept, so a try that failed may have written the whole snapshot."""
+
+    def write(folder: Path) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+        hub.find(E2B)
+
+    def check(folder: Path, done: bool) -> None:
+        found = hub.cached(E2B)
+        assert found is not None or not done
+        if found is not None:
+            weights = (found / "model.safetensors").resolve()
+            assert sha256(weights) == published_hash(weights)
+        assert not list(folder.glob("hub/*/refs/*.tmp"))
+
+    (tmp_path / "sweep").mkdir()
+    assert sweep(Writer(write, check, places=10), tmp_path / "sweep", ("full",)) >= 10
 
 
 # --- interruptions

@@ -33,6 +33,7 @@ class Hub:
     cuts: int = 0  # how many times it does
     breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
     swapped: bytes | None = None  # content that is sent instead of the weights
+    etag: str | None = None  # that of every file, instead of its own
     pushed: dict[str, Path] = field(default_factory=dict)  # what main holds by now; else COMMIT is main
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -133,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted:
             self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(part)))
-        self.send_header("ETag", f'"{etag}"')
+        self.send_header("ETag", f'"{self.hub.etag or etag}"')
         self.send_header("X-Repo-Commit", self.commit)
         self.end_headers()
         if self.command != "GET":

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_spec.checkpoint.files import remove_abandoned, write_atomically
+from mlx_spec.checkpoint.files import one_line, remove_abandoned, write_atomically
 from mlx_spec.errors import InvalidValue
 
 from ..errors import LOG, MAX_NAME_CHARS, Failure, invalid
@@ -322,8 +322,8 @@ def _stored(content: Mapping[str, Any], size: int) -> StoredResponse:
 def _write(file: Path, text: str) -> None:
     try:
         write_atomically(file, text)
-    except OSError as error:
-        LOG.warning("a response is kept in memory only: %s", error.strerror)
+    except (OSError, MemoryError) as error:
+        LOG.warning("a response is kept in memory only: %s", one_line(error))
 
 
 # --- routes
