@@ -437,6 +437,53 @@ def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
 # --- nothing is lost
 
 
+DAILY = """- [x] done **so**
+- [ ] to do
+
+| a | b |
+|---|---|
+| one<br>two | three<br/>four |
+
+A claim[^1] and <b>no tag</b>.
+
+[^1]: https://a.example/source
+[^two]: See `code`.
+
+<details>
+<summary>More *here*</summary>
+
+- folded
+
+<script>window.hit = 1</script>
+
+</details>
+
+مرحبا بالعالم.
+
+- עברית
+"""
+
+
+def test_markdown_of_every_day_and_of_every_direction(tab):
+    with listening(streamed(DAILY), Settings(DEMO)) as url:
+        visit(tab, url)
+        ask(tab, "سؤال؟")
+        assert tab.value(OUTLINE) == (
+            "ul(li(input strong) li(input)) div(table(thead(tr(th th)) tbody(tr(td td)))) p(sup) "
+            "p(sup a) p(sup code) details(summary(em) ul(li) p) p ul(li)"
+        )
+        boxes = "[...document.querySelectorAll('.answer .task')].map((one) => [one.checked, one.disabled])"
+        assert tab.value(boxes) == [[True, True], [False, True]]
+        assert tab.value("document.querySelector('.answer td').innerText") == "one\ntwo"
+        assert text(tab, ".answer sup") == "1" and "<b>no tag</b>" in text(tab, ".turn > .answer > p")
+        assert "<script>window.hit = 1</script>" in text(tab, ".answer details")
+        assert tab.value("window.hit === undefined && !document.querySelector('.answer details').open")
+        ways = "['.said', '.answer > p:last-of-type', '.answer > ul:last-child', '.answer > ul']"
+        shown = f"{ways}.map((one) => getComputedStyle(document.querySelector(one)).direction)"
+        assert tab.value(shown) == ["rtl", "rtl", "rtl", "ltr"]
+        assert tab.complaints == []
+
+
 def test_another_try_and_an_edit_are_branches(tab):
     stub = streamed("One")
     with listening(stub, Settings(DEMO)) as url:

@@ -1,4 +1,4 @@
-// Extensions of Markdown: formulas, and code without fences.
+// Extensions of Markdown: formulas, code without fences, tasks, footnotes, and three tags of HTML that models write.
 
 const CLOSES = { "\\(": "\\)", "\\[": "\\]", $$: "$$", $: "$" };
 const DISPLAYED = ["$$", "\\["];
@@ -8,6 +8,88 @@ export function extendSyntax(parser) {
   parser.inline.ruler.before("escape", "formula", inlineFormula);
   parser.block.ruler.before("fence", "formula", displayedFormula, { alt: ["paragraph", "blockquote", "list"] });
   parser.block.ruler.before("paragraph", "bare_code", bareCode);
+  parser.inline.ruler.before("link", "footnote", footnoteMark);
+  parser.inline.ruler.before("html_inline", "line_break", lineBreak);
+  const ends = { alt: ["paragraph", "reference", "blockquote", "list"] };
+  parser.block.ruler.before("reference", "footnote", footnote, ends);
+  parser.block.ruler.before("fence", "details", details, ends);
+  parser.core.ruler.after("inline", "tasks", tasks);
+}
+
+const lineFrom = (state, line) => state.src.slice(state.bMarks[line] + state.tShift[line], state.eMarks[line]);
+
+// <br> is a line break, also in a cell of a table.
+function lineBreak(state, silent) {
+  const found = /^<br\s*\/?>/i.exec(state.src.slice(state.pos, state.pos + 8));
+  if (!found) return false;
+  if (!silent) state.push("hardbreak", "br", 0);
+  state.pos += found[0].length;
+  return true;
+}
+
+// [^1] is the mark of a footnote.
+function footnoteMark(state, silent) {
+  const found = /^\[\^([^\]\s]{1,40})\]/.exec(state.src.slice(state.pos, state.pos + 44));
+  if (!found) return false;
+  if (!silent) Object.assign(state.push("footnote_mark", "", 0), { markup: found[0], content: found[1] });
+  state.pos += found[0].length;
+  return true;
+}
+
+// A paragraph that begins with such a mark and a colon is the footnote; it stays where it is written.
+function footnote(state, start, end, silent) {
+  if (!/^\[\^[^\]\s]{1,40}\]:/.test(lineFrom(state, start))) return false;
+  if (silent) return true;
+  let line = start + 1;
+  while (line < end && !state.isEmpty(line) && !/^\[\^/.test(lineFrom(state, line))) line += 1;
+  const open = state.push("paragraph_open", "p", 1);
+  open.attrSet("class", "footnote");
+  open.map = [start, line];
+  const content = state.getLines(start, line, state.blkIndent, false).trim();
+  Object.assign(state.push("inline", "", 0), { content, map: [start, line], children: [] });
+  state.push("paragraph_close", "p", -1);
+  state.line = line;
+  return true;
+}
+
+// <details> and <summary> fold the Markdown between them. All other HTML stays text.
+function details(state, start, end, silent) {
+  const head = /^<details(\s+open)?\s*>\s*(?:<summary>(.*?)<\/summary>)?\s*$/i.exec(lineFrom(state, start));
+  if (!head) return false;
+  if (silent) return true;
+  let [line, depth, summary, from] = [start, 1, head[2], start + 1];
+  while (depth && (line += 1) < end) {
+    const text = lineFrom(state, line);
+    if (/^<details/i.test(text)) depth += 1;
+    if (/^<\/details>\s*$/i.test(text)) depth -= 1;
+  }
+  const own = summary === undefined && from < end && /^<summary>(.*?)<\/summary>\s*$/i.exec(lineFrom(state, from));
+  if (own) [summary, from] = [own[1], from + 1];
+  const open = state.push("details_open", "details", 1);
+  open.map = [start, Math.min(line + 1, end)];
+  if (head[1]) open.attrSet("open", "");
+  state.push("summary_open", "summary", 1);
+  Object.assign(state.push("inline", "", 0), { content: summary ?? "Details", map: [start, from], children: [] });
+  state.push("summary_close", "summary", -1);
+  const before = [state.lineMax, state.parentType];
+  Object.assign(state, { lineMax: Math.min(line, end), parentType: "blockquote" });
+  state.md.block.tokenize(state, from, Math.min(line, end));
+  [state.lineMax, state.parentType] = before;
+  state.push("details_close", "details", -1);
+  state.line = Math.min(line + 1, end);
+  return true;
+}
+
+// "[x] " at the beginning of an item becomes a box that shows whether a task is done.
+function tasks({ tokens, Token }) {
+  tokens.forEach((token, i) => {
+    const [first] = token.children ?? [];
+    const found = first?.type === "text" && tokens[i - 2]?.type === "list_item_open" && /^\[([ xX])\](?=\s)/.exec(first.content);
+    if (!found) return;
+    const task = Object.assign(new Token("task", "", 0), { markup: found[0], meta: { isDone: found[1] !== " " } });
+    first.content = first.content.slice(found[0].length);
+    token.children.unshift(task);
+  });
 }
 
 function inlineFormula(state, silent) {

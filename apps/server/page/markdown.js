@@ -10,6 +10,8 @@ const TARGET = /\]\([^)]*\)/y; // the address of a link, after its text
 // The beginning of a line that may become a list, a heading, a rule or a fence.
 const UNDECIDED = /^[ \t]*(?:[-=*_+#>|~`:$\\[ \t]+|\d{1,9}[.)]?)$/;
 
+const BLOCKS = new Set(["p", "ul", "ol", "li", "blockquote", "h1", "h2", "h3", "h4", "h5", "h6", "td", "th", "summary"]);
+
 const parser = markdownit({ html: false, linkify: true, breaks: true }).use(extendSyntax);
 parser.validateLink = (address) => LINK.test(address);
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // main.py is a file
@@ -92,6 +94,13 @@ class Builder {
       }
       case "formula": this.#paintAs(parent, token.markup, formula(token)); break;
       case "text_special": this.#paintAs(parent, token.markup, token.content); break;
+      case "footnote_mark": this.#paintAs(parent, token.markup, element("sup", {}, token.content)); break;
+      case "task": {
+        const box = element("input", { type: "checkbox", class: "task", disabled: "", "aria-label": token.meta.isDone ? "done" : "to do" });
+        box.checked = token.meta.isDone;
+        this.#paintAs(parent, token.markup, box);
+        break;
+      }
       case "softbreak": case "hardbreak": parent.append(element("br"), "\n"); break;
       case "hr": parent.append(element("hr")); break;
       case "image": { // none is fetched
@@ -149,6 +158,9 @@ function open(token, parent) {
   const heading = /^h([1-6])$/.exec(token.tag); // the page has h1
   const address = token.attrGet("href");
   const attributes = address ? link(address) : {};
+  if (BLOCKS.has(token.tag) && !parent.closest("[dir]")) attributes.dir = "auto"; // as the first letters of the whole list
+  if (token.attrGet("class") === "footnote") attributes.class = "footnote";
+  if (token.tag === "details" && token.attrGet("open") !== null) attributes.open = "";
   if (token.attrGet("start")) attributes.start = token.attrGet("start");
   if (heading) attributes.class = `level${heading[1]}`;
   const node = element(heading ? `h${Math.min(Number(heading[1]) + 1, 6)}` : token.tag, attributes);
