@@ -70,6 +70,7 @@ class App:
             selection = PairSpec(last[0] or DEMO, last[1])
         self._state = State(selection=selection)
         self._shown: Menu | None = None
+        self._listing = threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True)
         self.failed = False
 
     def post(self, message: Click | dict[str, int]) -> None:
@@ -79,7 +80,7 @@ class App:
     def run(self) -> None:
         """Run until a click on Quit. Then end the server and close the view."""
         try:
-            threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True).start()
+            self._listing.start()
             self._update(login=self._agent.exists())
             self._attempt(lambda: self._server.start(self._state.selection))
             while self._step():
@@ -104,6 +105,9 @@ class App:
             return True
         if message.action is Action.QUIT:
             return False
+        if message.action is Action.OPENED:
+            self._list_again()
+            return True
         self._update(note=None)
         self._attempt(lambda: self._handle(message))
         self._attempt(self._server.tick)
@@ -149,6 +153,8 @@ class App:
                 self._view.copy(environment_example(url, key=self._plan.server.key is not None))
             case Action.OPEN_PAGE if url is not None:
                 webbrowser.open(url)
+            case Action.GET_MODEL if url is not None:
+                webbrowser.open(f"{url}/#models")
 
     def _restart(self) -> None:
         self._server.stop()
@@ -171,6 +177,12 @@ class App:
         finally:  # serve the pair that the menu marks, also if the disk is full
             if self._state.phase is not Phase.STOPPED:
                 self._restart()
+
+    def _list_again(self) -> None:
+        """List the models in the background, unless that goes on already."""
+        if not self._listing.is_alive():
+            self._listing = threading.Thread(target=self._list_models, name="mlx_spec models", daemon=True)
+            self._listing.start()
 
     def _list_models(self) -> None:
         """List models in a separate process, because reading checkpoints imports much."""

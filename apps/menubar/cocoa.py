@@ -22,7 +22,10 @@ CHECKS_S = (5.0, 15.0)  # seconds after the start at which the item must be visi
 
 
 class Clicks(AppKit.NSObject):
-    """Receives clicks; the tag of an item is its index in the menu."""
+    """Receives clicks, and hears that the menu opens; the tag of an item is its index in the menu."""
+
+    def menuWillOpen_(self, menu: Any) -> None:
+        self.view.opened()
 
     def chosen_(self, sender: Any) -> None:
         self.view.clicked(sender.tag())
@@ -66,11 +69,10 @@ class CocoaView:
         self._item = bar.statusItemWithLength_(AppKit.NSVariableStatusItemLength)
         self._item.setAutosaveName_(NAME)
         self._item.setVisible_(True)
-        image = AppKit.NSImage.imageWithSystemSymbolName_accessibilityDescription_("bolt.fill", NAME)
-        image.setTemplate_(True)
-        self._item.button().setImage_(image)
+        self._icon = ("", "")  # that is drawn, and the state in words
         self._item.button().setImagePosition_(AppKit.NSImageLeft)
         self._menu = _new_menu()
+        self._menu.setDelegate_(self._clicks)
         self._item.setMenu_(self._menu)
         for seconds in CHECKS_S:
             AppHelper.callLater(seconds, self._check_visible, seconds)
@@ -92,6 +94,10 @@ class CocoaView:
         if click is not None and self._on_click is not None:
             self._on_click(click)
 
+    def opened(self) -> None:
+        if self._on_click is not None:
+            self._on_click(Click(Action.OPENED))
+
     def asked_to_terminate(self) -> int:
         """Quit as after a click, and let macOS wait: it would end the process without a return of `run`."""
         if self._is_closed or self._on_click is None:
@@ -103,6 +109,11 @@ class CocoaView:
     def _draw(self, menu: Menu) -> None:
         """Change the items in place if the structure is the same: an open menu then stays open."""
         self._item.button().setTitle_(menu.label)
+        if (icon := (menu.icon, menu.state)) != self._icon:
+            self._icon, about = icon, f"{NAME}, {menu.state}" if menu.state else NAME
+            image = AppKit.NSImage.imageWithSystemSymbolName_accessibilityDescription_(menu.icon, about)
+            image.setTemplate_(True)
+            self._item.button().setImage_(image)
         entries = list(_walk(menu))
         items = [entry for entry in entries if isinstance(entry, Item)]
         self._item_clicks = [item.click for item in items]

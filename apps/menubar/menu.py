@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlx_spec import __version__
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, PairSpec
 
@@ -26,6 +27,8 @@ class Action(enum.Enum):
     OPEN_PAGE = enum.auto()
     OPEN_LOGS = enum.auto()
     LOGIN = enum.auto()  # switches the start at login on or off
+    GET_MODEL = enum.auto()  # opens the models in the page
+    OPENED = enum.auto()  # the menu was opened: the models on the disk are listed again
     QUIT = enum.auto()
 
 
@@ -52,6 +55,8 @@ class Menu:
 
     label: str
     entries: tuple[Item | Menu | None, ...]  # None for a line between groups
+    icon: str = "bolt.fill"  # in the bar, a name of SF Symbols
+    state: str = ""  # in words, for those who do not see the icon
 
 
 class Phase(enum.Enum):
@@ -75,6 +80,8 @@ class Figures:
     gain: str | None = None  # in words, such as "1.9 × faster"
     memory_bytes: int | None = None  # held by MLX
     off_reason: str | None = None  # why nothing is drafted, in the server's words
+    running: int = 0  # requests that are answered now
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,43 @@ def menu(state: State) -> Menu:
     """Return the menu of a state."""
     speed = state.figures.tokens_per_second
     title = f"{speed:.0f}" if state.phase is Phase.RUNNING and speed is not None else ""
-    program = _item("Launch at login", Action.LOGIN, checked=state.login), _item("Quit", Action.QUIT)
+    program = (
+        _item("Launch at login", Action.LOGIN, checked=state.login),
+        Item(f"Version {__version__}"),
+        _item(_quit_words(state), Action.QUIT),
+    )
     groups = (_status(state), _server(state), _selections(state), _endpoint(state), program)
     entries = [entry for group in groups for entry in (None, *group)]
-    return Menu(title, tuple(entries[1:]))
+    return Menu(title, tuple(entries[1:]), *_icon(state))
+
+
+def _icon(state: State) -> tuple[str, str]:
+    """Return the icon in the bar and the state in words."""
+    match state.phase:
+        case Phase.RUNNING if state.figures.running:
+            return "bolt.fill", "answering"
+        case Phase.RUNNING:
+            return "bolt", "ready"
+        case Phase.STARTING | Phase.LOADING | Phase.STOPPING:
+            return "hourglass", "loading" if state.phase is not Phase.STOPPING else "stopping"
+        case Phase.STOPPED:
+            return "bolt.slash", "stopped"
+    return "exclamationmark.triangle", "in trouble"
+
+
+def _quit_words(state: State) -> str:
+    if state.phase in (Phase.STOPPED, Phase.FAILED):
+        return "Quit"
+    return "Quit and stop the server" if state.own else "Quit; the server goes on"
 
 
 def _status(state: State) -> tuple[Item, ...]:
     lines = [headline(state), *_wrapped(state.problem)]
     if state.phase is Phase.RUNNING:
         lines.append(figures_line(state.figures))
+        if (figures := state.figures).running or figures.waiting:
+            plural = "" if figures.running == 1 else "s"
+            lines.append(f"{figures.running} request{plural} running, {figures.waiting} waiting")
         lines += [f"Drafts: {why}"] if (why := state.figures.off_reason) else []
     return tuple(Item(_shortened(line)) for line in [*lines, *_wrapped(state.note)] if line)
 
@@ -169,7 +203,8 @@ def _selections(state: State) -> tuple[Menu, ...]:
         _item(label, Action.DRAFTER, way or "", allowed=allowed, checked=way == drafter)
         for way, label in ways.items()
     )
-    return Menu("Model", targets), Menu("Draft", drafters)
+    more = _item("Get a model…", Action.GET_MODEL, allowed=state.phase is Phase.RUNNING)
+    return Menu("Model", (*targets, None, more)), Menu("Draft", drafters)
 
 
 def _targets(state: State) -> list[tuple[str, str]]:

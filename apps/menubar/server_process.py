@@ -59,12 +59,14 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
         models = sorted(rows, key=lambda row: not row["loaded"])
         changes["names"] = tuple(row["id"] for row in models if row["id"] == row["model"])  # without aliases
     if found := get_json(address, "/metrics.json", key):
-        last = found.get("last") or {}
+        last, queue = found.get("last") or {}, found.get("queue") or {}
         changes["figures"] = Figures(
             last.get("tokens_per_second") or None,
             last.get("gain_words"),
             found.get("memory_bytes"),
             last.get("reason_words") if last.get("speculation") == "off" else None,
+            queue.get("running") or 0,
+            queue.get("waiting") or 0,
         )
     return changes
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from support.waiting import LIMIT
 
-from mlx_spec.apps.menubar.menu import Action, Click, Item, Menu, Phase, State, menu
+from mlx_spec import __version__
+from mlx_spec.apps.menubar.menu import Action, Click, Figures, Item, Menu, Phase, State, menu
 
 EVENT = "otherEventWithType_location_modifierFlags_timestamp_windowNumber_context_subtype_data1_data2_"
 ALLOWED = {
@@ -26,7 +27,7 @@ ALLOWED = {
     "NSStatusBarButton": "setImage_ setImagePosition_ setTitle_ window",
     "NSWindow": "occlusionState",
     "NSImage": "imageWithSystemSymbolName_accessibilityDescription_ setTemplate_",
-    "NSMenu": "alloc init setAutoenablesItems_ addItem_ removeAllItems",
+    "NSMenu": "alloc init setAutoenablesItems_ addItem_ removeAllItems setDelegate_",
     "NSMenuItem": "alloc initWithTitle_action_keyEquivalent_ separatorItem setTitle_ setEnabled_ setState_ "
     "setTarget_ setTag_ setSubmenu_ tag",
     "NSEvent": EVENT,
@@ -188,6 +189,8 @@ def test_every_phase_is_drawn_with_the_allowed_selectors(screen):
     titles = [child.values.get("setTitle_") for child in top(screen).children]
     labels = [entry and entry.label for entry in menus[-1].entries]
     assert titles == labels
+    icons = [icon for icon, _ in screen.of("imageWithSystemSymbolName_accessibilityDescription_")]
+    assert {"bolt", "bolt.slash", "hourglass", "exclamationmark.triangle"} == set(icons)
     assert screen.of("stop_") == [(None,)] and len(screen.of("postEvent_atStart_")) == 1
 
 
@@ -227,14 +230,14 @@ def test_the_system_waits_until_a_quit_has_ended_the_server(screen):
     replies: list[int] = []
 
     def log_out(view: Any) -> None:
-        ((delegate,),) = screen.of("setDelegate_")
+        (delegate,) = screen.of("setDelegate_")[0]
         screen.main.put(lambda: replies.append(delegate.applicationShouldTerminate_(None)))
         screen.main.put(lambda: replies.append(len(screen.of("replyToApplicationShouldTerminate_"))))
 
     assert ran(screen, SMALL, then=log_out) == [Click(Action.QUIT)]
     assert replies == [2, 0]  # later, and not before the view was closed
     assert screen.of("replyToApplicationShouldTerminate_") == [(True,)]
-    ((delegate,),) = screen.of("setDelegate_")
+    (delegate,) = screen.of("setDelegate_")[0]
     assert delegate.applicationShouldTerminate_(None) == 1  # it has nothing to end any more
 
 
@@ -252,6 +255,72 @@ def test_a_menu_of_the_same_shape_is_changed_in_place(screen):
     screen.calls.clear()
     ran(screen, SMALL, Menu("", SMALL.entries[:2]))
     assert len(screen.of("removeAllItems")) == 2 and drawn(top(screen)) == ["61 tok/s", None]
+
+
+def printed(native: Native, indent: str = "") -> str:
+    """The tree of a menu as text: what can be clicked, what is marked."""
+    lines = []
+    for child in native.children:
+        values = child.values
+        if "setTitle_" not in values:
+            lines.append(f"{indent}---")
+            continue
+        mark = "✓ " if values.get("setState_") == 1 else ""
+        lines.append(
+            f"{indent}{mark}{values['setTitle_']}{'' if values.get('setEnabled_', 1) else ' (grey)'}"
+        )
+        if inner := values.get("setSubmenu_"):
+            lines.append(printed(inner, f"{indent}    "))
+    return "\n".join(lines)
+
+
+def test_a_working_menu_printed_as_text(screen):
+    busy = Figures(61.0, "at least 1.8 × faster", 6_200_000_000, running=2, waiting=1)
+    state = State(
+        Phase.RUNNING, "http://127.0.0.1:8080", names=("demo",), models={"a/b": 10**9}, figures=busy
+    )
+    ran(screen, menu(state))
+    (icon,) = screen.of("imageWithSystemSymbolName_accessibilityDescription_")
+    assert icon == ("bolt.fill", "mlx-spec, answering")
+    assert printed(top(screen)) == TREE.strip().replace("VERSION", __version__)
+
+
+TREE = """
+demo at 127.0.0.1:8080 (grey)
+at least 1.8 × faster · 61 tokens/s · 6.2 GB (grey)
+2 requests running, 1 waiting (grey)
+---
+Start (grey)
+Stop
+Restart
+---
+Model
+    ✓ demo
+    a/b (1.0 GB)
+    ---
+    Get a model…
+Draft
+    ✓ auto
+    off
+    lookup
+---
+Copy endpoint URL
+Copy environment example
+Open chat page
+Open logs
+---
+Launch at login
+Version VERSION (grey)
+Quit and stop the server
+"""
+
+
+def test_models_are_listed_again_when_the_menu_opens(screen):
+    def opens(view: Any) -> None:
+        (delegate,) = screen.of("setDelegate_")[-1]
+        screen.main.put(lambda: delegate.menuWillOpen_(None))
+
+    assert ran(screen, SMALL, then=opens) == [Click(Action.OPENED)]
 
 
 def test_copy_goes_to_the_pasteboard(screen):

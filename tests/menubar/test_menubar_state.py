@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_spec import __version__
 from mlx_spec.apps.menubar.menu import Action, Figures, Item, Menu, Phase, State, environment_example, menu
 
 URL = "http://127.0.0.1:8080"
@@ -47,6 +48,8 @@ def test_a_whole_menu():
         "Model ▸",
         "    • demo",
         "    ◦ owner/big-4bit (4.3 GB)",
+        "    ---",
+        "    Get a model…",
         "Draft ▸",
         "    • auto",
         "    ◦ off",
@@ -58,7 +61,8 @@ def test_a_whole_menu():
         "Open logs",
         "---",
         "◦ Launch at login",
-        "Quit",
+        f"(Version {__version__})",
+        "Quit and stop the server",
     ]
 
 

@@ -19,6 +19,7 @@ export class ModelsDialog {
   async prepare() {
     this.isOffered = await getJson("page/models/progress").then(() => true, () => false);
     byId("show-models").hidden = !this.isOffered;
+    if (location.hash === "#models") await this.show(); // as the menu of macOS asks
   }
 
   async show() {
