@@ -75,15 +75,16 @@ class Ways:
 
     def compare(self, others: Sequence[Sequence[int]] = ()) -> Iterator[Comparison]:
         """Compare all ways. In a batch the prompts `others` are answered beside this one."""
-        yield from (self._drafted(f"K = {K}", self.scripted(K)) for K in self.lengths)
-        most = max(self.lengths)
+        most, drafted = max(self.lengths), self.parts()
+        for K in self.lengths:
+            drafted = self.scripted(K)
+            yield self._drafted(f"K = {K}", drafted)
         yield self._drafted(f"K = {most}, spoiled", self.scripted(most, spoiled=True))
         own = self.pair.open()
         own.target.restore(self._read)
         yield self._drafted("own drafters", own)
         own.target.rewind(len(self.prompt) - 1)
         yield self._drafted("rewound", SequenceParts(own.target, (), FixedPolicy(0)))
-        yield from self._later_turns()
         if others:
             answers = dict[int, list[int]]()
             for index, done in self.pair.generate_batch(
@@ -91,17 +92,15 @@ class Ways:
             ):
                 answers.setdefault(index, []).extend(done.tokens)
             yield compared("batch", self.plain, answers[0])
+        yield from self._later_turns(SequenceParts(self.target, (), FixedPolicy(0)), drafted)
 
     def _drafted(self, way: str, parts: SequenceParts) -> Comparison:
         text = self.answer(parts, self.prompt)
         return compared(way, self.plain, text, self.target, parts.target)
 
-    def _later_turns(self) -> Iterator[Comparison]:
-        """Continue after the answer, whose K and V come from drafts, or from plain decoding."""
+    def _later_turns(self, plain: SequenceParts, drafted: SequenceParts) -> Iterator[Comparison]:
+        """Continue after the answer, whose K and V come from plain decoding, or from drafts."""
         follow, count = [*self.truth, *self.prompt[:8]], max(self.count // 3, 8)
-        plain, drafted = self.parts(), self.scripted(max(self.lengths))
-        for parts in (plain, drafted):
-            self.answer(parts, self.prompt)
         restored = self.pair.open().target
         restored.restore(saved_and_read(drafted.target.state()))
         expected = self.answer(plain, follow, count)
