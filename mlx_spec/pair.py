@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_spec.checkpoint.files import human_bytes
+from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.memory import ContextMemory
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import measure_costs, scratch_text
@@ -45,6 +46,8 @@ from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import DraftLengthPolicy, FeatureSpec, Round, TargetParts
 from mlx_spec.vision.conversation import NO_VISION, seeing
 from mlx_spec.vision.vision import Vision
+
+_log = logging.getLogger("mlx_spec")
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,10 @@ class Pair:
         recorder = None if top_logprobs is None else LogprobRecorder(sampler, self.tokenizer, top_logprobs)
         earlier = on_end = None
         if key is not None and self._copies:
-            earlier, on_end = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
+            try:
+                earlier, on_end = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
+            except (OSError, MemoryError) as error:  # such as a limit of the address space
+                _log.warning("an answer copies from no earlier ones: %s", one_line(error))
         if parts.draft_error is not None:
             self._open_drafters(parts)
         drafters, extras = for_request(

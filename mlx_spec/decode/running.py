@@ -236,7 +236,10 @@ class RunningSequence:
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
         if self._on_end is not None and self._emitted:
-            self._on_end(self.history[-self._emitted :])
+            try:
+                self._on_end(self.history[-self._emitted :])
+            except (OSError, MemoryError) as error:
+                _log.warning("an answer is not kept for later ones: %s", error)
         self._emitted = 0
 
     def attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from support.pairs import alone, make_pair
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.decode.statistics import Statistics
+from mlx_spec.drafters.earlier import EarlierAnswers, TextRing
 from mlx_spec.errors import NotFinite
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
@@ -399,3 +402,26 @@ def test_log_probabilities_of_a_prompt_that_are_not_finite(monkeypatch: pytest.M
             processor = LogitsProcessor(Sampling(), 0, tiny.VOCAB)
             with pytest.raises(NotFinite):
                 list(score_prompt(target, (), processor, PROMPTS[1], pair.tokenizer, 0))
+
+
+# --- memory for what an answer can do without
+
+
+def test_a_ring_of_earlier_answers_without_memory_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, ring = make_pair("full", "lookup"), EarlierAnswers.ring
+
+    def lacks(after: int) -> Callable[..., TextRing]:
+        calls = itertools.count()
+
+        def limited(self: EarlierAnswers, key: str) -> TextRing:
+            if next(calls) >= after:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return ring(self, key)
+
+        return limited
+
+    for after in (0, 1):  # as the answer begins, and as it is entered
+        with monkeypatch.context() as limited:
+            limited.setattr(EarlierAnswers, "ring", lacks(after))
+            rounds = list(decode(pair.prepare(pair.open(), PROMPTS[0], max_tokens=COUNT, key="a")))
+        assert emitted(rounds) == texts_of("full")[0]
