@@ -73,7 +73,10 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
             yield
         finally:
             close_timeout_s = 2.0  # for the engine to end a round; loading a model may take longer
-            await run_in_threadpool(engine.close, close_timeout_s)
+            try:
+                await run_in_threadpool(engine.close, close_timeout_s)
+            except RuntimeError:  # there is no memory for a thread
+                engine.close(close_timeout_s)
             models.close()
 
     models = shelf.Shelf(engine, settings)
@@ -220,7 +223,8 @@ class Server(uvicorn.Server):
         """
         self.should_exit = True
         # Not on this thread: the signal may have interrupted it while it holds the engine's lock.
-        threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
+        with suppress(RuntimeError):  # without memory for a thread, the lifespan closes the engine
+            threading.Thread(target=self._engine.close, name="mlx_spec closing", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down, without waiting for clients that have sent half a request."""
