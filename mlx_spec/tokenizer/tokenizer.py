@@ -138,8 +138,11 @@ class Tokenizer:
         expand: Callable[[str], str] = lambda rendered: rendered,
         scope: Hashable = None,
         most: int | None = None,
+        begun: str = "",
     ) -> tuple[list[int], tuple[int, ...]]:
         """Return the tokens of a conversation up to the start of the model's answer, and its turns.
+
+        If the answer was `begun`, it goes on after that text.
 
         Turns are numbers of tokens after which other prompts may go on otherwise. None is known without
         tokens that end a message.
@@ -163,7 +166,7 @@ class Tokenizer:
             variables=variables,
             known=KnownChecks(self._checks, scope),
         )
-        expanded = expand(rendered.text)
+        expanded = expand(rendered.text) + begun
         self._check_length(expanded, most)
         encoded = self._encodings.encode(expanded, scope)
         more, turns = len(encoded.text) - len(rendered.text), set[int]()

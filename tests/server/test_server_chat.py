@@ -96,6 +96,17 @@ def test_a_conversation():
     assert list(chat_of(messages=messages).messages) == CONVERSATION
 
 
+def test_a_cut_answer_goes_on():
+    cut = [*HELLO, {"role": "assistant", "content": "It joi"}]
+    chat = chat_of(messages=cut, continue_final_message=True)
+    assert (chat.messages, chat.begun) == (chat_of(messages=HELLO).messages, "It joi")
+    assert chat_of(messages=cut).begun == ""
+    assert refused(CHAT, continue_final_message=True)["param"] == "messages.0"
+    form = {"type": "json_object"}
+    found = refused(CHAT, messages=cut, continue_final_message=True, response_format=form)
+    assert found["param"] == "continue_final_message"
+
+
 def test_an_answer_may_be_thinking_alone():
     for name in ("reasoning", "reasoning_content"):
         answer = {"role": "assistant", "content": None, name: "Hm."}

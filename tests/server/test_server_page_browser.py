@@ -158,6 +158,18 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     tab.until("document.querySelector('.facts')?.textContent.includes('cut at the longest answer')")
     facts = text(tab, ".facts")
     assert facts.startswith("demo · ") and re.search("of 3 tokens drafted|as fast as plain · 3 tokens", facts)
+    whole = {
+        "model": "demo",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What does zip\ndo?"}],
+    }
+    said = server.post(CHAT, json=whole).json()["choices"][0]["message"]["content"]
+    assert text(tab, ".turn > .answer") != said
+    tab.value("document.querySelector('#max-completion-tokens').value = ''")
+    tab.until("!document.querySelector('#send').hidden")
+    press(tab, "Continue")
+    tab.until("document.querySelector('.turn .foot') && !document.querySelector('#send').hidden")
+    assert text(tab, ".turn > .answer") == said, "a cut answer goes on as if it had not been cut"
     tab.click("#highlight")
     paint = "getComputedStyle(document.querySelector('.answer .run')).backgroundImage"
     assert tab.value(paint) == "none", "no mark of any kind when nobody wants them"

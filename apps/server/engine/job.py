@@ -373,7 +373,7 @@ class Job:
             stop=request.stop,
             ends=prepared.ends,
             calls=markers,
-            before=choice.prompt if chat is None else (),
+            before=choice.prompt if chat is None or chat.begun else (),
             last_call=last_call,
         )
         choice.generation = Generation(sequence, choice.prompt, choice.answer)

@@ -52,7 +52,7 @@ def chat_prompt(
     shown = [definition(tool) for tool in tools]
     try:
         options = {"thinking": chat.thinking, "tools": shown, "variables": chat.variables, "scope": scope}
-        return conversation_prompt(messages, tokenizer, vision, most=most, **options)
+        return conversation_prompt(messages, tokenizer, vision, most=most, begun=chat.begun, **options)
     except LostText as error:
         if error.index in calls and format is None:
             chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))

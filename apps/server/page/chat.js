@@ -188,7 +188,9 @@ async function goOn(exchange) {
   const begun = { role: "assistant", content: exchange.answer.text };
   const messages = [...systemMessages(), ...conversation.history(exchange), asQuestion(exchange), begun];
   exchange.reopen();
-  await stream(exchange, messages, { continue_final_message: true, add_generation_prompt: false });
+  await stream(exchange, messages, {
+    continue_final_message: true, ...(chosenCard()?.thinks ? { chat_template_kwargs: { enable_thinking: false } } : {}),
+  });
 }
 
 async function stream(exchange, messages, more = {}) {

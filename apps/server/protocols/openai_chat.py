@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -147,6 +148,7 @@ class ChatBody(ThinkingFields, CompletionBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning: ReasoningField | None = None  # effort and more, as OpenRouter groups them
     thinking: ThinkingField | None = None  # as Anthropic's clients ask for it
+    continue_final_message: bool | None = None  # as in vLLM
     service_tier: Any = None
 
 
@@ -193,7 +195,9 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     grouped = body.reasoning or ReasoningField()
     own = grouped.enabled if body.thinking is None else body.thinking.wanted
     thinks = body.thinks(own, grouped.effort)
-    chat = _parse_messages(body).chat(use, thinks, body.variables(grouped.effort))
+    begun = _begun(body) if body.continue_final_message else ""
+    conversation = _parse_messages(body.messages[:-1] if begun else body.messages)
+    chat = replace(conversation.chat(use, thinks, body.variables(grouped.effort)), begun=begun)
     return parse_request(
         body,
         model,
@@ -236,9 +240,21 @@ def _parse_tool(tool: ToolField, field: str) -> Tool:
     return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
-def _parse_messages(body: ChatBody) -> ConversationBuilder:
+def _begun(body: ChatBody) -> str:
+    """Return the text of the last message, after which the answer goes on. Raises Failure (400)."""
+    last, field = body.messages[-1], f"messages.{len(body.messages) - 1}"
+    if last.role != "assistant" or last.tool_calls or len(body.messages) < 2:
+        message = f"{field}: only an answer of text goes on: leave out continue_final_message"
+        raise unsupported(message, field)
+    if body.response_format is not None or body.tools:
+        message = "continue_final_message: not for an answer in a given form, or with tools"
+        raise unsupported(message, "continue_final_message")
+    return "".join(part_texts(last.content, f"{field}.content"))
+
+
+def _parse_messages(messages: Sequence[Message]) -> ConversationBuilder:
     conversation = ConversationBuilder()
-    for i, message in enumerate(body.messages):
+    for i, message in enumerate(messages):
         field = conversation.place = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
             raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)

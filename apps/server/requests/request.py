@@ -55,6 +55,7 @@ class Chat:
     thinking: bool | None = None  # None: as the template says
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     places: tuple[str, ...] = field(default=(), compare=False)
+    begun: str = ""  # the text after which the answer goes on
 
     @property
     def pictures(self) -> list[PictureFile]:
