@@ -101,7 +101,7 @@ def read(
 
     In each name all `spellings` are replaced, then the first prefix of `own` that it has. With `in_target`,
     names without such a prefix belong to the target. Raises BadCheckpoint if two tensors get one name, and
-    for tensors that are quantized already.
+    for tensors that are quantized already, except by MLX.
     """
     source = PublishedTensors(title, own)
     for name, tensor in tensors.items():
@@ -116,6 +116,7 @@ def read(
         source.names[new], source.tensors[new] = name, tensor
     for name in [name for name in source.names if "rotary_emb.inv_freq" in name]:
         source.drop(name, "computed from config.json")
+    _unpack(source, config)
     _refuse_quantized(source)
     _widen(source, config)
     return source
@@ -160,6 +161,25 @@ def finish(
         )
     used = frozenset(source.names.values()) - source.dropped.keys()
     return Converted(config, found, used, source.dropped, quantizable, notes)
+
+
+def _unpack(source: PublishedTensors, config: Config) -> None:
+    """Replace weights that MLX quantized by their values, in whatever bits each of them is."""
+    settings = config.get("quantization")
+    if not isinstance(settings, Mapping) or not settings.get("group_size"):
+        return
+    tensors = source.tensors
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        stem = name.removesuffix(".scales")
+        packed, theirs = tensors.get(f"{stem}.weight"), source.names[name].removesuffix(".scales")
+        own = settings.get(theirs)
+        if packed is None or packed.dtype != mx.uint32:
+            continue
+        of_layer = {**settings, **(own if isinstance(own, Mapping) else {})}
+        scales, biases = tensors.pop(name), tensors.pop(f"{stem}.biases", None)
+        size, mode = int(of_layer["group_size"]), str(of_layer.get("mode", "affine"))
+        bits = packed.shape[-1] * 32 // (scales.shape[-1] * size)
+        tensors[f"{stem}.weight"] = mx.dequantize(packed, scales, biases, size, bits, mode=mode)
 
 
 def _refuse_quantized(source: PublishedTensors) -> None:

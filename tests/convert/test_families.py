@@ -191,6 +191,30 @@ def test_folding_for_float32_loses_nothing(tmp_path):
     assert {tensor.dtype for tensor in tensors["float32"].values()} == {mx.float32}
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm4_moe"])
+def test_a_head_that_mlx_quantized_in_bits_of_its_own(kind):
+    """The target has 4 bits, its head 5, and one matrix 8 in other groups."""
+    made = synthetic.native(kind, 1.0)
+    prefix = "mtp." if kind == "qwen3_next" else "model.layers.2."
+    mixed = f"{prefix}layers.0.self_attn.q_proj" if kind == "qwen3_next" else f"{prefix}self_attn.q_proj"
+    own = {"bits": 8, "group_size": 32}
+    packed, wide = dict(made.tensors), dict(made.tensors)
+    for name, tensor in made.tensors.items():
+        stem = name.removesuffix(".weight")
+        if name.startswith(prefix) and tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            form = own if stem == mixed else {"bits": 5, "group_size": 32}
+            parts = mx.quantize(tensor, **form)
+            packed |= dict(zip((name, f"{stem}.scales", f"{stem}.biases"), parts, strict=True))
+            wide[name] = mx.dequantize(*parts, **form)
+    settings = {**made.config, "quantization": {"bits": 4, "group_size": 32, mixed: own}}
+    found = converted(replace(made, tensors=packed, config=settings))
+    expected = converted(replace(made, tensors=wide))
+    assert len(packed) > len(wide) and found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert mx.array_equal(found.tensors[name], tensor), name
+    assert found.used == {name for name in packed if name.startswith(prefix)} - found.dropped.keys()
+
+
 def test_a_shift_of_half_the_norms_is_mended():
     made = synthetic.native("qwen3_next")
     shifted = {
