@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 
 class SpecError(Exception):
-    """Anything mlx_spec refuses to do; its text is meant for the user."""
+    """Anything mlx_spec refuses to do; its text is meant for the user, on one line whatever it quotes."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", message))
 
 
 class NotFound(SpecError):

@@ -120,10 +120,9 @@ class StoredModel:
         if not isinstance(kind, str):
             raise BadCheckpoint(f"{self.folder / 'config.json'} has no model_type{code}: {AGAIN}")
         if mlx_lm_module(kind) is None:
-            shown = " ".join(kind.split())[:80]
             raise BadCheckpoint(
-                f"{self.folder} is of model_type {shown}, which mlx-lm does not support{code}: use a model "
-                "of another architecture, or a newer mlx-lm"
+                f"{self.folder} is of model_type {kind}, which mlx-lm does not support{code}: use a model of "
+                "another architecture, or a newer mlx-lm"
             )
         return kind
 

@@ -54,10 +54,12 @@ REMAPPED = {
 def mlx_lm_module(model_type: str) -> str | None:
     """Return the module of mlx_lm.models for a model type; None if there is none. Does not import mlx-lm."""
     module = REMAPPED.get(model_type, model_type)
+    if not module.isidentifier() or len(module) > 200:  # no name of a file
+        return None
     package = importlib.util.find_spec("mlx_lm")
     places = (package and package.submodule_search_locations) or ()
     files = [Path(place) / "models" / f"{module}.py" for place in places]
-    return module if module.isidentifier() and any(file.is_file() for file in files) else None
+    return module if any(file.is_file() for file in files) else None
 
 
 # --- vision towers

@@ -153,16 +153,15 @@ def _architecture(gguf: GGUF) -> Architecture:
     if name == "clip" or kind == "mmproj":
         raise BadCheckpoint(f"{file} is a vision projector: give the file of the language model beside it")
     if kind != "model":
-        raise BadCheckpoint(f"{file} is of the type {str(kind)[:80]!r}: give the file of a whole model")
+        raise BadCheckpoint(f"{file} is of the type {kind}: give the file of a whole model")
     if metadata.get("split.count", 0) > 1:
         raise BadCheckpoint(
             f"{file} is one of {metadata['split.count']} parts: join them with `llama-gguf-split --merge`"
         )
     if name not in ARCHITECTURES or metadata.get(f"{name}.expert_count"):
         experts = " with experts" if name in ARCHITECTURES else ""
-        shown = " ".join(str(name).split())[:80]
         raise BadCheckpoint(
-            f"{file} is of the architecture {shown}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
+            f"{file} is of the architecture {name}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
             "get the model in safetensors"
         )
     return ARCHITECTURES[name]

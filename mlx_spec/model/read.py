@@ -57,10 +57,8 @@ def read_model(
                 place, lazy=lazy, model_config={**given, **hidden}, get_model_classes=classes
             )
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits if a package is missing
-        kind = str({**checkpoint.config, **given}.get("model_type"))
-        raise BadCheckpoint(
-            f"{folder} cannot be loaded as {' '.join(kind.split())[:80]}: {_obstacle(error)}"
-        ) from error
+        kind = {**checkpoint.config, **given}.get("model_type")
+        raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
     if (dtype := gguf_dtype(found)) is not None:  # scales and norms of the file are wider than activations
         model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype, mx.float32))
     if checkpoint.is_fp8:
