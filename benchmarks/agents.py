@@ -169,6 +169,9 @@ def scripted(agent: str, settings: Any, log: Path, folder: Path) -> Iterator[Ser
     served = start("--parallel", "1", *more, program=script)
     try:
         yield served
+    except BaseException:
+        print("The server's log:", *served.log, sep="\n", file=sys.stderr)
+        raise
     finally:
         served.stop()
 

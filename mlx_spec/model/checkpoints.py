@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import mlx.core as mx
 
+from mlx_spec.model.layer_caches import step_below
 from mlx_spec.prompt import Span
 from mlx_spec.types import CacheState
 
@@ -56,9 +57,40 @@ class Checkpoint:
 
     def first_size(self) -> int:
         """Return the smallest size that `rewind` can return to from here."""
-        if any(block.rows[0] is None for block in self.blocks):
-            return self.size  # a state
+        if self.is_state:
+            return self.size
         return first_size((oldest, reach) for _, oldest, _, reach in self.places.values())
+
+    @property
+    def is_state(self) -> bool:
+        """Return True if it has states, which cannot be cut."""
+        return any(block.rows[0] is None for block in self.blocks)
+
+    def adjoins(self, later: Checkpoint) -> bool:
+        """Return True if no row is missing between its windows and those of a later place."""
+        oldest = [place[1] for place in later.places.values()]
+        return not self.is_state and all(at <= self.size and at == step_below(at) for at in oldest)
+
+    def joined(self, later: Checkpoint) -> Checkpoint:
+        """Return a place with the rows of both."""
+        blocks = {(b.rows[0] or 0, step_below(b.rows[1])): b for b in (*self.blocks, *later.blocks)}
+        places = {
+            w: (first, oldest, later.size - first, r) for w, (first, oldest, _, r) in self.places.items()
+        }
+        return replace(later, places=places, blocks=tuple(blocks[at] for at in sorted(blocks)))
+
+    def cut(self, size: int) -> Checkpoint:
+        """Return a place of at least `size` tokens, with the blocks alone that a query at `size` sees."""
+        if self.is_state:
+            return self
+        blocks, places, end = list[PlaceBlock](), dict[int, tuple[int, int, int, int]](), size
+        for window, (*_, reach) in self.places.items():
+            own = [b for b in self.blocks if b.rows[0] == window]
+            own = [b for b in own if b.rows[2] > size - reach + 1 and step_below(b.rows[1]) < size]
+            oldest, end = own[0].rows[1], own[-1].rows[2]
+            places[window] = step_below(oldest), oldest, end - step_below(oldest), reach
+            blocks += own
+        return replace(self, size=end, places=places, blocks=tuple(blocks))
 
     def arrays(self) -> list[mx.array]:
         """Return its arrays."""
@@ -100,6 +132,7 @@ class Checkpoints:
     def __init__(self, places: Iterable[Checkpoint] = ()) -> None:
         self._places = list(places)
         self.parked: Checkpoint | None = None  # the end of the sequence, while its caches have no windows
+        self._reach: list[tuple[int, int, Checkpoint]] | None = None  # None after a change
         self.wanted: set[int] = set()  # sizes at which to keep a place of the prompt that is read
         self._expected = 0  # its tokens
         self._opening = 0  # those before the end of its first turn
@@ -112,10 +145,21 @@ class Checkpoints:
         places = self._places if self.parked is None else [*self._places, self.parked]
         return {block.rows: block for place in places for block in place.blocks}
 
+    def park(self, place: Checkpoint | None) -> None:
+        """Hold the end of the sequence, while its caches have no windows; None once they have them."""
+        self.parked, self._reach = place, None
+
     def reach(self) -> list[tuple[int, int, Checkpoint]]:
-        """Return the ranges of sizes, both ends included, that the places give back, and the places."""
-        places = self._places if self.parked is None else [self.parked, *self._places]
-        return [(place.first_size(), place.size, place) for place in places]
+        """Return the ranges of sizes, both ends included, that the places give back, and what they hold.
+
+        Places whose rows follow each other without a gap give back all sizes between them.
+        """
+        if self._reach is None:
+            runs = list[Checkpoint]()
+            for place in self._places if self.parked is None else [*self._places, self.parked]:
+                runs.append(runs.pop().joined(place) if runs and runs[-1].adjoins(place) else place)
+            self._reach = [(run.first_size(), run.size, run) for run in runs]
+        return self._reach
 
     def before(self, size: int) -> Checkpoints:
         """Return the checkpoints that the first `size` tokens have. They share their arrays with these."""
@@ -139,11 +183,13 @@ class Checkpoints:
         ends_prompt: bool,
         apart: int,
         fewest: int = 12,
+        fewest_apart: int = 512,
     ) -> None:
         """Keep `points`, and those wanted at `sizes`, from the first to the present one; `make` makes them.
 
         There is one at the end of a prompt, and at the ends of chunks at least `apart` tokens from the place
-        before, and further the longer the prompt is. After the opening those that cost more than K and V of
+        before, and further the longer the prompt is; in the opening at each short window, at least
+        `fewest_apart` tokens apart. After it those that cost more than K and V of
         the tokens between them are at least 4 * `apart` tokens apart. Together they take at most the bytes of
         the prompt in full attention, `row_bytes` a token; a short prompt may have `fewest` places that share
         nothing, and twice as many if they are cheap.
@@ -158,24 +204,31 @@ class Checkpoints:
 
         places += [added(at, "turn") for at in sorted(self.wanted) if first <= at <= size]
         gap = size - max(place.size for place in [*self._places, *places, Checkpoint(0, {}, ())])
+        is_opening = size <= self._opening
         if ends_prompt:
             self.end_prompt()
-            places.append(added(size, "end"))
-        elif gap >= max(apart, size // 8):
-            is_opening = size <= self._opening
+            made = added(size, "end")
+            places.append(made)
+        else:
             made = added(size, "opening" if is_opening else "chunk")
-            if is_opening or made.nbytes <= 2 * gap * kv_bytes // size or gap >= 4 * apart:
+            is_cheap = is_opening or made.nbytes <= 2 * gap * kv_bytes // size or gap >= 4 * apart
+            if gap >= max(apart, size // 8) and is_cheap:
                 places.append(made)
+        step = max(min(made.places, default=apart), fewest_apart)  # then no row of an opening is missing
+        marks = (
+            range(-(-first // step) * step, min(size - 1, self._opening) + 1, step) if step < apart else ()
+        )
+        places += [added(at, "opening") for at in marks if at not in self.wanted]
         if places:
             mx.eval([place.arrays() for place in places])
-            cheap = min(2 * kv_bytes, 2 * fewest * places[-1].nbytes)
+            cheap = min(4 * kv_bytes, 2 * fewest * places[-1].nbytes)
             self.add(places, max(kv_bytes, fewest * places[-1].nbytes, cheap))
 
     def add(self, places: Iterable[Checkpoint], most_bytes: int) -> None:
         """Add places, and drop others until all have at most `most_bytes`; of one size, one is kept."""
         rank = get_args(Kind).index
         found = sorted([*self._places, *places], key=lambda place: (place.size, rank(place.kind)))
-        self._places = list({place.size: place for place in found}.values())
+        self._places, self._reach = list({place.size: place for place in found}.values()), None
         excess = sum(block.nbytes for block in self.blocks().values()) - most_bytes
         for _, freed, place in self.costs() if excess > 0 else ():
             if excess <= 0:
@@ -223,7 +276,7 @@ class Checkpoints:
 
     def drop(self, size: int) -> None:
         """Drop the place at a size."""
-        self._places = [place for place in self._places if place.size != size]
+        self._places, self._reach = [place for place in self._places if place.size != size], None
 
     def core(self) -> set[PlaceBlock]:
         """Return the blocks of the end of the last prompt, and of the parked end."""

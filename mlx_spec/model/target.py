@@ -234,7 +234,7 @@ class LMTarget:
     def trim(self) -> None:
         """Free buffers that no token needs, and rows that checkpoints have. `rewind` gives them back."""
         if self._caches.has_windows and not self._recurrent and self._checkpoints.parked is None:
-            self._checkpoints.parked = self._caches.drop_windows(self._checkpoints.blocks())
+            self._checkpoints.park(self._caches.drop_windows(self._checkpoints.blocks()))
         self._caches.trim()
         mx.eval(self._caches.arrays(), [place.arrays() for *_, place in self._checkpoints.reach()])
 
@@ -393,7 +393,7 @@ class LMTarget:
         """Return the place that keeps most of `size` tokens, None for the present one; and how many."""
         kept = [(min(size, high), place) for low, high, place in self._reached() if low <= size]
         size, place = max(kept, key=lambda each: each[0], default=(0, None))
-        return place, size
+        return None if place is None else place.cut(size), size
 
     def _reached(self) -> list[tuple[int, int, Checkpoint | None]]:
         """Return the ranges of sizes that the present place and the checkpoints give back, and the places.
@@ -416,7 +416,7 @@ class LMTarget:
         """Return the content of the caches ("@0") and of the checkpoints, all committed."""
         if (parked := self._checkpoints.parked) is not None:
             self._caches.restore(parked)
-            self._checkpoints.parked = None
+            self._checkpoints.park(None)
         placed = [number for span in self._places.before(self._size).spans for number in span]
         replay = cast(list[int], self._replay.tolist())
         numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}

@@ -64,8 +64,10 @@ class _Budget:
         if not isinstance(value, (list, tuple, dict)):
             return item
         if id(value) not in self._sizes:
-            items = value.values() if isinstance(value, dict) else value
-            self._sizes[id(value)] = value, item + sum(map(self.size, items))
+            total = item
+            for held in value.values() if isinstance(value, dict) else value:
+                total += item + len(held) if type(held) is str else self.size(held)
+            self._sizes[id(value)] = value, total
         return self._sizes[id(value)][1]
 
 
@@ -111,6 +113,8 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         if type(obj) is dict and not hasattr(dict, attribute):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is str and not attribute.startswith(("_", "format")) and hasattr(str, attribute):
+            return getattr(obj, attribute)  # changes nothing, and no format needs to be wrapped
         if type(obj) is Namespace and not attribute.startswith("_"):
             value = getattr(obj, attribute, None)
             if type(value) in (str, bool, int):  # no method that the sandbox would have to wrap or refuse
@@ -120,8 +124,10 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method of a value."""
         _budget.get().spend()
-        if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
+        if type(__obj) is BuiltinMethodType and isinstance(__obj.__self__, str):
+            kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)  # for functions with a context
             _check_call(__obj.__name__, __obj.__self__, args, kwargs)
+            return _checked(__obj(*args, **kwargs))  # the sandbox lets all of them pass
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -187,7 +193,11 @@ def _stepped(value: Any) -> Any:
 
 
 def _joined(parts: tuple[Any, ...]) -> str:
-    return BoundedSandbox.concat(str(_checked(part)) for part in parts)
+    pieces = [part if type(part) is str else str(_checked(part)) for part in parts]
+    size = sum(map(len, pieces))
+    _check_size(size)
+    _budget.get().make(size)
+    return "".join(pieces)
 
 
 def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,9 +218,8 @@ def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 def _check_call(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TemplateLimit for a call whose result may be much larger than its arguments."""
     most = 10**6  # of an argument, such as a width or a count of repetitions
-    numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int | float)]
     # A width in a format, as in %9999999d.
-    if any(abs(number) > most for number in numbers) or (
+    if any(isinstance(each, (int, float)) and abs(each) > most for each in (*args, *kwargs.values())) or (
         name in ("format", "format_map") and re.search(r"\d{7}", str(value))
     ):
         raise TemplateLimit(f"an argument is more than {most}")

@@ -503,6 +503,23 @@ def test_places_share_the_rows_that_both_need(kind: str) -> None:
         assert_same_logits(each, fresh, 3)
 
 
+@pytest.mark.parametrize("kind", ["sliding", "shared"])
+def test_places_without_a_gap_give_back_all_sizes_between(kind: str) -> None:
+    model, prompt = getattr(tiny, kind)(), tiny.prompt(900)
+    target = LMTarget(model)
+    target.pin_at([512, 640, 768])
+    target.prefill(prompt)
+    assert [place.size for place in target.checkpoints] == [512, 640, 768, 900]
+    for size in (760, 641, 600, 450):
+        fork, fresh = LMTarget(model), LMTarget(model)
+        assert fork.fork_from(target, size, 100) == target.rewind(size) == size
+        fresh.prefill(prompt[:size])
+        for each in (fork, target):
+            assert_same_logits(each, fresh, 3)
+            for one in (each, fresh):
+                one.commit(0)
+
+
 def test_places_are_bounded_by_what_their_loss_costs() -> None:
     """Those nearest to the place before go first, ends of chunks before turns, and never the last end."""
 
