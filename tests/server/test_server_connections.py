@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from starlette.testclient import TestClient
 from support.endpoint import ANSWER, CHAT, DEMO, HELLO, READ, ROUND, Stub
 from support.waiting import LIMIT, wait_until
 
@@ -157,3 +158,20 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.parse(["demo", "--api-key", "of the line"]).api_key == "of the line"
     monkeypatch.setenv("MLX_SPEC_API_KEY", "")
     assert settings.parse(["demo"]).api_key is None
+
+
+def test_a_server_without_memory_for_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+
+    class Engine(Stub):
+        def close(self, timeout: float) -> bool:
+            waited.append(timeout)
+            return True
+
+    async def fails(*given: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(app, "run_in_threadpool", fails)
+    with TestClient(app.create(Settings(DEMO), Engine())):
+        pass
+    assert waited

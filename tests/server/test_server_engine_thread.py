@@ -61,7 +61,7 @@ from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
 from mlx_spec.checkpoint.config import read_config
 from mlx_spec.checkpoint.memory import memory_need
-from mlx_spec.errors import BadCheckpoint
+from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
@@ -70,7 +70,7 @@ from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
 from mlx_spec.prompt import Span
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import read_tokenizer
+from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.types import Reason, Round
 
 LONG = "tell me everything about " + "itertools and functools and os and " * 20
@@ -650,6 +650,27 @@ def test_a_drafter_that_fails_costs_its_drafts_alone(
     again = answer(engine, request)
     assert body(again) == body(events)
     assert closed(again).timings.statistics.reason is not Reason.FAILED
+
+
+def test_a_tokenizer_that_fails_on_one_token_ends_one_answer(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = begin(engine, raw((301, 426), sampling=ENDLESS, max_tokens=40))
+    other.until(RoundDone)
+    decoded, bad = Tokenizer._decoded, 318  # in the answer to the question
+
+    def fails(self: Tokenizer, tokens: Sequence[int], **more: Any) -> str:
+        if bad in tokens:
+            raise InvalidValue("the tokenizer fails on these tokens: it panics")
+        return decoded(self, tokens, **more)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Tokenizer, "_decoded", fails)
+        stream = begin(engine, chat(QUESTION))
+        found = [event for event in stream.all() if isinstance(event, Failed)]
+    assert found and "the tokenizer fails on these tokens" in found[0].failure.message
+    closed(other.all())
+    assert text_of(answer(engine, chat(QUESTION))).startswith("os.path.join: Join")
 
 
 def test_numbers_that_are_not_finite_end_one_answer_with_a_sentence(
