@@ -396,6 +396,13 @@ def test_no_test_imports_a_test_or_a_benchmark() -> None:
     assert not problems, "\n".join(["", *problems])
 
 
+def test_the_tests_that_the_security_page_names_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / ".github" / "SECURITY.md").read_text())
+    assert len(named) > 20
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert not missing, "\n".join(["", *missing])
+
+
 def test_sources_are_found() -> None:
     assert {"types", "errors", "decode.round", "apps.cli", "convert"} <= {source.module for source in SOURCES}
     assert not any(s.path.startswith(("mlx_spec/apps", "mlx_spec/convert")) for s in SOURCES)
