@@ -34,7 +34,7 @@ def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tmp_path):
         tab.until("!document.querySelector('#get-model').hidden")
         tab.click("#get-one")
         tab.until(f"{ROWS}[0].startsWith('demo')")
-        assert "fits with 32k of context" in tab.value(ROWS)[0] and "loaded" in tab.value(ROWS)[0]
+        assert "fits with 4k of context" in tab.value(ROWS)[0] and "loaded" in tab.value(ROWS)[0]
         press_in(tab, NAME, "Get")
         tab.until("document.querySelector('.question')?.textContent.startsWith('Fetch ')")
         press(tab, "Fetch")

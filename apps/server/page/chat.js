@@ -13,7 +13,7 @@ import { Palette } from "./palette.js";
 import { Pictures } from "./pictures.js";
 import { Refused, getJson, setKey, streamAnswer, streamRace } from "./server.js";
 import {
-  chooseModel, chosenCard, currentSettings, hasSeveral, offerModels, prepareSettings, requestFields, servedName, showSettings, systemMessages,
+  awayModel, chooseModel, chosenCard, currentSettings, hasSeveral, offerModels, prepareSettings, requestFields, servedName, showSettings, systemMessages,
 } from "./settings.js";
 import { isKept, onChange, problemOf as problemOfStore } from "./store.js";
 
@@ -391,6 +391,9 @@ function submit() {
 }
 
 function settingsChanged() {
+  byId("away").hidden = !awayModel();
+  byId("away-words").textContent = `The model of this conversation, ${awayModel()}, is not loaded: ${servedName()} would answer.`;
+  byId("load-away").hidden = !models.isOffered;
   getModel.hidden = !models.isOffered || servedName() !== "demo";
   byId("files").accept = chosenCard()?.images ? "" : "text/*,application/pdf,application/json,.md,.py,.js,.ts,.c,.h,.cpp,.rs,.go,.java,.sh,.toml,.yaml,.yml,.csv,.tex";
   pictures.draw();
@@ -439,6 +442,7 @@ const models = new ModelsDialog({
   },
   changed: () => { isListed = false; },
 });
+byId("load-away").addEventListener("click", () => models.load(awayModel()));
 byId("get-one").addEventListener("click", () => models.show());
 const search = () => palette.show();
 byId("search").addEventListener("click", search);

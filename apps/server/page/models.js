@@ -29,6 +29,15 @@ export class ModelsDialog {
     await this.#read();
   }
 
+  // Loads the model that is served by a name, if it is on the disk, and closes.
+  async load(name) {
+    await this.show();
+    const model = this.list?.disk.find(({ shown }) => shown === name);
+    if (!model) return this.#say(`${name} is not on this disk`);
+    this.closes = true;
+    return this.#load(model);
+  }
+
   async #read() {
     try {
       this.list = await getJson("page/models");
@@ -58,6 +67,8 @@ export class ModelsDialog {
         announce(`${this.wanted} is loaded`);
         this.chosen(this.wanted);
         this.wanted = null;
+        if (this.closes) this.dialog.close();
+        this.closes = false;
       } else if (problems[this.wanted]) {
         this.#say(problems[this.wanted]);
         this.wanted = null;
@@ -151,7 +162,8 @@ export class ModelsDialog {
   #row(model) {
     const { loaded, loading, fetches } = this.list;
     const isLoaded = loaded.includes(model.shown);
-    const fits = model.fits === null ? [] : [model.fits ? "fits with 32k of context" : `does not fit with 32k of context (${bytes(model.memory)})`];
+    const context = `with ${model.context >= 1024 ? `${Math.floor(model.context / 1024)}k` : model.context} of context`;
+    const fits = model.fits === null ? [] : [model.fits ? `fits ${context}` : `does not fit ${context} (${bytes(model.memory)})`];
     const facts = [bytes(model.size), ...fits, ...(model.drafter ? [`drafter: ${model.drafter}`] : []),
       ...(known(model.gain) ? [`about ${model.gain.toFixed(1)} × faster expected`] : []), ...(isLoaded ? ["loaded"] : [])];
     const parts = [];

@@ -25,7 +25,7 @@ export class RaceView {
 
   // Shows the lines about the result.
   end(lines) {
-    if (this.status.isConnected) this.status.remove();
+    this.status.remove();
     this.element.append(...lines.map((line) => element("p", { class: "result" }, line)));
   }
 }

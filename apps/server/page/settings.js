@@ -35,6 +35,9 @@ export function offerModels(found) {
   describe();
 }
 
+// Returns the model of the conversation if the server does not offer it; null if it does.
+export const awayModel = () => (cards.length && wanted && wanted !== modelName() ? wanted : null);
+
 // Chooses a model as if the user did.
 export function chooseModel(name) {
   byId("model").value = name;
@@ -70,8 +73,7 @@ function describe() {
   for (const [name, [, , , , empty]] of Object.entries(NUMBERS)) {
     byId(idOf(name)).placeholder = name in stated ? `${stated[name]}, the model's own` : empty;
   }
-  const isAway = cards.length && wanted && wanted !== name;
-  const parts = [...(isAway ? [`${wanted} is not offered now`] : []), `temperature ${temperature}${own("temperature")}`];
+  const parts = [`temperature ${temperature}${own("temperature")}`];
   if (most) parts.push(`up to ${most} tokens`);
   for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}${own(key)}`);
   if (thinks?.enable_thinking) parts.push("thinking");

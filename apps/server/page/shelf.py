@@ -132,12 +132,13 @@ class Shelf:
     def _model_json(
         self, model: LocalModel, models: list[LocalModel], budget: int, chip: roofline.Chip | None
     ) -> dict[str, Any]:
-        need = _memory_with_context(model, models)
+        context, need = _memory_with_context(model, models) or (None, None)
         gain = None if chip is None or model.problem else listing.expected_gain(model.name, chip)
         return {
             "name": model.name,
             "shown": self._served_name(model),
             "size": model.size,
+            "context": context,
             "memory": need,
             "fits": None if need is None else need <= budget,
             "drafter": listing.drafter_words(model, models),
@@ -266,18 +267,20 @@ class Shelf:
         return [repository for repository in (spec and (spec.target, spec.drafter)) or () if repository]
 
 
-def _memory_with_context(model: LocalModel, models: Sequence[LocalModel], tokens: int = 2**15) -> int | None:
-    """Return the bytes of a model, with its drafter here and a conversation of at most `tokens` tokens."""
+def _memory_with_context(
+    model: LocalModel, models: Sequence[LocalModel], most: int = 2**15
+) -> tuple[int, int] | None:
+    """Return a length of conversation, up to `most` tokens, and the bytes that all takes with it."""
     found = model.found
     target = found.target if isinstance(found, ConvertedPair) else found
     if target is None or not target.contexts:
         return None
     sizes: Mapping[int, int] = target.contexts
-    need = sizes[max((length for length in sizes if length <= tokens), default=min(sizes))]
+    tokens = max((length for length in sizes if length <= most), default=min(sizes))
     if isinstance(found, ConvertedPair):
-        return need + (found.drafter.size if found.drafter else 0)
+        return tokens, sizes[tokens] + (found.drafter.size if found.drafter else 0)
     here = partners(model, models)[:1]
-    return need + sum(other.size for other in models if other.name in here)
+    return tokens, sizes[tokens] + sum(other.size for other in models if other.name in here)
 
 
 def _spec(model: LocalModel, models: Sequence[LocalModel]) -> PairSpec:
