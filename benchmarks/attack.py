@@ -2,8 +2,8 @@
 
 Twenty clients ask greedy questions and read the streams. Beside them attackers send what advisories of this
 kind of software describe, at random: `KINDS`. A second model has a template without end. Every good answer is
-compared with the text alone. A pause is a time in which no good client gets anything. Another process that
-only sleeps and wakes measures how long the machine itself stood still; that is subtracted. Needs Linux.
+compared with the text alone. A pause is a time in which no good client gets anything. The time in which a
+thread of the server was ready and had no CPU is the machine's, and subtracted. Needs Linux.
 
     python benchmarks/attack.py --seconds 600
 """
@@ -292,16 +292,30 @@ def ask_well(port: int, seconds: float, known: dict[str, str], found: Any) -> No
     found.put({"counts": dict(counts), "wrong": wrong[:5], "gaps": gaps, "pauses": pauses})
 
 
-def watch_machine(seconds: float, found: Any, step_s: float = 0.02) -> None:
-    """Sleep and wake. Put the times in which the machine did not run this process into a queue."""
-    end, stops, last = time.monotonic() + seconds, list[tuple[float, float]](), time.monotonic()
+def watch_machine(pid: int, seconds: float, found: Any, step_s: float = 0.1) -> None:
+    """Note when a thread of the server was ready to run and had no CPU, as the kernel counts it.
+
+    Puts (begin, end, seconds of the thread that waited most) of each step into a queue.
+    """
+    end, waits, last = time.monotonic() + seconds, list[tuple[float, float, float]](), time.monotonic()
+    before = _cpu_waits(pid)
     while last < end:
         time.sleep(step_s)
-        now = time.monotonic()
-        if now - last > 0.1:
-            stops.append((last + step_s, now))
-        last = now
-    found.put(stops)
+        now, after = time.monotonic(), _cpu_waits(pid)
+        longest = max((after[task] - before.get(task, 0) for task in after), default=0) / 1e9
+        if longest > 0.01:
+            waits.append((last, now, min(longest, now - last)))
+        last, before = now, after
+    found.put(waits)
+
+
+def _cpu_waits(pid: int) -> dict[str, int]:
+    """Return the nanoseconds that each thread of a process has waited for a CPU."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            found[task.name] = int((task / "schedstat").read_text().split()[1])
+    return found
 
 
 def _run_threads(work: Callable[[int], None], count: int) -> None:
@@ -329,9 +343,11 @@ def watch_server(server: Serving, seconds: float) -> tuple[list[int], list[float
     return sizes, waits, states
 
 
-def of_machine(gap: tuple[float, float], stops: list[tuple[float, float]]) -> float:
-    """Return the seconds of a gap in which the machine stood still."""
-    return sum(max(0.0, min(gap[1], end) - max(gap[0], begin)) for begin, end in stops)
+def of_machine(gap: tuple[float, float], waits: list[tuple[float, float, float]]) -> float:
+    """Return the seconds of a gap in which the server waited for a CPU."""
+    return sum(
+        most * max(0.0, min(gap[1], end) - max(gap[0], begin)) / (end - begin) for begin, end, most in waits
+    )
 
 
 def main() -> int:
@@ -360,7 +376,7 @@ def main() -> int:
             work = [
                 spawn.Process(target=ask_well, args=(server.port, settings.seconds, known, queues[0])),
                 spawn.Process(target=attack, args=(server.port, settings.seconds, settings.seed, queues[1])),
-                spawn.Process(target=watch_machine, args=(settings.seconds, queues[2])),
+                spawn.Process(target=watch_machine, args=(server.process.pid, settings.seconds, queues[2])),
             ]
             for process in work:
                 process.start()
@@ -390,7 +406,10 @@ def main() -> int:
             sorted({name for begun, ended, name in log if begun < end and ended > begin})
             for begin, end in sorted(good["gaps"], key=lambda gap: gap[0] - gap[1])[:3]
         ],
-        "stops of the machine s": round(sum(end - begin for begin, end in stops), 1),
+        "longest with the machine's part s": [
+            round(gap, 2) for gap in sorted((end - begin for begin, end in good["gaps"]), reverse=True)[:5]
+        ],
+        "server waited for a CPU s": round(sum(most for _, _, most in stops), 1),
         "pause within an answer s": {
             q: round(pauses[int((len(pauses) - 1) * q)], 2) for q in (0.5, 0.99, 1.0)
         },

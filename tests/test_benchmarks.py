@@ -27,7 +27,7 @@ CASES = {
 STARTED = (  # slower, or in need of more
     "exact exact_cost gguf_files architectures server_checks server_load pictures restart "
     "reread reuse "
-    "large_vocabulary newcomer sampling saved_checkpoints smollm2 unchanged growth host"
+    "large_vocabulary newcomer sampling saved_checkpoints smollm2 unchanged growth host attack fuzz"
 ).split()
 
 Run = Callable[..., str]
