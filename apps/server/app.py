@@ -208,6 +208,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                backlog=256,  # accepted at once, before the first of them can be refused
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=RESPONSE_TIMEOUT_S,
             )

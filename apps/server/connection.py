@@ -96,8 +96,9 @@ class Connection(H11Protocol):
             return
         excess = sum(not each.transport.is_closing() for each in self.connections) - most
         silent = [each for each in self._waiting if each in self.connections]
+        is_flood = excess > most // 2  # files may soon be too few
         for each in silent[: max(excess, 0)]:
-            if each._began + self.least_silence_s < self.loop.time():
+            if is_flood or each._began + self.least_silence_s < self.loop.time():
                 del self._waiting[each]
                 each.timeout_keep_alive_handler()
 
