@@ -15,6 +15,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec.device.lean import install
 from mlx_spec.errors import (
     BadCheckpoint,
     InvalidValue,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from mlx_spec.types import Reason, Round
 
 __version__ = "0.1.0"
+
+install()  # before anything imports mlx-lm
 
 # MLX reads this once, before its first product. Without it an M5 and NVIDIA's GPUs round float32 to 10 bits
 # in products of several rows, and not in those of one row, so that a verified text could differ.

@@ -131,6 +131,23 @@ def test_the_way_to_an_extra_is_that_of_the_installer(monkeypatch):
         assert install_command("server").startswith(command)
 
 
+def test_loading_code_does_without_transformers_and_mlx_lm_stays_whole(tmp_path):
+    """It was half of every start, and only mlx-lm's own tokenizers use it."""
+    code = """
+import sys
+import mlx_spec.pair, mlx_spec.drafters, mlx_spec.model.read
+assert "transformers" not in sys.modules
+import mlx_lm, mlx_lm.utils
+assert "transformers" not in sys.modules
+from mlx_lm import generate, load
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load as tokenizer
+assert callable(generate) and load is mlx_lm.utils.load and mlx_lm.utils.TokenizerWrapper is TokenizerWrapper
+assert mlx_lm.utils._load_tokenizer is tokenizer and "transformers" in sys.modules
+"""
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_versions_agree(tmp_path):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert mlx_spec.__version__ == version("mlx-spec") == declared
