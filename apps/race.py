@@ -61,14 +61,14 @@ class Race:
 
     @property
     def multiple(self) -> tuple[float, float, float] | None:
-        """Return the median gain with its interval, as (low, median, high); None without ratios.
+        """Return the median gain with its interval, as (low, median, high); None before six ratios.
 
         A gain is a multiple of plain decoding with one row a pass. The plain answer may have two, so that
         both write one text.
         """
         from mlx_spec.policy.ratios import median_interval
 
-        if not self.ratios:
+        if len(self.ratios) < 6:  # fewer have no interval
             return None
         gains = [ratio / self.plain_cost for ratio in self.ratios]
         low, high = median_interval(gains)
@@ -182,11 +182,8 @@ def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
 
 def _multiple_words(race: Race) -> str:
     if race.multiple is None:
-        return "the answer is too short to compare: ask for a longer one"
+        return "the answer is too short to compare: ask for one of 60 tokens or more"
     (low, middle, high), count = race.multiple, len(race.ratios)
-    if count < 6:  # fewer pairs give no interval: compare the whole answers
-        middle = (race.pace(0) or 0.0) / (race.pace(1) or 1.0) / race.plain_cost
-        return f"about {middle:.1f} × plain speed; the answer is too short to say more"
     kind = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
     return f"{middle:.2f} × {kind} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"
 

@@ -15,9 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-PACKAGE = "mlx_lm"
-NEEDED = ("models", "utils", "tool_parsers")  # what this package imports of it
-
 
 class _Package(ModuleType):
     """The package before its `__init__` ran."""
@@ -36,12 +33,12 @@ class _Wrapped(Loader):
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return _Package(spec.name) if spec.name == PACKAGE else None
+        return _Package(spec.name) if spec.name == "mlx_lm" else None
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == PACKAGE:
+        if module.__name__ == "mlx_lm":
             return
-        name, stand_in = f"{PACKAGE}.tokenizer_utils", ModuleType("tokenizer_utils")
+        name, stand_in = "mlx_lm.tokenizer_utils", ModuleType("tokenizer_utils")
         stand_in.__dict__.update(TokenizerWrapper=object, load=_load)
         sys.modules[name] = stand_in
         try:
@@ -55,9 +52,13 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        if package != PACKAGE or (rest and not isinstance(sys.modules.get(PACKAGE), _Package)):
+        if package != "mlx_lm" or (rest and not isinstance(sys.modules.get("mlx_lm"), _Package)):
             return None
-        if rest and rest.partition(".")[0] not in NEEDED:
+        if rest and rest.partition(".")[0] not in (
+            "models",
+            "utils",
+            "tool_parsers",
+        ):  # what this package imports
             complete()
         elif rest in ("", "utils"):
             found = PathFinder.find_spec(fullname, path)
@@ -69,7 +70,7 @@ class _Finder(MetaPathFinder):
 
 def complete() -> None:
     """Run what was left out."""
-    package = sys.modules[PACKAGE]
+    package = sys.modules["mlx_lm"]
     if not isinstance(package, _Package):
         return
     package.__class__ = ModuleType  # type: ignore[assignment]  # its class has one method more
@@ -77,16 +78,16 @@ def complete() -> None:
     assert spec is not None and isinstance(spec.loader, _Wrapped)
     spec.loader = spec.loader.loader
     spec.loader.exec_module(package)
-    utils, tokenizers = (import_module(f"{PACKAGE}.{name}") for name in ("utils", "tokenizer_utils"))
+    utils, tokenizers = (import_module(f"mlx_lm.{name}") for name in ("utils", "tokenizer_utils"))
     vars(utils).update(TokenizerWrapper=tokenizers.TokenizerWrapper, _load_tokenizer=tokenizers.load)
 
 
 def _load(*given: Any, **named: Any) -> Any:
     complete()
-    return import_module(f"{PACKAGE}.tokenizer_utils").load(*given, **named)
+    return import_module("mlx_lm.tokenizer_utils").load(*given, **named)
 
 
 def install() -> None:
     """Import mlx-lm in this way from now on, unless it was imported already."""
-    if PACKAGE not in sys.modules:
+    if "mlx_lm" not in sys.modules:
         sys.meta_path.insert(0, _Finder())

@@ -25,9 +25,9 @@ def test_both_answers_have_the_same_tokens(pair, sampling):
     assert drafted.tokens == plain.tokens == expected and last.difference is None
     assert not any(round.drafted for round in plain.done) and len(last.ratios) >= 1
     *figures, multiple, same = verdict(last, pair.tokenizer)
-    speeds = [float(line.split()[-4]) for line in figures]
-    ratio, rounded = speeds[0] / speeds[1], 0.05 / speeds[0] + 0.05 / speeds[1]  # the rows; then the multiple
-    assert abs(float(multiple.split()[1]) - ratio) < 0.06 + 1.1 * ratio * rounded, "the rows and it agree"
+    assert len(last.ratios) < 6 and multiple.startswith("the answer is too short to compare"), "no number"
+    many = replace(last, ratios=[1.5, 1.4, 1.6, 1.5, 1.3, 1.7])
+    assert verdict(many, pair.tokenizer)[-2].startswith("1.50 × faster (likely 1.30 to 1.70; median of 6")
     assert same == "every token the same ✓" and len(figures) == 2
 
 
