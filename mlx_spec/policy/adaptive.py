@@ -468,5 +468,5 @@ class FixedPolicy:
 
 def _could_pay(acceptance: DrafterStatistics, costs: CostModel, drafter: int, most: int) -> bool:
     """Return True if drafting at most `most` tokens would pay on the most predictable text."""
-    _, speed = best_length(acceptance.tokens[-1], costs.rounds(drafter), most)
+    _, speed = best_length(acceptance.after(acceptance.FAR).tokens[-1], costs.rounds(drafter), most)
     return speed * costs.plain > 1 + EPSILON

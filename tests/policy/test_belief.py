@@ -34,3 +34,17 @@ def test_filter_is_bayes_rule(monkeypatch):
             weight *= stay * (here == after) + (1 - stay) * PRIOR[after]
         last[path[-1]] += weight
     assert belief.levels == pytest.approx(last / last.sum())
+
+
+def test_rejections_with_a_period_are_expected():
+    """Right four times and then wrong: a fifth draft token is never accepted, and the others always."""
+    belief = Belief(DrafterStatistics())
+    for _ in range(24):
+        belief.update(4, True)
+        belief.advance(5)
+        belief.shared.settle()
+    tokens = belief.expected_tokens()
+    assert tokens[4] > 4.5 and tokens[8] - tokens[4] < 0.1
+    belief.advance(DrafterStatistics.FAR)  # far from a rejection the period is not known
+    tokens = belief.expected_tokens()
+    assert tokens[8] - tokens[4] > 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from support.virtual_clock import CURVES, Device, decode, make_text
+from support.virtual_clock import CURVES, LOOKAHEAD, Device, ModelDrafter, decode, make_text
 
 from mlx_spec.decode.loop import generate
 from mlx_spec.model.row_class import RowClass
@@ -106,3 +106,22 @@ def test_same_rounds_as_the_engine(curve, text, fixed):
     assert [seen(round) for round in rounds] == [seen(round) for round in expected]
     assert {"plain", "drained", "draft"} >= {round.kind for round in rounds}
     assert real.now == pytest.approx(virtual.now)
+
+
+@pytest.mark.parametrize("curve", ["M5 Max", "flat"])
+def test_a_text_with_a_period_is_drafted_as_by_the_best_fixed_length(curve):
+    count = 600
+    length = count + LOOKAHEAD
+    text = [ModelDrafter([0.5] * length, [float(i % 5 != 0) for i in range(length)])]
+
+    def seconds(policy_of):
+        device = Device(CURVES[curve])
+        return decode(policy_of(device), device, text, count).seconds
+
+    def adaptive(device):
+        policies = AdaptivePolicies(("mtp",))
+        policies.use(CURVES[curve].table([1.0]))
+        return policies.policy(device.clock)
+
+    best = min(seconds(lambda device, k=k: FixedPolicy(k)) for k in (0, 1, 2, 3, 4, 5, 6))
+    assert seconds(adaptive) < best / 0.9
