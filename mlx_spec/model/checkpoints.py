@@ -211,8 +211,8 @@ class Checkpoints:
             places.append(made)
         else:
             made = added(size, "opening" if is_opening else "chunk")
-            is_cheap = is_opening or made.nbytes <= 2 * gap * kv_bytes // size or gap >= 4 * apart
-            if gap >= max(apart, size // 8) and is_cheap:
+            is_wanted = is_opening or made.nbytes <= 2 * gap * kv_bytes // size or gap >= 4 * apart
+            if gap >= max(apart, size // 8) and is_wanted:
                 places.append(made)
         step = max(min(made.places, default=apart), fewest_apart)  # then no row of an opening is missing
         marks = (
@@ -221,8 +221,9 @@ class Checkpoints:
         places += [added(at, "opening") for at in marks if at not in self.wanted]
         if places:
             mx.eval([place.arrays() for place in places])
-            cheap = min(4 * kv_bytes, 2 * fewest * places[-1].nbytes)
-            self.add(places, max(kv_bytes, fewest * places[-1].nbytes, cheap))
+            one = places[-1].nbytes
+            is_cheap = one <= 2 * apart * row_bytes
+            self.add(places, max(kv_bytes, fewest * one, min(4 * kv_bytes, 2 * fewest * one) * is_cheap))
 
     def add(self, places: Iterable[Checkpoint], most_bytes: int) -> None:
         """Add places, and drop others until all have at most `most_bytes`; of one size, one is kept."""
