@@ -27,7 +27,8 @@ CASES = {
 STARTED = (  # slower, or in need of more
     "exact exact_cost gguf_files architectures server_checks server_load pictures restart "
     "reread reuse "
-    "large_vocabulary newcomer sampling saved_checkpoints smollm2 unchanged growth host attack fuzz"
+    "large_vocabulary newcomer sampling saved_checkpoints smollm2 unchanged growth host attack fuzz "
+    "gains race_picture"
 ).split()
 
 Run = Callable[..., str]

@@ -1,0 +1,127 @@
+"""Does a first answer show its gain, and is what it shows true? Measured against interleaved plain decoding.
+
+Each question is the first answer of a pair that was loaded anew; costs are measured anew after every ten.
+Beside it the same answer is decoded plain, in turns of 8 tokens. The true cost of a round is the median over
+all answers of its seconds, divided by the plain ones beside it, of rounds with as many rows. An answer's true
+gain follows from its rounds. "busy": two other processes compute all the time.
+
+  exact, bound  answers that show a gain, or its bound
+  none          answers with drafts that show neither
+  judged        answers whose rounds were all timed five times or more
+  off           exact gains that are off by more than 15 %
+  above         bounds that are above the true gain by more than 2 %, and the greatest share
+  disagree      answers with accepted drafts whose reason says "off"
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Hashable
+from statistics import median
+from typing import Any
+
+from timing import finish, parser, table
+
+import mlx_spec
+from mlx_spec.apps.bench import Run, arm, in_turns
+from mlx_spec.apps.race import question
+from mlx_spec.decode.statistics import Statistics
+from mlx_spec.types import Round
+
+QUESTIONS = """
+What does os.path.join do?|What does zip do?|Show me how to read a JSON file|What is the signature of re.sub?
+How do I count words in a string?|What does functools.lru_cache do?|What does itertools.groupby do?|hello
+How do I sort a list of dicts?|Where is OrderedDict?|List ten animals|Write a short poem about rain
+Explain gravity to a child|What is the capital of France?|Write a loop over ten numbers|Count to twenty
+What does enumerate do?|What does subprocess.run do?|Name five rivers|What is a list comprehension?
+"""
+
+
+def main() -> None:
+    settings = parser(__doc__)
+    settings.add_argument("--models", nargs="+", default=["demo"])
+    settings.add_argument("--answers", type=int, default=40)
+    settings.add_argument("--tokens", type=int, default=48)
+    options = settings.parse_args()
+    options.answers = 4 if options.quick else options.answers
+    asked = [each for line in QUESTIONS.strip().split("\n") for each in line.split("|")]
+    started, rows, results = time.time(), list[list[str]](), list[dict[str, Any]]()
+    for model in options.models:
+        for is_busy in (False, True):
+            others = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(2 * is_busy)]
+            for other in others:
+                other.start()
+            questions = [asked[i % len(asked)] for i in range(options.answers)]
+            found = _checked([_answer(model, each, i, options.tokens) for i, each in enumerate(questions)])
+            for other in others:
+                other.kill()
+            results.append({"model": model, "busy": is_busy, **found})
+            above = f"{found['above']} ({found['worst']:.2f})"
+            counts = [str(found[key]) for key in ("drafted", "exact", "bound", "none", "judged", "off")]
+            rows.append([model, "busy" if is_busy else "quiet", *counts, above, str(found["disagree"])])
+    table(
+        ["model", "machine", "drafted", "exact", "bound", "none", "judged", "off", "above", "disagree"], rows
+    )
+    finish("gains", results, options, started)
+
+
+def _answer(model: str, words: str, index: int, tokens: int) -> tuple[Run, Run]:
+    """Return the first answer of a new pair, with drafts and plain, decoded in turns."""
+    pair = mlx_spec.load(model)
+    if index and index % 10 == 0 and pair.policies.folder is not None:
+        shutil.rmtree(pair.policies.folder, ignore_errors=True)
+        pair = mlx_spec.load(model)
+    drafted, plain = in_turns(
+        pair, [arm(pair, None), arm(pair, 0)], question(pair.tokenizer, words), tokens, index
+    )
+    return drafted, plain
+
+
+def _checked(answers: list[tuple[Run, Run]], least: int = 5) -> dict[str, Any]:
+    """Compare what the answers show with the true costs of their rounds, of which `least` were timed."""
+    costs = defaultdict[Hashable, list[float]](list)
+    for drafted, plain in answers:
+        token = median(round.seconds for round in plain.done[1:] or plain.done)
+        for round in drafted.done[1:]:
+            costs[_kind(round)].append(round.seconds / token)
+    true = {kind: max(median(ratios), 1.0) for kind, ratios in costs.items() if len(ratios) >= least}
+    true[_kind(answers[0][1].done[0])] = 1.0
+    names = ("drafted", "exact", "bound", "none", "judged", "off", "above", "disagree")
+    counts, worst = dict.fromkeys(names, 0), 0.0
+    for drafted, _ in answers:
+        shown = Statistics()
+        for round in drafted.done:
+            shown = shown.plus(round, 0.0)
+        if not shown.drafted:
+            continue
+        counts["drafted"] += 1
+        counts["exact"] += shown.gain is not None
+        counts["bound"] += shown.gain is None and shown.gain_words is not None
+        counts["none"] += shown.gain_words is None
+        counts["disagree"] += bool(shown.accepted) and not shown.reason.is_on
+        if any(_kind(round) not in true for round in drafted.done):
+            continue
+        gain = shown.generated_tokens / sum(true[_kind(round)] for round in drafted.done)
+        counts["judged"] += 1
+        counts["off"] += shown.gain is not None and not 1 / 1.15 < shown.gain / gain < 1.15
+        if shown.gain is None and shown.gain_at_least is not None:
+            counts["above"] += shown.gain_at_least > 1.02 * gain
+            worst = max(worst, shown.gain_at_least / gain)
+    return {**counts, "worst": worst}
+
+
+def _kind(round: Round) -> Hashable:
+    """Return what decides the cost of a round: its rows, and whether a model drafted."""
+    return round.drafted, bool(round.drafted) and round.source not in ("lookup", "earlier", "prediction")
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+if __name__ == "__main__":
+    main()
