@@ -106,8 +106,8 @@ M5, M5_MAX = Chip(17), Chip(17, "s")
 def metal(chip: Chip, *, known_rows: dict[object, np.ndarray] | None = None) -> Iterator[None]:
     """Let layers and attention of this process choose kernels as MLX does on a chip.
 
-    `known_rows` gets the result of each row of a layer, which is looked up for a row with the same bits. Then
-    the same text takes a fraction of the time in another way. The caller clears it.
+    `known_rows` gets the result of each row of a large layer. It is looked up for a row with the same bits.
+    Then the same text takes a fraction of the time in another way. The caller clears it.
     """
     with pytest.MonkeyPatch.context() as patch:
         imitation = _Imitation(chip, known_rows)
@@ -179,9 +179,12 @@ class _Imitation:
         return _attend(q, k, v, scale, mask, sinks, dealt, rounds)
 
     def _product(self, x: mx.array, w: mx.array, kernel: str, parts_of_k: int = 1) -> mx.array:
-        """Return x times the weights w, with rows that are known where their bits are the same."""
+        """Return x times the weights w, with rows that are known where their bits are the same.
+
+        Rows of a small layer are computed sooner than found.
+        """
         dense = self.weights[id(w)][1]
-        if self.known_rows is None:
+        if self.known_rows is None or dense.size < 2**22:
             return _product(x, dense, kernel, parts_of_k)
         rows, kind = x.reshape(-1, x.shape[-1]), mx.uint16 if x.itemsize == 2 else mx.uint32
         keys = [(id(w), kernel, parts_of_k, row.tobytes()) for row in np.array(rows.view(kind))]
