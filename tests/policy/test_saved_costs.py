@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.virtual_clock import CURVES
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     AdaptivePolicies(["mtp"], key=key, folder=tmp_path / "file").use(TABLE)
     assert "cannot be written (File exists)" in caplog.text
     (tmp_path / "file").unlink()
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     AdaptivePolicies(["mtp"], key=key, folder=tmp_path).use(TABLE)
     assert "Permission denied" in caplog.text
     assert list(tmp_path.iterdir()) == []  # no temporary file is left
