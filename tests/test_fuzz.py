@@ -101,6 +101,7 @@ def refuse(error: type[Exception], read: Callable[[], object]) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {
     "infinite sizes": {"head_dim": 1e308, "max_position_embeddings": 1e308},
     "two lines": {"model_type": "llama\nx"},
+    "a name that no file has": {"model_type": "a" * 300},
 }
 
 
@@ -129,6 +130,10 @@ def test_files_beside_the_tokenizer(name: str, content: object, tmp_path: Path) 
         refuse(BadCheckpoint, lambda: read_tokenizer(folder, {}))
     else:
         assert read_tokenizer(folder, {}).generation.suppressed == frozenset()
+
+
+def test_errors_are_one_line_whatever_they_quote() -> None:
+    assert str(BadCheckpoint("a\nb \x1b[31m")) == "a b  [31m"
 
 
 @pytest.mark.parametrize(
