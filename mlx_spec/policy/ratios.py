@@ -108,7 +108,7 @@ class Ratios:
             )
         return min(costs, key=lambda cost: cost.error, default=None)
 
-    def _from_measured(self, shape: Shape, measured: float, deviation: float = 0.3) -> Cost:
+    def _from_measured(self, shape: Shape, measured: float, deviation: float = 0.4) -> Cost:
         """Return a measured cost, corrected by the ratios of all shapes of as many sequences.
 
         `deviation` is the error in log seconds of costs that were measured while other programs ran.
