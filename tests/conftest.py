@@ -72,9 +72,14 @@ def draft_errors() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Undo what a test or the program, in this process, changed of the environment: tests share workers."""
+    """Undo what a test, or the program in this process, changed: environment and log. Tests share workers."""
     before = dict(os.environ)
+    logs = [logging.getLogger(name) for name in ("mlx_spec.server", "uvicorn.error", "asyncio")]
+    settings = [(log.handlers, log.propagate, log.level) for log in logs]
     yield
+    for log, (handlers, propagate, level) in zip(logs, settings, strict=True):
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
     before["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
     if os.environ != before:
         os.environ.clear()

@@ -167,7 +167,7 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     names = "a\x1b[2Jb\udcff", "c\td"
     assert guarded(lambda: show(*names) or 0) == 0
     tell(NotFound("\n".join(names)))
-    assert capsys.readouterr() == ("a[2Jb?\nc\td\n", "mlx-spec: a[2Jb? c\td\n")
+    assert capsys.readouterr() == ("a[2Jb?\nc\td\n", "mlx-spec: a [2Jb? c d\n")
 
 
 def test_a_message_on_a_terminal_folds_between_words(monkeypatch):

@@ -92,7 +92,7 @@ def test_a_key_without_effect_is_named_at_load(
         ({"do_sample": False, "temperature": 0.6, "top_k": 5}, {}),
         ({"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 1.0}),
         ({"repetition_penalty": 1.05}, None),
-        ({"do_sample": True, "temperature": math.inf, "top_p": "0.9", "min_p": 7}, {}),
+        ({"do_sample": True, "temperature": math.inf, "top_p": "0.9", "min_p": 7}, {"temperature": 1.0}),
         ({"transformers_version": "4.50", "max_length": 20, "num_beams": 1, "no_repeat_ngram_size": 0}, {}),
     ],
 )

@@ -88,11 +88,13 @@ def test_timings():
     assert {name: found[name] for name in figures} == figures
     assert figures["drafted_at"] == (2, 2, 2) and figures["gain"] == pytest.approx(1.5)
     assert (figures["speculation"], figures["reason"]) == ("on", "speculation pays")
-    off = replace(STATISTICS, reasons={Reason.PAYS: 2, Reason.COST: 3})
+    off = replace(STATISTICS, reasons={Reason.LEARNING: 2, Reason.COST: 3}, accepted=0)
+    both = replace(STATISTICS, reasons={Reason.PAYS: 2, Reason.COST: 3})  # as the gain beside it
     slow = replace(STATISTICS, costs={"draft": (2, Cost("draft", 4.0))})  # never stands beside "pays"
     noisy = replace(STATISTICS, costs={"draft": (2, Cost("draft", 4 / 3, 0.5))})
     for changed, state in (
         (off, ("off", Reason.COST)),
+        (both, ("on", Reason.PAYS)),
         (slow, ("on", Reason.LOST)),
         (noisy, ("on", Reason.LEARNING)),
     ):
