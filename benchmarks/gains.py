@@ -16,6 +16,7 @@ gain follows from its rounds. "busy": two other processes compute all the time.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from collections.abc import Hashable
 from statistics import median
 from typing import Any
 
+from arms import temporary_folder
 from timing import finish, parser, table
 
 import mlx_spec
@@ -48,6 +50,7 @@ def main() -> None:
     options = settings.parse_args()
     options.answers = 4 if options.quick else options.answers
     asked = [each for line in QUESTIONS.strip().split("\n") for each in line.split("|")]
+    os.environ["XDG_CACHE_HOME"] = str(temporary_folder())  # the costs of the user stay
     started, rows, results = time.time(), list[list[str]](), list[dict[str, Any]]()
     for model in options.models:
         for is_busy in (False, True):

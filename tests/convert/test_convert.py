@@ -275,9 +275,16 @@ def test_quantized_already(tmp_path: Path) -> None:
     weights = [(tmp_path / run / "target" / "model.safetensors").read_bytes() for run in ("first", "second")]
     assert weights[0] == weights[1]
     drafter = str(tmp_path / "first" / "drafter")
-    assert "quantized already" in refusal("12b", tmp_path / "third", drafter=drafter)
+    converted("12b", tmp_path / "third", drafter=drafter)  # its values are known, so it is unpacked
+    packed, plain = (mx.load(str(tmp_path / run / "drafter/model.safetensors")) for run in ("first", "third"))
+    size = json.loads(Path(drafter, "config.json").read_text())["quantization"]["group_size"]
+    names = [name.removesuffix(".scales") for name in packed if name.endswith(".scales")]
+    for name in names:
+        parts = [packed[f"{name}.{part}"] for part in ("weight", "scales", "biases")]
+        assert mx.array_equal(mx.dequantize(*parts, size, 4), plain[f"{name}.weight"]), name
+    assert names
     model = {"drafter": str(tmp_path / "first" / "target"), "drafter_bits": "4"}
-    assert "use --drafter-bits none" in refusal("12b", tmp_path / "third", InvalidValue, **model)
+    assert "use --drafter-bits none" in refusal("12b", tmp_path / "fourth", InvalidValue, **model)
 
 
 def test_weights_that_are_integers(copied: Callable[[str], Path], tmp_path: Path) -> None:
