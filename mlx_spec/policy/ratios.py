@@ -69,14 +69,12 @@ class Ratios:
     def wants_plain(self) -> bool:
         """Return True if plain tokens should follow, so that the cost of the last round becomes known.
 
-        At first they follow every 3rd round, soon every 8th, later every 64th.
+        At first they follow every 8th round, later every 64th. More would cost what the drafts gain.
         """
-        if self._draft is None or self._draft[0] != 1 or self._since < 3:
+        if self._draft is None or self._draft[0] != 1 or self._since < 8:
             return False
-        found, first = self._found.get(self._draft[1]), len(self._excess.get(1, ())) < 16
+        found = self._found.get(self._draft[1])
         is_known = self._as_measured or (found is not None and found.error <= self.KNOWN)
-        if first and not is_known:
-            return True
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def settle(self) -> None:
