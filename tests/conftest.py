@@ -74,7 +74,7 @@ def draft_errors() -> Iterator[list[str]]:
 def environment() -> Iterator[None]:
     """Undo what a test, or the program in this process, changed: environment and log. Tests share workers."""
     before = dict(os.environ)
-    logs = [logging.getLogger(name) for name in ("mlx_spec.server", "uvicorn.error", "asyncio")]
+    logs = [logging.getLogger(name) for name in ("mlx_spec", "mlx_spec.server", "uvicorn.error", "asyncio")]
     settings = [(log.handlers, log.propagate, log.level) for log in logs]
     yield
     for log, (handlers, propagate, level) in zip(logs, settings, strict=True):
