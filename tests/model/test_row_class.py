@@ -113,6 +113,7 @@ def test_attention_limits_rows_by_its_keys(monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny.full(num_hidden_layers=1, num_key_value_heads=1)  # K of 64 and 128: one kernel for all rows
     model.set_dtype(mx.float16)
     nn.quantize(model, 64, 4)
+    monkeypatch.delenv("MLX_SDPA_BLOCKS", raising=False)
     assert measured(model, M3_MAX).limits[1][0] == 1024
     monkeypatch.setenv("MLX_SDPA_BLOCKS", "128")
     found = measured(model, M3_MAX)
