@@ -274,7 +274,8 @@ def imitate_for_good(mac: Mac | None = None) -> None:
     mac, patch = mac or MACS[16], ForGood()
     imitate_system(patch, mac)
     # launchd gives 256 files; the hard limit is infinite there (`launchctl limit maxfiles`).
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256 if hard < 0 else min(256, hard), hard))
     path = [str(START), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
     sys.meta_path.insert(0, _OnImport(patch, mac))  # type: ignore[arg-type]
