@@ -318,10 +318,13 @@ def test_a_prompt_with_scores_is_read_whole(engine: EngineThread) -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch, engine: EngineThread) -> None:
-    """A step comes between two rounds, and the short one has fewer rounds than the long one has chunks."""
+    """A step comes between two rounds, and the short one has fewer rounds than the long one has steps.
+
+    A step is a chunk, or a layer of one where steps of its size are not known yet.
+    """
     monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_PAUSE_S", 0.0)
-    short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=25), held=True)
+    short = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=5), held=True)
     short.until(RoundDone)
     long = begin(engine, chat("And now " + 8 * LONG, max_tokens=4))
     short.go_on()
