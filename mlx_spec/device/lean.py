@@ -54,11 +54,8 @@ class _Finder(MetaPathFinder):
         package, _, rest = fullname.partition(".")
         if package != "mlx_lm" or (rest and not isinstance(sys.modules.get("mlx_lm"), _Package)):
             return None
-        if rest and rest.partition(".")[0] not in (
-            "models",
-            "utils",
-            "tool_parsers",
-        ):  # what this package imports
+        used_here = ("models", "utils", "tool_parsers")
+        if rest and rest.partition(".")[0] not in used_here:
             complete()
         elif rest in ("", "utils"):
             found = PathFinder.find_spec(fullname, path)

@@ -189,10 +189,10 @@ class Checkpoints:
 
         There is one at the end of a prompt, and at the ends of chunks at least `apart` tokens from the place
         before, and further the longer the prompt is; in the opening at each short window, at least
-        `fewest_apart` tokens apart. After it those that cost more than K and V of
-        the tokens between them are at least 4 * `apart` tokens apart. Together they take at most the bytes of
-        the prompt in full attention, `row_bytes` a token; a short prompt may have `fewest` places that share
-        nothing, and twice as many if they are cheap.
+        `fewest_apart` tokens apart. After it those that cost more than K and V of the tokens between them are
+        at least 4 * `apart` tokens apart. Together they take at most the bytes of the prompt in full
+        attention, `row_bytes` a token; a short prompt may have `fewest` places that share nothing, and twice
+        as many if they are cheap.
         """
         (first, size), known, places = sizes, self.blocks(), list(points)
         kv_bytes = row_bytes * max(size, self._expected)

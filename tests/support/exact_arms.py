@@ -75,8 +75,8 @@ class Ways:
 
     def compare(self, others: Sequence[Sequence[int]] = ()) -> Iterator[Comparison]:
         """Compare all ways. In a batch the prompts `others` are answered beside this one."""
-        most, drafted = max(self.lengths), self.parts()
-        for K in self.lengths:
+        most = max(self.lengths)
+        for K in self.lengths:  # the last way goes on in a second turn
             drafted = self.scripted(K)
             yield self._drafted(f"K = {K}", drafted)
         yield self._drafted(f"K = {most}, spoiled", self.scripted(most, spoiled=True))
