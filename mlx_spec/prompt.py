@@ -190,7 +190,7 @@ def shared_prefix(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
     while low < length:  # blocks that double: most pairs differ early, and the others are read at full speed
         high = min(low + step, length)
         different = a[low:high] != b[low:high]
-        if different.any():
-            return low + int(different.argmax())
+        if different[first := int(different.argmax())]:
+            return low + first
         low, step = high, 2 * step
     return length

@@ -236,7 +236,7 @@ def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:
     prompt = text_prompt(shared.tolist())
     assert len(prompt.identity) == 32_000  # the preparation thread makes it
     timer = timeit.Timer(lambda: cache.matches(prompt), timer=time.thread_time)  # others compute, too
-    seconds = min(timer.repeat(number=5, repeat=9)) / 5
+    seconds = min(timer.repeat(number=5, repeat=50)) / 5  # the first ones find cold caches
     assert [match.shared for match in cache.matches(prompt)] == [3999 * i + 3999 for i in range(8)]
     assert seconds < 0.5e-3
 
