@@ -205,7 +205,7 @@ def test_the_nth_write_fails(served: Hub, tmp_path: Path, monkeypatch: pytest.Mo
         assert not list(folder.glob("hub/*/refs/*.tmp"))
 
     (tmp_path / "sweep").mkdir()
-    assert sweep(Writer(write, check, places=10), tmp_path / "sweep", ("full",)) >= 10
+    assert sweep(Writer(write, check, places=10, missed=3), tmp_path / "sweep", ("full",)) >= 10
 
 
 # --- interruptions
