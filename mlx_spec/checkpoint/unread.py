@@ -7,6 +7,7 @@ What the code reads is learned from its source. Rotary scaling is checked by its
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,17 +35,26 @@ def unread_keys(config: Config, source: str) -> list[str]:
     ]
 
 
-def unread_window(config: Config, *, has_windows: bool) -> list[str]:
-    """Return the attention window of a language model with its size, if its class has none. Else nothing.
+def unread_window(config: Config, source: str, windows: Sequence[bool]) -> list[str]:
+    """Return what config.json says of attention windows and the class of a language model leaves out.
 
-    A window that holds the whole context has no effect.
+    `windows` is True for the cache of a layer that has a window, `source` is the code of the class. The size
+    is left out if no cache has a window. The kinds of layers are if other layers have one and `source` does
+    not read the kinds. A window that holds the whole context has no effect.
     """
     text, context = text_config(config), context_length(config)
     window, kinds = integer(text, "sliding_window") or 0, text.get("layer_types")
-    if has_windows or not 0 < window < (context or window + 1):
+    size = window or (integer(text, "attention_chunk_size") or 0 if any(windows) else 0)
+    if not 0 < size < (context or size + 1):
         return []
+    stated = (
+        [bool(re.search("sliding|chunk", str(each))) for each in kinds] if isinstance(kinds, list) else []
+    )
+    if any(windows):
+        is_read = len(stated) != len(windows) or stated == [*windows] or _is_named("layer_types", source)
+        return [] if is_read else [f"layer_types {_short(kinds)}"]
     if isinstance(kinds, list):
-        slides = any("sliding" in str(kind) for kind in kinds)
+        slides = any(stated)
     elif "use_sliding_window" in text:
         layers = integer(text, "num_hidden_layers") or 0
         slides = bool(text["use_sliding_window"]) and (integer(text, "max_window_layers") or 0) < layers
@@ -67,14 +77,14 @@ def is_accounted(key: str) -> bool:
         r"time_step_(min|max|floor|scale)|linear_dt_|linear_a_log_|rescale_prenorm|random_routing|_coef$|overlap",
         # formats, and the way to compute
         r"dtype|precision|^(bf|fp)\d+$|_fp\d+$|upcast|quant|cache|return_|^output_(attentions|hidden|router)",
-        r"architectures|auto_map|version|name_or_path|model_type|attn_impl|flash|fused|kernel|mambapy|onnx|scan",
+        r"architectures|auto_map|version|name_or_path|model_type|attn_impl|flash|fuse|kernel|mambapy|onnx|scan",
         r"chunk_size_feed|mamba_chunk|logits_to_keep|_parallel$|(_|^)(tp|ep)(_size)?$|is_(en|de)coder|cross_att|^gguf_",
-        r"pretraining|pruned|remove_invalid|tie_|metadata|^use_cache|_config$",
+        r"pretraining|pruned|remove_invalid|tie_|_sharing$|metadata|^use_cache|_config$|unsloth|^norm_before_gate$",
         # what tensors show
         r"(?<!chunk)(?<!window)_size$|((?<!rotary)_dims?|_heads|width|rank|channels|expand|inner)$|(^|_)bias$|^(no|add|use)_bias",
         r"^num_(?!experts?_(per|group))|^n_(embd|heads?|kv_heads|layers?|inner|positions|ctx|\w+_experts)$|^d_",
-        r"(layers|layer_types|_types|_list|_freq|_period|_offset|_indices|_idxs|_ids?)$|^layers?_(?!norm)|dense_replace",
-        r"qk_(layer)?norm|multi_query|ffn_with_glu|expansion|(?<!rope)_ratio$|_dim_|routing_bias|expert_bias|group_size$",
+        r"(?<!rope_)(layers|_types|_list|_freq|_period|_offset|_indices|_idxs|_ids?)$|^layers?_(?!norm|scal)|dense_replace",
+        r"qk_(layer)?norm|multi_query|ffn_with_glu|expansion|qkv_multipliers|(?<!rope)_ratio$|_dim_|routing_bias|expert_bias|group_size$",
         # lengths, angles, windows: checked by themselves
         r"max_(position|seq|sequence|context|len)|^(min|max)_length$|seq(uence)?_len|max_length$|original_max",
         r"^rope_(scaling|parameters)$|sliding_window|max_window|window_pattern",
@@ -99,18 +109,20 @@ def _kind(key: str) -> str:
 def _is_neutral(key: str, text: Config) -> bool:
     """Return True for a value with which a key has no effect: nothing, or what models are without it.
 
-    A number that is 1, and a switch that is on, are rarely more than what a class does always.
+    A number that is 1 is rarely more than what a class does always.
     """
     value, kind = text[key], _kind(key)
-    off = (  # switches that no class has on by itself
-        "alibi use_alibi use_dynamic_ntk use_logn_attn norm_topk_prob attn_temperature_tuning "
-        "use_bidirectional_attention scale_attn_by_inverse_layer_idx add_swa_attention_sink_bias"
+    always_on = (  # switches that are on in the classes that do not read them. All others are off there
+        "attn_output_gate block_use_swiglu kda_safe_gate mamba_inner_layernorms mamba_use_mlp mla_use_nope "
+        "moe_renormalize norm_first rope_interleave scale_attn_weights use_gated_activation use_grouped_topk "
+        "use_parallel_block use_parallel_embedding use_pos_enc use_rmsnorm use_rotary_pos_emb"
     ).split()
-    on = ("rope_interleave", "scale_attn_weights")
     if isinstance(value, bool):
-        return not value if key in off else value or key not in on
+        return value == (key in always_on)
     if isinstance(value, list | dict):
-        return not re.search("scal|factor|multiplier$", key)
+        fourth = [int(i % 4 > 0) for i in range(1, len(value) + 1)]  # what classes have that read no list
+        varies = isinstance(value, list) and len({str(each) for each in value}) > 1 and value != fourth
+        return not varies and not re.search("scal|factor|multiplier$", key)
     if key in ("floor_scale", "attn_scale") and not text.get("attn_temperature_tuning"):
         return True
     usual = {"query_pre_attn_scalar": text.get("head_dim"), "base": 10_000, "epsilon": 1e-5}

@@ -85,11 +85,13 @@ def _unread(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of config.json that may change logits and that the classes of a model do not read."""
     # A part of a model may be a class of ours that extends mlx-lm's.
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if "mlx_lm." in kind.__module__]
+    source, windowed = "\n".join(map(source_of, modules)), RotatingKVCache | ChunkedKVCache
     caches: list[Any] = make_prompt_cache(model)
-    parts = [part for each in caches for part in (each.caches if isinstance(each, CacheList) else [each])]
-    has_windows = any(isinstance(part, RotatingKVCache | ChunkedKVCache) for part in parts)
-    found = unread_keys(config, "\n".join(map(source_of, modules)))
-    return found + unread_window(config, has_windows=has_windows)
+    windows = [
+        any(isinstance(part, windowed) for part in (each.caches if isinstance(each, CacheList) else [each]))
+        for each in caches
+    ]
+    return unread_keys(config, source) + unread_window(config, source, windows)
 
 
 def _obstacle(error: BaseException) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 from support import pairs, tiny
+from support.tiny_configs import tiny_model
 
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.checkpoint.unread import source_of, unread_keys, unread_window
@@ -84,6 +86,12 @@ def test_published_configs_are_read(kind: str, settings: Settings) -> None:
         ("deepseek_v3", "rope_interleave", False, True),
         ("nanochat", "final_logit_softcapping", 30.5, 15.0),
         ("llama", "attention_chunk_size", 8192, None),
+        ("llama", "some_new_switch", True, False),
+        ("kimi_linear", "mla_use_nope", False, True),
+        ("falcon_h1", "mamba_use_mlp", False, True),
+        ("llama4", "no_rope_layers", [1, 0, 1, 0], [1, 1, 1, 0]),
+        ("llama", "rope_layers", [1, 0], [1, 1]),
+        ("llama", "residual_scales", [0.5, 2.0], None),
     ],
 )
 def test_a_key_that_no_code_reads_is_named(kind: str, key: str, value: Any, neutral: Any) -> None:
@@ -105,8 +113,19 @@ def test_a_key_that_no_code_reads_is_named(kind: str, key: str, value: Any, neut
 )
 def test_a_window_that_no_cache_has_is_named(settings: Settings, is_named: bool) -> None:
     config = {"max_position_embeddings": 512, "num_hidden_layers": 4, "sliding_window": 64, **settings}
-    assert unread_window(config, has_windows=False) == (["sliding_window 64"] if is_named else [])
-    assert unread_window(config, has_windows=True) == []
+    assert unread_window(config, "", [False] * 4) == (["sliding_window 64"] if is_named else [])
+    kinds = settings.get("layer_types", ["sliding_attention"] * 4)
+    assert unread_window(config, "", [kind == "sliding_attention" for kind in kinds]) == []
+
+
+@pytest.mark.parametrize("of_class", [[False, True] * 2, [True] * 4])
+def test_windows_at_other_layers_are_named_unless_the_class_reads_the_kinds(of_class: list[bool]) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = {"layer_types": kinds, "max_position_embeddings": 512, "sliding_window": 64}
+    assert unread_window(config, "", of_class)[0].startswith("layer_types ['sliding_attention', 'full")
+    assert unread_window(config, 'config["layer_types"]', of_class) == []
+    assert unread_window({**config, "sliding_window": 512}, "", of_class) == []
+    assert unread_window({**config, "layer_types": kinds[:2]}, "", of_class) == []
 
 
 def test_reading_a_model_names_what_its_class_leaves_out(
@@ -117,3 +136,16 @@ def test_reading_a_model_names_what_its_class_leaves_out(
     folder = pairs.save(tiny.full(), tmp_path / "other", attn_logit_softcapping=50.5)
     read_model(folder)
     assert "mlx-lm does not read attn_logit_softcapping 50.5 of config.json" in capsys.readouterr().err
+
+
+def test_reading_a_model_with_windows_at_other_layers_names_their_kinds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("gemma3_text", 0.2)
+    kinds = [
+        "sliding_attention" if isinstance(c, RotatingKVCache) else "full_attention"
+        for c in model.make_cache()
+    ]
+    for name, layers in (("right", kinds), ("other", kinds[::-1])):
+        read_model(pairs.save(model, tmp_path / name, layer_types=layers))
+        assert ("does not read layer_types" in capsys.readouterr().err) == (name == "other")
