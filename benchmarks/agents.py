@@ -34,7 +34,7 @@ from support.call_texts import WRITERS
 
 from mlx_spec import session
 from mlx_spec.apps.server.engine.tool_formats import find_tool_format
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import read_tokenizer
 
@@ -210,7 +210,7 @@ def ask(agent: str, url: str, name: str, question: str, goes_on: bool, home: Pat
 def serve_script(settings: Any, rest: list[str]) -> None:
     """Serve the target; each answer is the next one of the script that its prompt does not have yet."""
     folder = Path(settings.target)
-    tokenizer = read_tokenizer(folder, read_config(folder))
+    tokenizer = read_tokenizer(read_checkpoint(folder))
     form = find_tool_format(tokenizer)
     assert form is not None and form.syntax.name in WRITERS, "this template has no tools that are known here"
     calls, write = CALLS[settings.agent], WRITERS[form.syntax.name]

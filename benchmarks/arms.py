@@ -23,6 +23,7 @@ import mlx_lm
 from mlx_lm.utils import dequantize_model, save
 
 from mlx_spec import demo, hub, load
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import prefill
 from mlx_spec.decode.sequence import SequenceParts
@@ -247,7 +248,7 @@ def read_prompts(settings: argparse.Namespace, pair: Pair, target: Path) -> list
     folder = settings.prompts or PROMPTS / ("demo" if settings.target == "demo" else "general")
     files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
     wanted = settings.kinds or [file.stem for file in files]
-    begin = special_tokens(target).get("bos_token", "")
+    begin = special_tokens(read_checkpoint(target)).get("bos_token", "")
     found = []
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines() if file.stem in wanted else []

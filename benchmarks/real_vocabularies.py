@@ -25,6 +25,7 @@ from pathlib import Path
 from timing import finish, parser, table
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.gguf import read_gguf
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from mlx_spec.errors import SpecError
@@ -107,7 +108,7 @@ def check(place: Path, settings: argparse.Namespace) -> Counts:
             tokenizer = Tokenizer(read_gguf_tokenizer(place, read_gguf(place).metadata)[0], None, ())
             expected = list(expected_of_file(place))
         else:
-            tokenizer = Tokenizer(read_fast_tokenizer(place), None, ())
+            tokenizer = Tokenizer(read_fast_tokenizer(Checkpoint(place)), None, ())
             expected = list(expected_of_transformers(place, settings.texts, chance))
     except SpecError as error:
         counts.refused = str(error).removeprefix(str(place)).strip()

@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.schemas import SCHEMAS, Draws, Schema
 
 from mlx_spec import demo
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar
 from mlx_spec.grammar.json_schema import enforceable
@@ -138,7 +139,7 @@ def main() -> None:
     options.add_argument("--drawn", type=int, default=60, help="random schemas of our own")
     options.add_argument("--walks", type=int, default=25, help="random answers to each")
     settings = options.parse_args()
-    tokenizer = read_tokenizer(demo.TARGET, {})
+    tokenizer = read_tokenizer(read_checkpoint(demo.TARGET))
     groups = {"fixed": SCHEMAS, "drawn": Draws(0).schemas(settings.drawn)}
     named = {group: {str(i): each for i, each in enumerate(them)} for group, them in groups.items()}
     named |= {file.stem: read_schemas(file) for file in settings.files}

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import demo
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.files import check_space, new_folder, sha256, write_json
 from mlx_spec.cli.progress import StageProgress
@@ -51,7 +52,7 @@ def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress
     target = open_source(options.target, options.q6k_bits)
     if "model_type" not in target.config:
         raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
-    tokenizer = read_tokenizer(target.folder, target.config)  # a pair without a tokenizer cannot be loaded
+    tokenizer = read_tokenizer(target.checkpoint)  # a pair without a tokenizer cannot be loaded
     if choice is None:
         is_quantized = bool({"quantization", "quantization_config"} & target.config.keys())
         choice = NONE if is_quantized else "4"
@@ -82,7 +83,7 @@ def _find_drafter(
     chosen = published if name == "auto" else name
     if chosen is None:
         try:
-            return target, family_of(target.config, target.tensors().keys())
+            return target, family_of(target.config, target.checkpoint.headers.tensors)
         except BadCheckpoint as error:
             raise InvalidValue(
                 f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
@@ -91,7 +92,7 @@ def _find_drafter(
     drafter = open_source(chosen)
     found = family_or_model(drafter)
     if found is None:
-        difference = differing_token(drafter.folder, target.folder, tokenizer)
+        difference = differing_token(drafter.checkpoint, target.checkpoint, tokenizer)
         if difference is not None:
             raise Mismatch(
                 f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
@@ -121,7 +122,7 @@ def _write(
     if drafter is None or plan.drafter is None:
         return written, None
     written_drafter = _write_part(plan, DRAFTER, plan.drafter, drafter, progress)
-    open_drafter(plan.folder / DRAFTER, drafter.config, plan.target.config)
+    open_drafter(read_checkpoint(plan.folder / DRAFTER), drafter.config, plan.target.config)
     return written, written_drafter
 
 

@@ -7,7 +7,6 @@ import io
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model
 
-from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.families import mlx_lm_module, tower_names
 from mlx_spec.checkpoint.files import one_line, shortened
@@ -40,7 +39,7 @@ def convert_model(
     if the source is quantized already.
     """
     seen: dict[str, mx.array] = {}
-    model, config = load_unread(source.folder, seen)
+    model, config = load_unread(source.checkpoint, seen)
     used = sources_of(seen, list(dict(tree_flatten(model.parameters())).values()))
     if dtype is not None:
         _cast_as_mlx_lm(model, config, DTYPES[dtype])
@@ -97,8 +96,8 @@ def explain_left_out(
     return {name: reason or "not known" for name, reason in reasons.items()}
 
 
-def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return mlx-lm's model of a folder, with lazy weights, and its config. Raises BadCheckpoint.
+def load_unread(checkpoint: Checkpoint, seen: dict[str, mx.array]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return mlx-lm's model of a checkpoint, with lazy weights, and its config. Raises BadCheckpoint.
 
     `seen` receives the tensors under their names in the checkpoint.
     """
@@ -109,7 +108,7 @@ def load_unread(folder: Path, seen: dict[str, mx.array]) -> tuple[nn.Module, dic
         return type(model_class.__name__, (model_class,), own), args_class
 
     with contextlib.redirect_stdout(io.StringIO()):
-        return read_model(folder, lazy=True, classes=classes)
+        return read_model(checkpoint, lazy=True, classes=classes)
 
 
 def _recording_sanitize(
@@ -170,7 +169,7 @@ def family_or_model(source: Source) -> DrafterFamily | None:
     Raises BadCheckpoint for any other checkpoint.
     """
     try:
-        return family_of(source.config, source.tensors().keys())
+        return family_of(source.config, source.checkpoint.headers.tensors)
     except BadCheckpoint:
         if mlx_lm_module(str(source.config.get("model_type"))) is None:
             raise
@@ -189,10 +188,10 @@ def convert_drafter(
     Raises BadCheckpoint if a tensor is missing, left over, or does not have the shape in config.json. Raises
     Mismatch if the drafter was made for another target.
     """
-    tensors = source.tensors()
     if family is None:
         model = convert_model(source, quantization, dtype, "--drafter-bits")
         return replace(model, dropped=explain_left_out(model.unused, source.config))
+    tensors = source.checkpoint.tensors()
     if dtype == "float32":  # cast before a family computes with the weights, such as when it folds norms
         tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
     converted: Converted = family.convert(tensors, source.config, target_config)

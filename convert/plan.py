@@ -52,7 +52,7 @@ class ConversionPlan:
         if self.dtype is None:
             return None
         sizes: Counter[mx.Dtype] = Counter()
-        for array in self.target.tensors().values():
+        for array in self.target.checkpoint.tensors().values():
             if mx.issubdtype(array.dtype, mx.floating):
                 sizes[array.dtype] += array.size
         stored = sizes.most_common(1)[0][0]

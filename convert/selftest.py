@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES
 from mlx_spec.checkpoint.weights import is_dequantized
@@ -30,7 +30,7 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.checkpoint import KEY, read_tensors
+from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.grammar import read_tokens
 from mlx_spec.load import load
@@ -71,20 +71,20 @@ def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
 def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Compare the files with the source, tensor by tensor."""
     model = convert_target(plan.target, None, plan.dtype)
-    result = {TARGET: compare(plan.folder / TARGET, model.tensors, progress)}
+    result = {TARGET: compare(read_checkpoint(plan.folder / TARGET), model.tensors, progress)}
     if plan.drafter is not None:
         drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)
-        result[DRAFTER] = compare(plan.folder / DRAFTER, drafter.tensors, progress)
+        result[DRAFTER] = compare(read_checkpoint(plan.folder / DRAFTER), drafter.tensors, progress)
     return result
 
 
 def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Compare logits and perplexity with the original's."""
-    tokens = texts(plan.target.folder, plan.target.config)
+    tokens = texts(plan.target.checkpoint)
     progress.stage("computing the original on built-in texts")
-    original, expected = measure(plan.target.folder, plan.reference_dtype(), tokens)
+    original, expected = measure(plan.target.checkpoint, plan.reference_dtype(), tokens)
     progress.stage("computing the converted target on the same texts")
-    converted, found = measure(plan.folder / TARGET, None, tokens)
+    converted, found = measure(read_checkpoint(plan.folder / TARGET), None, tokens)
     # In standard deviations of the original logits.
     difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
@@ -106,14 +106,14 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     }
 
 
-def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress) -> dict[str, Any]:
-    """Compare the files in `folder` with unquantized tensors. Empties `expected`. Raises BadCheckpoint.
+def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: StageProgress) -> dict[str, Any]:
+    """Compare a written checkpoint with unquantized tensors. Empties `expected`. Raises BadCheckpoint.
 
     Returns the number of tensors that are equal bit by bit, the number of quantized ones, and their largest
     error.
     """
-    written, config = read_tensors(folder), read_config(folder)
-    progress.stage(f"comparing {folder.name} with its source", tensors=len(expected))
+    written, config, role = checkpoint.tensors(), checkpoint.config, checkpoint.folder.name
+    progress.stage(f"comparing {role} with its source", tensors=len(expected))
     errors: dict[str, float] = {}
     count, wrong, infinite = len(expected), [], []
     for name in sorted(expected):
@@ -137,12 +137,12 @@ def compare(folder: Path, expected: dict[str, mx.array], progress: StageProgress
         mx.clear_cache()
     if wrong or written:
         raise BadCheckpoint(
-            f"the files written to {folder.name} are not what the source holds, in "
+            f"the files written to {role} are not what the source holds, in "
             f"{shortened([*wrong, *sorted(written)])}: the disk or the source is damaged"
         )
     if infinite:
         raise BadCheckpoint(
-            f"{shortened(infinite)} in {folder.name} is not finite: the source is damaged, or --dtype holds "
+            f"{shortened(infinite)} in {role} is not finite: the source is damaged, or --dtype holds "
             "less than its values need"
         )
     equal, error = count - len(errors), max(errors.values(), default=0.0)
@@ -173,25 +173,25 @@ def _error(
 # --- the measurement
 
 
-def load_lazily(folder: Path, dtype: mx.Dtype | None) -> nn.Module:
-    """Return the model in a folder with lazy weights, cast to `dtype` if given.
+def load_lazily(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> nn.Module:
+    """Return the model of a checkpoint with lazy weights, cast to `dtype` if given.
 
     Like `load`, it makes some models dense and float32 on a CPU.
     """
     seen: dict[str, mx.array] = {}
-    model, _ = load_unread(folder, seen)
+    model, _ = load_unread(checkpoint, seen)
     seen.clear()
     if dtype is not None:
         model.set_dtype(dtype)
-    if is_dequantized(read_config(folder)):
+    if is_dequantized(checkpoint.config):
         model.set_dtype(mx.float32)
         model = dequantized(model)
     return model
 
 
-def texts(folder: Path, config: Mapping[str, Any]) -> mx.array:
+def texts(checkpoint: Checkpoint) -> mx.array:
     """Return the built-in texts [B, S], cut to one length."""
-    tokenizer = read_tokenizer(folder, config)
+    tokenizer = read_tokenizer(checkpoint)
     encoded = [tokenizer.prompt_tokens(string) for string in TEXTS]
     length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
     return mx.array([tokens[:length] for tokens in encoded])
@@ -206,19 +206,19 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return result
 
 
-def measure(folder: Path, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[float, Floats]:
+def measure(checkpoint: Checkpoint, dtype: mx.Dtype | None, tokens: mx.array) -> tuple[float, Floats]:
     """Return the perplexity of all texts [B, S], and the logits [R, V] of a few rows.
 
     Only the graph references the weights, so MLX reads each one when it needs it and frees it afterwards. So
     a model may be larger than memory. Raises SelfTestFailed for a model that does not run.
     """
     try:
-        model = load_lazily(folder, dtype)
+        model = load_lazily(checkpoint, dtype)
         logits = model(tokens).astype(mx.float32)
     except (*LOADING_ERRORS, BadCheckpoint) as error:
         raise SelfTestFailed(
-            f"the first pass of {folder.name} fails ({one_line(error)}): mlx-lm does not run it here, "
-            "or not as quantized as it is to be; try -q none"
+            f"the first pass of {checkpoint.folder.name} fails ({one_line(error)}): mlx-lm does not run it "
+            "here, or not as quantized as it is to be; try -q none"
         ) from error
     del model
     scores = logits[:, :-1] - log_total(logits[:, :-1])
@@ -257,13 +257,14 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     before, why_not = None, _why_not_before(plan)
     if why_not is None:
         progress.stage("drafting with the original pair")
-        folder, model = plan.original_drafter, load_lazily(plan.target.folder, plan.reference_dtype())
-        source = open_drafter(folder, read_config(folder), plan.target.config)
+        original = read_checkpoint(plan.original_drafter)
+        model = load_lazily(plan.target.checkpoint, plan.reference_dtype())
+        source = open_drafter(original, original.config, plan.target.config)
         before = draft(Pair(info, tokenizer, model, [source], policies), built_in)
         del model, source
         gc.collect()
     progress.stage("continuing texts without a drafter")
-    plain = continue_greedily(load_lazily(target, None), built_in, frozenset(tokenizer.eos))
+    plain = continue_greedily(load_lazily(read_checkpoint(target), None), built_in, frozenset(tokenizer.eos))
     gc.collect()
     tokens = Counter(token for continuation in plain for token in continuation)
     chance = max(tokens.values()) / tokens.total()  # acceptance of always drafting the most common token
@@ -291,11 +292,12 @@ def _with_rope_of_target(plan: ConversionPlan, pair: Pair, prompts: list[list[in
 
     The heads of some publishers state another base than they were trained with.
     """
-    config = read_config(plan.folder / DRAFTER)
+    written = read_checkpoint(plan.folder / DRAFTER)
+    config = written.config
     if config["model_type"] not in ("eagle3", "peagle") or config[KEY]["rope"] == "target":
         return None
     changed = {**config, KEY: {**config[KEY], "rope": "target"}}
-    source = open_drafter(plan.folder / DRAFTER, changed, plan.target.config)
+    source = open_drafter(written, changed, plan.target.config)
     return draft(pair.with_drafters([source], pair.policies), prompts)
 
 
@@ -303,7 +305,7 @@ def _why_not_before(plan: ConversionPlan) -> str | None:
     """Return why the original pair is not measured; None if it is."""
     if not (plan.dtype or plan.quantization or plan.drafter_quantization):
         return "nothing was changed"
-    limit, size = memory_for_models(), plan.target.size
+    limit, size = memory_for_models(), plan.target.checkpoint.headers.size
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 
@@ -354,7 +356,7 @@ def check_lossless(
     for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
         if found == expected:
             continue
-        model = load_lazily(target, None)
+        model = load_lazily(read_checkpoint(target), None)
         difference = first_difference(partial(LMTarget, model), text_prompt(prompt), expected, found)
         if difference is None:
             raise SelfTestFailed(

@@ -9,12 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint.config import StoredModel, read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.files import sha256, typed_path
 from mlx_spec.checkpoint.gguf import is_gguf
 from mlx_spec.checkpoint.gguf_model import gguf_folder
 from mlx_spec.cli.progress import StageProgress
-from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
 from mlx_spec.hub.download import published_hash
@@ -40,7 +39,7 @@ class Source:
     """One checkpoint in Hugging Face or MLX format."""
 
     name: str  # a path or a repository, as given
-    checkpoint: StoredModel = field(repr=False)
+    checkpoint: Checkpoint = field(repr=False)
 
     @property
     def folder(self) -> Path:
@@ -53,18 +52,9 @@ class Source:
         return self.checkpoint.config
 
     @property
-    def size(self) -> int:
-        """Return the bytes of the weights."""
-        return self.checkpoint.headers.size
-
-    @property
     def revision(self) -> str | None:
         """Return the commit of a repository; None for a folder."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None
-
-    def tensors(self) -> dict[str, mx.array]:
-        """Return all tensors, lazily. Raises BadCheckpoint."""
-        return read_tensors(self.folder)
 
     def side_files(self) -> list[Path]:
         """Return the files to copy: tokenizer, chat template, generation settings."""

@@ -11,9 +11,9 @@ import mlx.core as mx
 from mlx_lm.utils import make_shards
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import INDEX
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import write_json
+from mlx_spec.checkpoint.headers import INDEX
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
 

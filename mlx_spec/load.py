@@ -16,17 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.config import (
-    TOKENIZERS,
-    context_length,
-    critical_lengths,
-    fingerprint,
-    read_checkpoint,
-    read_config,
-    read_headers,
-    read_published,
-    vocab_size,
-)
+from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, read_checkpoint, vocab_size
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
@@ -91,7 +81,8 @@ def load(
     if exact == "float32" and ranks is not None:
         raise InvalidValue("--exact float32 needs the whole target on this machine: leave one of them out")
     shown, paths = _located(spec)
-    folder, config, size = _find_target(paths, ranks)
+    checkpoint = _open_target(paths, ranks)
+    config, size = checkpoint.config, int(sizes_of(checkpoint, 0).held)
     import mlx.core as mx
 
     from mlx_spec.model.probe import arrays_of
@@ -101,53 +92,51 @@ def load(
     bound_freed_buffers(size)
     model = None
     if is_dequantized(config) and ranks is None:
-        model = _load_target(folder, config, exact)
+        model = _load_target(checkpoint, exact)
         mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
-    tokenizer = read_tokenizer(folder, config)
+    tokenizer = read_tokenizer(checkpoint)
     if unread := tokenizer.generation.without_effect:
         print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
-    source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
+    source = _open_drafter(shown, paths.drafter, checkpoint, tokenizer)
     if ranks is not None and source is not None and source.needs.shared_kv:
-        shown, source = _without_shared_kv(shown, folder, config, tokenizer, is_named=drafter is not None)
-    vision = _vision(folder, tokenizer, ranks)
+        shown, source = _without_shared_kv(shown, checkpoint, tokenizer, is_named=drafter is not None)
+    vision = _vision(checkpoint, tokenizer, ranks)
     sizes = (
         size // (1 if ranks is None else ranks.size),
-        int(sizes_of(read_checkpoint(source.folder), 0).held) if source and source.folder else 0,
+        int(sizes_of(source.checkpoint, 0).held) if source and source.checkpoint else 0,
         0 if isinstance(vision, NoVision) else vision.nbytes,
     )
     name = None if shown.drafter == NONE else shown.drafter
-    info = PairInfo(shown.target, name, _vocab_size(config, tokenizer), context_length(config), *sizes)
+    info = PairInfo(shown.target, name, _vocab_size(config, tokenizer), checkpoint.context, *sizes)
     if draft_ranks is not None:
         _check_same_drafter(draft_ranks, shown, source)
     offered = _offered(source, spec, draft_ranks)
     quantization = _quantization(config) + (", in float32" if exact == "float32" else "")
     quantization += "" if ranks is None else f", over {ranks.size} ranks"
-    policies = _policies(folder, offered, quantization, spec)
-    model = _load_target(folder, config, exact, ranks) if model is None else model
+    policies = _policies(checkpoint, offered, quantization, spec)
+    model = _load_target(checkpoint, exact, ranks) if model is None else model
     if exact == "float32":
         info = replace(info, target_bytes=sum(array.nbytes for array in arrays_of(model)))
         for network in (each.network for each in offered if each.network is not None):
             network.set_dtype(mx.float32)
-    memory = _memory(folder, source, spec, ranks, info.target_bytes + sum(sizes[1:]))
+    memory = _memory(checkpoint, source, spec, ranks, info.target_bytes + sum(sizes[1:]))
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
-    _prepare(pair, folder, config, quantization, spec, is_whole=ranks is None)
+    _prepare(pair, checkpoint, quantization, spec, is_whole=ranks is None)
     return pair
 
 
 def _without_shared_kv(
-    shown: PairSpec, folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, *, is_named: bool
+    shown: PairSpec, target: Checkpoint, tokenizer: Tokenizer, *, is_named: bool
 ) -> tuple[PairSpec, DrafterSource | None]:
     """Return lookup in place of a drafter that reads the target's K/V. Raises Mismatch if it was named."""
     why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
     if is_named:
         raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
     print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
-    return replace(shown, drafter=LOOKUP), _open_drafter(shown, LOOKUP, folder, config, tokenizer)
+    return replace(shown, drafter=LOOKUP), _open_drafter(shown, LOOKUP, target, tokenizer)
 
 
-def _prepare(
-    pair: Pair, folder: Path, config: Mapping[str, Any], quantization: str, spec: PairSpec, *, is_whole: bool
-) -> None:
+def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, *, is_whole: bool) -> None:
     """Check and measure a pair. Targets without exact rollback are refused now, not in an answer."""
     import mlx.core as mx
 
@@ -155,28 +144,31 @@ def _prepare(
 
     try:
         with resident(pair.info.target_bytes):
-            activations = _check(pair, folder, critical_lengths(config) if is_whole else [], spec.kv_bits)
+            lengths = critical_lengths(target.config) if is_whole else []
+            activations = _check(pair, target, lengths, spec.kv_bits)
             if activations != mx.float32 and spec.exact == "off":
                 pair.use_rows(pair.rows.under(spec.exact))
             elif activations != mx.float32:
-                key = _key(folder, (), f"{quantization}, activations in {activations}", spec)
+                key = _key(target, (), f"{quantization}, activations in {activations}", spec)
                 pair.use_rows(saved_costs.row_class(key, _short(pair), pair.measured_rows).under(spec.exact))
             _measure(pair)
     except LOADING_ERRORS as error:
-        kind = config["model_type"] + ("" if spec.kv_bits is None else f" with kv_bits {spec.kv_bits}")
-        raise BadCheckpoint(f"{folder} fails in its first pass as {kind}: {one_line(error)}") from error
+        kind = target.model_type + ("" if spec.kv_bits is None else f" with kv_bits {spec.kv_bits}")
+        raise BadCheckpoint(
+            f"{target.folder} fails in its first pass as {kind}: {one_line(error)}"
+        ) from error
 
 
 def _memory(
-    target: Path, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, weights: int
+    target: Checkpoint, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, weights: int
 ) -> ContextMemory:
     """Return what conversations of a pair with these bytes of weights take in memory."""
-    stored = [read_checkpoint(folder) for folder in (target, source and source.folder) if folder]
-    found = context_memory(stored, spec.kv_bits, 1 if ranks is None else ranks.size)
-    return replace(found, weights=weights)
+    checkpoints = [target, source.checkpoint] if source and source.checkpoint else [target]
+    memory = context_memory(checkpoints, spec.kv_bits, 1 if ranks is None else ranks.size)
+    return replace(memory, weights=weights)
 
 
-def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) -> mx.Dtype:
+def _check(pair: Pair, target: Checkpoint, lengths: list[int], kv_bits: int | None) -> mx.Dtype:
     """Check a pair, also where its texts reach these lengths, unless that was done before on this machine.
 
     Returns the type of the activations.
@@ -185,7 +177,7 @@ def _check(pair: Pair, folder: Path, lengths: list[int], kv_bits: int | None) ->
     from mlx_spec.policy import saved_costs
 
     versions = [version(name) for name in ("mlx", "mlx-lm", "mlx-spec")]
-    key = [fingerprint(folder), device_name(), *versions, kv_bits, lengths, pair.drafter_names]
+    key = [target.fingerprint, device_name(), *versions, kv_bits, lengths, pair.drafter_names]
     checked = saved_costs.folder() / f"checked-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     was_checked = checked.exists()
     activations = pair.check([] if was_checked else lengths)
@@ -220,9 +212,9 @@ def _measure(pair: Pair) -> None:
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
     use_device()
-    folder, config, size = _find_target(_located(PairSpec(target, NONE))[1], ranks)
-    bound_freed_buffers(size // ranks.size)
-    _load_target(folder, config, "auto", ranks)
+    checkpoint = _open_target(_located(PairSpec(target, NONE))[1], ranks)
+    bound_freed_buffers(int(sizes_of(checkpoint, 0).held) // ranks.size)
+    _load_target(checkpoint, "auto", ranks)
     return ranks.follow()
 
 
@@ -233,20 +225,19 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
 
     use_device()
     shown, paths = _located(spec)
-    folder = find(paths.target)
-    config = read_config(folder)
-    tokenizer = read_tokenizer(folder, config)
-    source = _open_drafter(shown, paths.drafter, folder, config, tokenizer)
-    return draft_for_rank_0(ranks, _check_same_drafter(ranks, shown, source), _vocab_size(config, tokenizer))
+    target = read_checkpoint(find(paths.target))
+    tokenizer = read_tokenizer(target)
+    source = _check_same_drafter(ranks, shown, _open_drafter(shown, paths.drafter, target, tokenizer))
+    return draft_for_rank_0(ranks, source, _vocab_size(target.config, tokenizer))
 
 
 def _check_same_drafter(ranks: Ranks, shown: PairSpec, source: DrafterSource | None) -> DrafterSource:
     """Return the drafter. Raises InvalidValue without weights; ends all ranks if rank 1 has another one."""
-    if source is None or source.folder is None:
+    if source is None or source.checkpoint is None:
         raise InvalidValue(
             f"{shown.target} has no drafter with weights that another rank could run: give a draft model"
         )
-    ranks.compare(_identity(source.folder))
+    ranks.compare(_identity(source.checkpoint))
     return source
 
 
@@ -299,31 +290,30 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
     return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
 
 
-def _find_target(paths: PairSpec, ranks: Ranks | None) -> tuple[Path, Mapping[str, Any], int]:
-    """Return the folder, the config and the loaded bytes of a target. Ends all ranks if theirs differ."""
+def _open_target(paths: PairSpec, ranks: Ranks | None) -> Checkpoint:
+    """Open a target, and check that it is complete. Ends all ranks if theirs differ."""
     checkpoint = read_checkpoint(find(paths.target))
     checkpoint.check_weights()
-    checkpoint.check_kind()
-    folder, size = checkpoint.folder, int(sizes_of(checkpoint, 0).held)
+    checkpoint.check_model_type()
     if ranks is not None:
-        ranks.compare(_identity(folder))
-    return folder, checkpoint.config, size
+        ranks.compare(_identity(checkpoint))
+    return checkpoint
 
 
-def _identity(folder: Path) -> dict[str, str]:
+def _identity(checkpoint: Checkpoint) -> dict[str, str]:
     """Return by name what must be equal on all ranks: package versions, and digests of the checkpoint."""
     samples, sample_bytes = 64, 4096  # of each weight file: a fine-tune differs in most of them
-    found = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
-    files = [folder / name for name in ("config.json", *TOKENIZERS)]
-    for file in [*filter(Path.is_file, files), *read_headers(folder).files]:
+    identity = {name: version(name) for name in ("mlx", "mlx-lm", "mlx-spec")}
+    files = [checkpoint.folder / name for name in ("config.json", *TOKENIZERS)]
+    for file in [*filter(Path.is_file, files), *checkpoint.headers.files]:
         size = file.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with file.open("rb") as stream:
             for at in range(0, size, max(size // samples, sample_bytes)):
                 stream.seek(at)
                 digest.update(stream.read(sample_bytes))
-        found[file.name] = digest.hexdigest()[:12]
-    return found
+        identity[file.name] = digest.hexdigest()[:12]
+    return identity
 
 
 def _check_values(spec: PairSpec) -> None:
@@ -338,9 +328,9 @@ def _check_values(spec: PairSpec) -> None:
 
 
 def _open_drafter(
-    shown: PairSpec, path: str | None, target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
+    shown: PairSpec, path: str | None, target: Checkpoint, tokenizer: Tokenizer
 ) -> DrafterSource | None:
-    """Return the drafter at a path for a target with `config`; None if there is to be none."""
+    """Return the drafter at a path for a target; None if there is to be none."""
     import mlx.core as mx
 
     from mlx_spec.drafters.lookup import lookup_source
@@ -351,19 +341,20 @@ def _open_drafter(
         folder = find(path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    _refuse_unconverted(shown, folder)
-    own = read_config(folder)
-    source = _source(folder, own, target, config, tokenizer)
-    if source.network is not None and gguf_dtype(config) == "float32":
+    checkpoint = read_checkpoint(folder)
+    _refuse_unconverted(shown, checkpoint)
+    source = _source(checkpoint, target, tokenizer)
+    if source.network is not None and gguf_dtype(target.config) == "float32":
         source.network.set_dtype(mx.float32)
-    return replace(source, folder=folder)
+    return replace(source, checkpoint=checkpoint)
 
 
-def _refuse_unconverted(shown: PairSpec, folder: Path) -> None:
+def _refuse_unconverted(shown: PairSpec, checkpoint: Checkpoint) -> None:
     """Raise BadCheckpoint for a published drafter that has to be converted first."""
-    from mlx_spec.drafters.checkpoint import KEY, read_tensors
+    from mlx_spec.drafters.checkpoint import KEY
 
-    config, names_of_tensors = read_published(folder), read_tensors(folder).keys()
+    checkpoint.check_weights()
+    config, names_of_tensors = checkpoint.config, checkpoint.headers.tensors
     refuse_unsupported(config, names_of_tensors)
     family = drafter_family(config, names_of_tensors)
     if family is not None and not family.is_ours and KEY not in config:
@@ -373,26 +364,24 @@ def _refuse_unconverted(shown: PairSpec, folder: Path) -> None:
         )
 
 
-def _source(
-    folder: Path, own: Mapping[str, Any], target: Path, config: Mapping[str, Any], tokenizer: Tokenizer
-) -> DrafterSource:
-    """Return the drafter in `folder`, whose config is `own`. With another tokenizer it drafts by text."""
+def _source(drafter: Checkpoint, target: Checkpoint, tokenizer: Tokenizer) -> DrafterSource:
+    """Return a drafter. With another tokenizer it drafts by text."""
     from mlx_spec.drafters import open_drafter, open_retokenized
-    from mlx_spec.tokenizer import differing_token, has_tokenizer, read_tokenizer
+    from mlx_spec.tokenizer import differing_token, read_tokenizer
 
-    if own["model_type"] not in OPENED_AS and not has_tokenizer(folder):
-        sizes = _vocab_size(own, tokenizer), _vocab_size(config, tokenizer)
+    if drafter.model_type not in OPENED_AS and not drafter.has_tokenizer:
+        sizes = [_vocab_size(checkpoint.config, tokenizer) for checkpoint in (drafter, target)]
         if sizes[0] != sizes[1]:
             raise Mismatch(
-                f"the draft model {folder} knows {sizes[0]} tokens, the target {sizes[1]}, and without its "
-                f"tokenizer it is unknown which are the same: add its tokenizer.json; {WITHOUT}"
+                f"the draft model {drafter.folder} knows {sizes[0]} tokens, the target {sizes[1]}, and "
+                f"without its tokenizer it is unknown which are the same: add its tokenizer.json; {WITHOUT}"
             )
-    difference = differing_token(folder, target, tokenizer)
+    difference = differing_token(drafter, target, tokenizer)
     if difference is None:
-        return open_drafter(folder, own, config)
-    if own["model_type"] in OPENED_AS:
+        return open_drafter(drafter, drafter.config, target.config)
+    if drafter.model_type in OPENED_AS:
         raise Mismatch(f"{difference}: use a drafter with the target's vocabulary; {WITHOUT}")
-    return open_retokenized(folder, own, read_tokenizer(folder, own), tokenizer)
+    return open_retokenized(drafter, drafter.config, read_tokenizer(drafter), tokenizer)
 
 
 def _offered(source: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | None) -> list[DrafterSource]:
@@ -403,15 +392,15 @@ def _offered(source: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | 
     if source is None:
         return []
     offered = [drafting_ahead(source, draft_ranks) if spec.ahead or draft_ranks else source]
-    if spec.num_draft_tokens is None and source.folder is not None:
+    if spec.num_draft_tokens is None and source.checkpoint is not None:
         if source.trees is not None:
-            offered.append(replace(source.trees, folder=source.folder))
+            offered.append(replace(source.trees, checkpoint=source.checkpoint))
         offered.append(lookup_source())
     return offered
 
 
 def _policies(
-    target: Path, offered: list[DrafterSource], quantization: str, spec: PairSpec
+    target: Checkpoint, offered: list[DrafterSource], quantization: str, spec: PairSpec
 ) -> AdaptivePolicies | FixedPolicy:
     """Return the maker of policies: adaptive, or with the draft length that the user fixed."""
     from mlx_spec.policy import FixedPolicy, saved_costs
@@ -425,22 +414,22 @@ def _policies(
         first = offered[0]
         ahead = first.own_costs is not None
         return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=ahead, ratios=Ratios())
-    folders = {name: source.folder for source in offered for name in source.names}
-    prints = tuple(name if f is None else fingerprint(f) for name, f in folders.items())
+    checkpoints = {name: source.checkpoint for source in offered for name in source.names}
+    prints = tuple(name if stored is None else stored.fingerprint for name, stored in checkpoints.items())
     key = _key(target, prints, quantization, spec)
-    copying = [name for name, folder in folders.items() if folder is None]
+    copying = [name for name, stored in checkpoints.items() if stored is None]
     own = {source.name: source.own_costs for source in offered if source.own_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
-    names, folder = list(folders), saved_costs.folder()
+    names, folder = list(checkpoints), saved_costs.folder()
     return BatchPolicies(names, copying, own_costs=own, together=together, key=key, folder=folder)
 
 
-def _key(target: Path, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:
+def _key(target: Checkpoint, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:
     """Return the conditions that measured costs or row classes hold for."""
     from mlx_spec.device import device_name
     from mlx_spec.policy import Key
 
-    return Key(device_name(), fingerprint(target), drafters, quantization, spec.kv_bits, version("mlx"))
+    return Key(device_name(), target.fingerprint, drafters, quantization, spec.kv_bits, version("mlx"))
 
 
 def _quantization(config: Mapping[str, Any]) -> str:
@@ -450,17 +439,16 @@ def _quantization(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
 
 
-def _load_target(
-    folder: Path, config: Mapping[str, Any], exact: Exact, ranks: Ranks | None = None
-) -> nn.Module:
+def _load_target(checkpoint: Checkpoint, exact: Exact, ranks: Ranks | None = None) -> nn.Module:
     """Load the model with mlx-lm. With `ranks`, keep this rank's part. Raises BadCheckpoint."""
     import mlx.core as mx
 
     from mlx_spec.model.dense import dequantized
     from mlx_spec.model.read import read_model
 
+    config = checkpoint.config
     is_dense = is_dequantized(config)
-    model, _ = read_model(folder, lazy=is_dense or ranks is not None)
+    model, _ = read_model(checkpoint, lazy=is_dense or ranks is not None)
     if gguf_dtype(config) == "float32":
         why = "a CPU is slow with other types" if is_dense else "dense weights exceed the memory"
         how = "in float32" if is_dense else "quantized, with scales in float32"
@@ -474,14 +462,14 @@ def _load_target(
     return model
 
 
-def _vision(folder: Path, tokenizer: Tokenizer, ranks: Ranks | None) -> Vision | NoVision:
+def _vision(checkpoint: Checkpoint, tokenizer: Tokenizer, ranks: Ranks | None) -> Vision | NoVision:
     """Return the reader of pictures for a target, or the reason why there is none."""
     from mlx_spec.vision.vision import read_vision
 
     if ranks is not None:
         return NoVision(f"it is split over {ranks.size} machines; run it on one, or send text")
     try:
-        return read_vision(folder, tokenizer)
+        return read_vision(checkpoint, tokenizer)
     except NoVision as reason:
         return reason
 

@@ -18,6 +18,7 @@ from support import pairs, tiny
 from support.checkpoints import edit_config
 
 from mlx_spec.apps.server.protocols.stored_responses import ResponseStore
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.convert.train.answers import read_answer
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.grammar.json_schema import enforced
@@ -109,7 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_config(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     edit_config(folder, lambda config: config.update(changes))
-    for read in (inspect_folder, lambda folder, name: read_model(folder)):
+    for read in (inspect_folder, lambda folder, name: read_model(read_checkpoint(folder))):
         try:
             read(folder, "x")
         except BadCheckpoint as error:
@@ -127,9 +128,9 @@ def test_files_beside_the_tokenizer(name: str, content: object, tmp_path: Path) 
     folder = checkpoint(tmp_path)
     (folder / name).write_text(json.dumps(content))
     if name.startswith("added"):
-        refuse(BadCheckpoint, lambda: read_tokenizer(folder, {}))
+        refuse(BadCheckpoint, lambda: read_tokenizer(read_checkpoint(folder)))
     else:
-        assert read_tokenizer(folder, {}).generation.suppressed == frozenset()
+        assert read_tokenizer(read_checkpoint(folder)).generation.suppressed == frozenset()
 
 
 def test_errors_are_one_line_whatever_they_quote() -> None:

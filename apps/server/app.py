@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.command import tell
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
@@ -169,7 +169,7 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     """
     for model in settings.models:
         for folder in checkpoint_folders(model, complete=False):
-            read_config(folder)
+            _ = read_checkpoint(folder).model_type
     listener = _bind(settings.host, settings.port)
     _configure_log(settings.log_file)
     engine = EngineThread(settings, loader)

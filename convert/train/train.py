@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import read_config, text_config
+from mlx_spec.checkpoint.config import read_checkpoint, text_config
 from mlx_spec.checkpoint.files import (
     check_new,
     check_space,
@@ -205,7 +205,7 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
 
 def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, and its config.json. Raises Mismatch for a target that cannot have one."""
-    target = read_config(find(folders(PairSpec(options.target, NONE))[0]))
+    target = read_checkpoint(find(folders(PairSpec(options.target, NONE))[0])).config
     probe = recording(pair).open().target
     probe.prefill([0, 0])
     if FULL not in probe.shared_kv():
@@ -244,11 +244,11 @@ def _begin(
 
 def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Load an assistant to improve. Raises BadCheckpoint for another family, or a quantized assistant."""
-    folder = find(source)
-    config = read_config(folder)
-    if not str(config["model_type"]).endswith("assistant"):
+    checkpoint = read_checkpoint(find(source))
+    config = checkpoint.config
+    if not checkpoint.model_type.endswith("assistant"):
         raise BadCheckpoint(
-            f"{source} is a {config['model_type']}, only a Gemma 4 assistant or a drafter that `mlx-spec "
+            f"{source} is a {checkpoint.model_type}, only a Gemma 4 assistant or a drafter that `mlx-spec "
             "train` made can be improved: leave out --from to train a new one"
         )
     if "quantization" in config:
@@ -257,7 +257,7 @@ def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork
         )
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target)
-    network = load_assistant(folder, assistant)
+    network = load_assistant(checkpoint, assistant)
     network.set_dtype(mx.float32)
     return network, config
 

@@ -1,66 +1,66 @@
-"""Read a checkpoint for load, inspect and convert: config.json and the headers of its weights."""
+"""Open a checkpoint for load, inspect and convert: each of its files once, when it is asked for."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_spec.checkpoint.families import MANIFEST, Config, mlx_lm_module
-from mlx_spec.checkpoint.files import AGAIN, read_object
-from mlx_spec.checkpoint.headers import (
-    GGUF,
-    INDEX,
-    WEIGHTS,
-    Headers,
-    TensorInfo,
-    header_bytes,
-    indexed_tensors,
-    other_format,
-    read_headers,
-)
+from mlx_spec.checkpoint.files import AGAIN, one_line, parse_object, read_file, read_object
+from mlx_spec.checkpoint.headers import GGUF, WEIGHTS, Headers, read_headers
 from mlx_spec.checkpoint.quantizers import is_fp8, obstacle, quantizer
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
 from mlx_spec.checkpoint.ropes import ALWAYS_LONG, is_split, stated_ropes, stretch_of
 from mlx_spec.errors import BadCheckpoint, NotFound
 
-__all__ = [
-    "GGUF",
-    "INDEX",
-    "TOKENIZERS",
-    "WEIGHTS",
-    "Headers",
-    "StoredModel",
-    "TensorInfo",
-    "check_weights",
-    "context_length",
-    "critical_lengths",
-    "fingerprint",
-    "has_weights",
-    "indexed_tensors",
-    "integer",
-    "other_format",
-    "read_checkpoint",
-    "read_config",
-    "read_headers",
-    "read_published",
-    "text_config",
-    "vocab_size",
-]
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 
 
-@dataclass(frozen=True)
-class StoredModel:
-    """A folder with a config.json and weights, complete or not."""
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A folder with a config.json and weights, complete or not.
+
+    Headers and JSON files are read when they are asked for, and once. Tensors are read each time, because who
+    holds a tensor holds its memory.
+    """
 
     folder: Path
-    published: Config  # config.json as it is in the file
-    headers: Headers
+    header_reader: Callable[[Path], Headers] = field(default=read_headers, repr=False)
+    _objects: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return a copy of the JSON object in a file, empty without it. Raises BadCheckpoint."""
+        if name not in self._objects:
+            file = self.folder / name
+            self._objects[name] = read_object(file) if file.is_file() else {}
+        return dict(self._objects[name])
+
+    @cached_property
+    def headers(self) -> Headers:
+        """Return the headers of the weights."""
+        return self.header_reader(self.folder)
+
+    @cached_property
+    def _config_file(self) -> bytes | None:
+        file = self.folder / "config.json"
+        return read_file(file) if file.is_file() else None
+
+    @cached_property
+    def published(self) -> Config:
+        """Return config.json as it is in the file, empty without it. Raises BadCheckpoint."""
+        content = self._config_file
+        published = {} if content is None else parse_object(self.folder / "config.json", content)
+        if "quantization_config" not in published:  # NVIDIA's quantizer writes its settings beside it
+            settings = self.json("hf_quant_config.json")
+            published |= {"quantization_config": settings} if settings else {}
+        return published
 
     @cached_property
     def is_fp8(self) -> bool:
@@ -76,13 +76,14 @@ class StoredModel:
     def config(self) -> dict[str, Any]:
         """Return config.json as mlx-lm reads it. Missing sizes come from the weights."""
         try:
-            found = repair_config(self.published, self.headers.tensors)
+            config = repair_config(self.published, self.headers.tensors)
         except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise BadCheckpoint(f"{self.folder / 'config.json'} is malformed ({error}): {AGAIN}") from error
         if self.is_fp8:
-            for part in (found, *(found[key] for key in TEXT_CONFIGS if isinstance(found.get(key), dict))):
+            parts = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict))
+            for part in (config, *parts):
                 part.pop("quantization_config", None)
-        return found
+        return config
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -96,6 +97,11 @@ class StoredModel:
             key for key in keys if self.config.get(key, gone) != stored.get(key, gone) or key not in stored
         )
         return {key: self.config.get(key) for key in changed}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return True if the checkpoint brings a tokenizer."""
+        return any((self.folder / name).is_file() for name in TOKENIZERS)
 
     @property
     def context(self) -> int | None:
@@ -113,18 +119,52 @@ class StoredModel:
             raise BadCheckpoint(self.headers.problem)
         return self.headers.size
 
-    def check_kind(self) -> str:
-        """Return the model type. Raises BadCheckpoint if there is none, or mlx-lm does not know it."""
-        kind = self.config.get("model_type")
-        code = ", and the code it brings is never run" if "auto_map" in self.config else ""
-        if not isinstance(kind, str):
-            raise BadCheckpoint(f"{self.folder / 'config.json'} has no model_type{code}: {AGAIN}")
-        if mlx_lm_module(kind) is None:
+    @property
+    def _own_code(self) -> str:
+        return ", and the code it brings is never run" if "auto_map" in self.config else ""
+
+    @property
+    def model_type(self) -> str:
+        """Return the model type. Raises BadCheckpoint without one."""
+        model_type = self.config.get("model_type")
+        if not isinstance(model_type, str):
+            raise BadCheckpoint(f"{self.folder / 'config.json'} has no model_type{self._own_code}: {AGAIN}")
+        return model_type
+
+    def check_model_type(self) -> None:
+        """Raise BadCheckpoint if there is no model type, or mlx-lm does not know it."""
+        if mlx_lm_module(self.model_type) is None:
             raise BadCheckpoint(
-                f"{self.folder} is of model_type {kind}, which mlx-lm does not support{code}: use a model of "
-                "another architecture, or a newer mlx-lm"
+                f"{self.folder} is of model_type {self.model_type}, which mlx-lm does not "
+                f"support{self._own_code}: use a model of another architecture, or a newer mlx-lm"
             )
-        return kind
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return 16 digits that change with the config, the tensors' names and shapes, or the files' sizes.
+
+        Weights are not read: fine-tunes of a model look alike, and cost alike. Raises BadCheckpoint.
+        """
+        self.check_weights()
+        digest = hashlib.sha256(self._config_file or b"")
+        for file, header in zip(self.headers.files, self.headers.contents, strict=True):
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + header)
+        return digest.hexdigest()[:16]
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Return every tensor, lazily. Raises BadCheckpoint."""
+        import mlx.core as mx
+
+        self.check_weights()
+        tensors: dict[str, mx.array] = {}
+        for file in self.headers.files:
+            try:
+                loaded = mx.load(str(file))
+            except RuntimeError as error:  # such as for a type that MLX does not have
+                raise BadCheckpoint(f"{file} cannot be read ({one_line(error)}): {AGAIN}") from error
+            assert isinstance(loaded, dict)
+            tensors |= loaded
+        return tensors
 
     def check_quantizer(self) -> None:
         """Raise BadCheckpoint if the weights are quantized in a way that cannot be read."""
@@ -132,19 +172,15 @@ class StoredModel:
             raise BadCheckpoint(f"{self.folder} {problem}")
 
 
-def read_checkpoint(folder: Path) -> StoredModel:
-    """Read a checkpoint whose config.json may lack `model_type`. Damaged weights are not an error.
+def read_checkpoint(folder: Path, header_reader: Callable[[Path], Headers] = read_headers) -> Checkpoint:
+    """Open a checkpoint whose config.json may lack `model_type`. Damaged weights are not an error.
 
     Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or needs its own code.
     """
-    if not (folder / "config.json").is_file():
+    file, checkpoint = folder / "config.json", Checkpoint(folder, header_reader)
+    if not file.is_file():
         raise NotFound(_no_config(folder))
-    published = read_object(folder / "config.json")
-    modelopt = folder / "hf_quant_config.json"  # NVIDIA's quantizer writes its settings there
-    if "quantization_config" not in published and modelopt.is_file():
-        published["quantization_config"] = read_object(modelopt)
-    found = StoredModel(folder, published, read_headers(folder))
-    config = found.config
+    config = checkpoint.config
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "
@@ -152,28 +188,11 @@ def read_checkpoint(folder: Path) -> StoredModel:
         )
     for key in TEXT_CONFIGS:
         if not isinstance(config.get(key), Mapping | None):
-            raise BadCheckpoint(f"{folder / 'config.json'} has a {key} that is not an object: {AGAIN}")
+            raise BadCheckpoint(f"{file} has a {key} that is not an object: {AGAIN}")
     context = integer(text_config(config), "max_position_embeddings")
     if context is not None and context < 1:
-        raise BadCheckpoint(f"{folder / 'config.json'} has max_position_embeddings {context}: {AGAIN}")
-    return found
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint, which has a `model_type`, repaired for mlx-lm.
-
-    Raises as `read_checkpoint`, and BadCheckpoint without a model type.
-    """
-    config = read_published(folder)
-    if not isinstance(config.get("model_type"), str):
-        code = ", and the code it brings is never run" if "auto_map" in config else ""
-        raise BadCheckpoint(f"{folder / 'config.json'} has no model_type{code}: {AGAIN}")
-    return config
-
-
-def read_published(folder: Path) -> dict[str, Any]:
-    """Return a repaired config.json that may lack `model_type`. Raises as `read_checkpoint`."""
-    return read_checkpoint(folder).config
+        raise BadCheckpoint(f"{file} has max_position_embeddings {context}: {AGAIN}")
+    return checkpoint
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,31 +253,9 @@ def critical_lengths(config: Config) -> list[int]:
     return sorted(n for n in found if n is not None and 16 <= n <= (context or n))
 
 
-def check_weights(folder: Path) -> int:
-    """Return the bytes of the weights. Raises BadCheckpoint unless they are complete."""
-    headers = read_headers(folder)
-    if headers.problem is not None:
-        raise BadCheckpoint(headers.problem)
-    return headers.size
-
-
 def has_weights(folder: Path) -> bool:
     """Return True if config.json and all weight files exist, even if a file is damaged."""
     return (folder / "config.json").is_file() and not read_headers(folder).missing
-
-
-def fingerprint(folder: Path) -> str:
-    """Return 16 digits that change with the config, the tensors' names and shapes, or the files' sizes.
-
-    Weights are not read: fine-tunes of a model look alike, and cost alike. Raises BadCheckpoint and OSError.
-    """
-    digest = hashlib.sha256()
-    config = folder / "config.json"
-    digest.update(config.read_bytes() if config.is_file() else b"")
-    for file in read_headers(folder).files:
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(header_bytes(file))
-    return digest.hexdigest()[:16]
 
 
 def _no_config(folder: Path) -> str:

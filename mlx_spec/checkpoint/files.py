@@ -43,12 +43,23 @@ class NoSpace(SpecError):
 
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`. Raises BadCheckpoint for anything else."""
+    return parse_object(file, read_file(file))
+
+
+def read_file(file: Path) -> bytes:
+    """Return the content of a file. Raises BadCheckpoint."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise BadCheckpoint(f"{file} is not valid JSON ({error}): {AGAIN}") from error
+        return file.read_bytes()
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read ({error.strerror})") from error
+
+
+def parse_object(file: Path, content: bytes) -> dict[str, Any]:
+    """Return the JSON object that `file` holds. Raises BadCheckpoint for anything else."""
+    try:
+        value = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise BadCheckpoint(f"{file} is not valid JSON ({error}): {AGAIN}") from error
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{file} holds a {type(value).__name__} where a JSON object belongs: {AGAIN}")
     return value

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.files import read_optional
+from mlx_spec.checkpoint.config import Checkpoint
 
 # Keys that change a text in transformers and have no effect here -> values that have none there either.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -51,9 +50,9 @@ class GenerationConfig:
     without_effect: tuple[str, ...] = ()  # keys with their values
 
 
-def read_generation_config(folder: Path, eos: Collection[int] = ()) -> GenerationConfig:
+def read_generation_config(checkpoint: Checkpoint, eos: Collection[int] = ()) -> GenerationConfig:
     """Return the settings of a checkpoint. A word of one token that is in `eos` is not bad, as there."""
-    found = read_optional(folder / "generation_config.json")
+    found = checkpoint.json("generation_config.json")
     words = found.get("bad_words_ids") or []
     words = [word for word in words if isinstance(word, list)] if isinstance(words, list) else []
     bad = [word[0] for word in words if len(word) == 1 and word[0] not in list(eos)]

@@ -52,8 +52,9 @@ class Headers:
     size: int  # bytes of the weight files
     problem: str | None  # the first missing or damaged file, None if the checkpoint is complete
     files: tuple[Path, ...] = ()  # the files that are read
+    contents: tuple[bytes, ...] = field(default=(), repr=False)  # their headers as they are, empty if damaged
     indexed: Collection[str] = ()  # tensors of the index; empty if it names missing files
-    missing: tuple[str, ...] = field(default=())  # names of missing files
+    missing: tuple[str, ...] = ()  # names of missing files
 
 
 def read_headers(folder: Path) -> Headers:
@@ -64,14 +65,15 @@ def read_headers(folder: Path) -> Headers:
         return Headers({}, 0, str(error), missing=(INDEX,))
     named = {str(name) for name in index.values() if Path(str(name)).name == name}
     listed = sorted({file.name for file in folder.glob(WEIGHTS)} | named)
-    found: dict[str, Tensors] = {}
+    tensors: dict[str, Tensors] = {}  # by file
+    contents: dict[str, bytes] = {}
     damage: dict[str, str] = {}
     for name in listed:
         path = folder / name  # `exists` is False for a name that no disk can hold; a pipe may hold weights
         if os.path.exists(path) and not os.path.isdir(path):
-            found[name], problem = _read_header(path)
+            tensors[name], contents[name], problem = _read_header(path)
             damage |= {name: problem} if problem else {}
-    chosen, missing, problem = choose_files(str(folder), found, index)
+    chosen, missing, problem = choose_files(str(folder), tensors, index)
     links = {file.name for file in folder.glob(WEIGHTS) if not file.exists()}  # to blobs that are gone
     if problem is None and (missing := sorted({*missing, *(links if not chosen else ())})):
         problem = f"{folder} lacks {shortened(missing)}: {AGAIN}"
@@ -81,11 +83,12 @@ def read_headers(folder: Path) -> Headers:
         missing = [WEIGHTS]
     problem = problem or next((damage[name] for name in chosen if name in damage), None)
     return Headers(
-        tensors={key: tensor for name in chosen for key, tensor in found[name].items()},
+        tensors={key: tensor for name in chosen for key, tensor in tensors[name].items()},
         size=sum((folder / name).stat().st_size for name in chosen),
         problem=problem,
         files=tuple(folder / name for name in chosen),
-        indexed=index.keys() if {str(name) for name in index.values()} <= found.keys() else (),
+        contents=tuple(contents[name] for name in chosen),
+        indexed=index.keys() if {str(name) for name in index.values()} <= tensors.keys() else (),
         missing=tuple(missing),
     )
 
@@ -183,19 +186,18 @@ def indexed_tensors(folder: Path) -> Mapping[str, Any]:
     return weight_map
 
 
-def _read_header(file: Path) -> tuple[Tensors, str | None]:
-    """Return the tensors of a file, and its problem or None."""
+def _read_header(file: Path) -> tuple[Tensors, bytes, str | None]:
+    """Return the tensors of a file, its header, and its problem or None."""
     try:
         stored, header = file.stat().st_size, header_bytes(file)
-        found = parse_header(file, header)
+        tensors = parse_header(file, header)
     except BadCheckpoint as error:
-        return {}, str(error)
+        return {}, b"", str(error)
     except OSError as error:
-        return {}, f"{file} cannot be read ({error.strerror})"
-    promised = 8 + len(header) + max((tensor.end for tensor in found.values()), default=0)
-    if stored != promised:
-        return found, f"{file} has {stored} bytes, its header promises {promised}: {AGAIN}"
-    return found, None
+        return {}, b"", f"{file} cannot be read ({error.strerror})"
+    promised = 8 + len(header) + max((tensor.end for tensor in tensors.values()), default=0)
+    problem = f"{file} has {stored} bytes, its header promises {promised}: {AGAIN}"
+    return tensors, header, problem if stored != promised else None
 
 
 def _groups(names: Iterable[str]) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mlx_spec.checkpoint.config import StoredModel, integer, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
 from mlx_spec.checkpoint.families import Config, tower_bytes
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.weights import gguf_dtype, kv_layers, sizes_of, target_shape
@@ -59,7 +59,7 @@ class ContextMemory:
 
 
 def context_memory(
-    checkpoints: Sequence[StoredModel], kv_bits: int | None = None, ranks: int = 1
+    checkpoints: Sequence[Checkpoint], kv_bits: int | None = None, ranks: int = 1
 ) -> ContextMemory:
     """Return the memory of a target and its drafter by the headers of their files.
 
@@ -112,7 +112,7 @@ class MemoryNeed:
 
 
 def memory_need(
-    checkpoints: Sequence[StoredModel], ranks: int = 1, reserved: int = 8192, kv_bits: int | None = None
+    checkpoints: Sequence[Checkpoint], ranks: int = 1, reserved: int = 8192, kv_bits: int | None = None
 ) -> MemoryNeed:
     """Return the memory that a target, its drafter and a conversation will take; load nothing.
 

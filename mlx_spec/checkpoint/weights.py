@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.quantizers import FP8, SCALES
@@ -59,7 +59,7 @@ def decode_sizes(folder: Path, context: int) -> DecodeSizes:
     return sizes_of(checkpoint, context)
 
 
-def sizes_of(checkpoint: StoredModel, context: int) -> DecodeSizes:
+def sizes_of(checkpoint: Checkpoint, context: int) -> DecodeSizes:
     """Return the bytes of a checkpoint once it is loaded, for one token after `context` others.
 
     A number in K/V takes two bytes; unknown attention counts as full attention.
@@ -114,7 +114,7 @@ def _is_on_cpu(config: Config) -> bool:
     return mx.default_device().type == mx.cpu
 
 
-def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: StoredModel) -> int:
+def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: Checkpoint) -> int:
     """Return the bytes of a tensor in memory. FP8 is dequantized; images and sound are not loaded."""
     tensors, config = checkpoint.headers.tensors, checkpoint.config
     if OTHER_PARTS.search(name):

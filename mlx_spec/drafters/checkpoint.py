@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -14,7 +13,8 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.checkpoint.config import read_headers, text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import TargetParts
@@ -84,7 +84,7 @@ def number_of(
     return found
 
 
-def check_target(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
+def check_target(config: Config, target_config: Config) -> None:
     """Raise Mismatch unless the drafter was made for a target of these sizes."""
     made_for = required(config, "target", dict, CONFIG)
     target = text_config(target_config)
@@ -114,29 +114,13 @@ def check_tokens(name: str, ids: mx.array, vocab_size: int) -> None:
 # --- weights
 
 
-def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """Return every tensor of the safetensors in `folder`, lazily. Raises BadCheckpoint."""
-    headers = read_headers(folder)
-    if headers.problem is not None:
-        raise BadCheckpoint(headers.problem)
-    tensors: dict[str, mx.array] = {}
-    for file in headers.files:
-        try:
-            loaded = mx.load(str(file))
-        except RuntimeError as error:  # such as for a type that MLX does not have
-            raise BadCheckpoint(f"{file} cannot be read ({one_line(error)}): {AGAIN}") from error
-        assert isinstance(loaded, dict)
-        tensors |= loaded
-    return tensors
-
-
-def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) -> None:
-    """Fill the parameters of `module` from the safetensors of `folder`, quantized if they have scales.
+def load_weights(module: nn.Module, checkpoint: Checkpoint, skip: Collection[str] = ()) -> None:
+    """Fill the parameters of `module` from a checkpoint, quantized if they have scales.
 
     The files are read when the parameters are first used. Tensors named in `skip` are ignored. Raises
     BadCheckpoint if a tensor is missing, unexpected or of another shape or type.
     """
-    tensors = {name: array for name, array in read_tensors(folder).items() if name not in skip}
+    tensors = {name: array for name, array in checkpoint.tensors().items() if name not in skip}
 
     def settings(path: str, layer: nn.Module) -> dict[str, Any] | bool:
         quantizable = nn.Linear | nn.Embedding | SwitchLinear | MultiLinear
@@ -153,7 +137,9 @@ def load_weights(module: nn.Module, folder: Path, skip: Collection[str] = ()) ->
         if wrong := integers ^ {name for name, array in tensors.items() if _holds_integers(array)}:
             raise ValueError(f"{min(wrong)} is {tensors[min(wrong)].dtype}")
     except ValueError as error:
-        raise BadCheckpoint(f"{folder} is not a drafter of this kind ({one_line(error)}): {AGAIN}") from error
+        raise BadCheckpoint(
+            f"{checkpoint.folder} is not a drafter of this kind ({one_line(error)}): {AGAIN}"
+        ) from error
     module.eval()
 
 

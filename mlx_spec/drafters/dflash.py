@@ -13,15 +13,15 @@ Source: z-lab `dflash` 0.1.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, mask_token, number_of, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, network_source
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
@@ -172,15 +172,15 @@ class DFlash(ConditionedDrafter):
 
 def block_source(
     kind: Callable[[LayerConfig], nn.Module],
-    path: Path,
-    config: Mapping[str, Any],
-    target_config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    config: Config,
+    target_config: Config,
 ) -> DrafterSource:
     """Load a converted network that drafts blocks; its `model_type` is the name of its source.
 
     Raises BadCheckpoint, and Mismatch if it is made for another target.
     """
-    network, sizes = load_layers(kind, path, config, target_config)
+    network, sizes = load_layers(kind, checkpoint, config, target_config)
     key = "final_logit_softcapping"
     cap = text_config(target_config).get(key)
     if "lm_head" not in network and config.get(key) not in (None, cap):
@@ -192,6 +192,6 @@ def block_source(
     return network_source(config["model_type"], network, needs, sizes.vocab_size, DFlash, masks, shift)
 
 
-def open_dflash(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_dflash(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DFlashNetwork, path, config, target_config)
+    return block_source(DFlashNetwork, checkpoint, config, target_config)

@@ -8,13 +8,11 @@ Source: z-lab `dflash` 0.1.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, required
 from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
@@ -109,6 +107,6 @@ class Selector(nn.Module):
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), best, scores, axis=-1)
 
 
-def open_dflash2(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_dflash2(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DFlash2Network, path, config, target_config)
+    return block_source(DFlash2Network, checkpoint, config, target_config)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.checkpoint.config import read_checkpoint, vocab_size
+from mlx_spec.checkpoint.config import Checkpoint, vocab_size
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
@@ -248,22 +247,21 @@ def draft_model_source(
     return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
 
 
-def open_draft_model(path: Path, config: Config, target_config: Config) -> DrafterSource:
+def open_draft_model(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
-    return draft_model_source(str(config["model_type"]), load_language_model(path), vocabulary)
+    return draft_model_source(str(config["model_type"]), load_language_model(checkpoint), vocabulary)
 
 
-def load_language_model(path: Path, config: dict[str, Any] | None = None) -> nn.Module:
+def load_language_model(checkpoint: Checkpoint, config: dict[str, Any] | None = None) -> nn.Module:
     """Load a model; `config` overrides its config.json, which is repaired if it is None.
 
     Raises BadCheckpoint and NotRewindable.
     """
-    checkpoint = read_checkpoint(path)
     checkpoint.check_weights()
     if config is None:
-        checkpoint.check_kind()
-    model, _ = read_model(path, config=config)
+        checkpoint.check_model_type()
+    model, _ = read_model(checkpoint, config=config)
     LMTarget(model)  # refuses unknown caches now and not in the middle of a sequence
     return model
 
@@ -276,11 +274,11 @@ def vocab_size_of(config: Config, role: str) -> int:
     return size
 
 
-def open_pard(path: Path, config: Config, target_config: Config) -> DrafterSource:
+def open_pard(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
     Conventions.from_config(config)  # refuses a drafter that was not converted
     layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
     vocabulary = VocabularySizes(vocab_size_of(layers, "drafter"), vocab_size_of(target_config, "target"))
-    model = load_language_model(path, layers)
+    model = load_language_model(checkpoint, layers)
     mask = mask_token(config, vocabulary.drafter)
     return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask))

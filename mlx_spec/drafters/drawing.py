@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import InvalidValue
 from mlx_spec.policy.costs import RoundCosts
 from mlx_spec.types import (
@@ -99,7 +99,7 @@ class DrafterSource:
     gains: Callable[[], Sequence[float]] | None = None
     drafts_trees: bool = False
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
-    folder: Path | None = None  # of its checkpoint, if it has one
+    checkpoint: Checkpoint | None = None  # if it has one
     remake: Callable[[Any], DrafterSource] | None = None  # returns a source with another copy of `network`
     own_costs: RoundCosts | None = None  # costs of its rounds, if its drafters work while a pass runs
     drafts_together: bool = False  # one pass drafts for several sequences

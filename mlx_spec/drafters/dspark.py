@@ -8,13 +8,13 @@ Source: deepseek-ai/DeepSpec `modeling/dspark`; speculators 0.9 `models/dspark` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, required, widened
 from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
@@ -140,13 +140,11 @@ class Gemma4BlockAttention(BlockAttention):
         return cache.update_and_fetch(turned, mx.fast.rms_norm(values, None, self._eps))
 
 
-def open_dspark(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_dspark(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DSparkNetwork, path, config, target_config)
+    return block_source(DSparkNetwork, checkpoint, config, target_config)
 
 
-def open_gemma4_dspark(
-    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
-) -> DrafterSource:
+def open_gemma4_dspark(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(Gemma4DSparkNetwork, path, config, target_config)
+    return block_source(Gemma4DSparkNetwork, checkpoint, config, target_config)

@@ -9,13 +9,13 @@ Source: SafeAILab/EAGLE `cnets.py`, speculators. Parameter names are those that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, number_of, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
@@ -122,15 +122,15 @@ class PEagle(ConditionedDrafter):
         return normed
 
 
-def open_eagle3(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_eagle3(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(Eagle3Network, path, config, target_config)
+    network, sizes = load_layers(Eagle3Network, checkpoint, config, target_config)
     check_conventions(sizes.conventions, (LAYERS,))
     return network_source("eagle3", network, FeatureSpec(sizes.conventions.capture), sizes.vocab_size)
 
 
-def open_peagle(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_peagle(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(Eagle3Network, path, config, target_config)
+    network, sizes = load_layers(Eagle3Network, checkpoint, config, target_config)
     needs, mask = FeatureSpec(sizes.conventions.capture), mask_token(config, sizes.vocab_size)
     return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask)

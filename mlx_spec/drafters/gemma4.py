@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, check_tokens, load_weights, required, widened
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -461,17 +461,17 @@ def assistant_source(network: AssistantNetwork, sliding_window: int) -> DrafterS
     return DrafterSource("gemma4_assistant", needs, make, network, drafts_together=True)
 
 
-def open_assistant(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
-    """Load the checkpoint in `path`. Raises BadCheckpoint, and Mismatch if it is made for another target."""
+def open_assistant(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+    """Load an assistant. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     assistant = AssistantConfig.from_dict(config)
     check_fit(assistant, target_config)
-    return assistant_source(load_assistant(path, assistant), assistant.sliding_window)
+    return assistant_source(load_assistant(checkpoint, assistant), assistant.sliding_window)
 
 
-def load_assistant(path: Path, config: AssistantConfig) -> AssistantNetwork:
-    """Load the weights in `path`. Raises BadCheckpoint."""
+def load_assistant(checkpoint: Checkpoint, config: AssistantConfig) -> AssistantNetwork:
+    """Load the weights of an assistant. Raises BadCheckpoint."""
     network = AssistantNetwork(config)
-    load_weights(network, path, skip=("lm_head.weight",))  # a copy of the embedding table
+    load_weights(network, checkpoint, skip=("lm_head.weight",))  # a copy of the embedding table
     if "draft_ids" in network:
         check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
     if "masked_embedding" in network:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from mlx_lm.models.gemma3_text import MLP as GeluMLP
 from mlx_lm.models.qwen3 import MLP as SiluMLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.checkpoint.ropes import SCALED, stated_ropes, stated_rotation
@@ -23,7 +22,6 @@ from mlx_spec.drafters.checkpoint import (
     check_target,
     check_tokens,
     load_weights,
-    read_tensors,
     required,
 )
 from mlx_spec.drafters.conditioned import DrafterCache
@@ -110,10 +108,10 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
 
 
 def load_layers(
-    kind: Callable[[LayerConfig], nn.Module], folder: Path, written: Config, target_config: Config
+    kind: Callable[[LayerConfig], nn.Module], checkpoint: Checkpoint, written: Config, target_config: Config
 ) -> tuple[nn.Module, LayerConfig]:
     """Load a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
-    config = LayerConfig.from_dict(written, read_tensors(folder).keys(), target_config)
+    config = LayerConfig.from_dict(written, checkpoint.headers.tensors, target_config)
     check_target(written, target_config)
     network = kind(config)
     capture, layers = config.conventions.capture, written["target"]["num_hidden_layers"]
@@ -125,10 +123,10 @@ def load_layers(
         )
     if config.draft_vocab_size != config.vocab_size and "draft_ids" not in network:
         raise BadCheckpoint(
-            f"{folder} has a vocabulary of {config.draft_vocab_size} of the target's {config.vocab_size} "
-            "tokens and no 'draft_ids' that say which: convert it again"
+            f"{checkpoint.folder} has a vocabulary of {config.draft_vocab_size} of the target's "
+            f"{config.vocab_size} tokens and no 'draft_ids' that say which: convert it again"
         )
-    load_weights(network, folder)
+    load_weights(network, checkpoint)
     if "draft_ids" in network:
         check_tokens("'draft_ids'", network.draft_ids, config.vocab_size)
     return network, config

@@ -7,15 +7,15 @@ likeliest token of each head. `MedusaTrees` beside it drafts trees; the policy w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     POST_NORM,
@@ -24,7 +24,6 @@ from mlx_spec.drafters.checkpoint import (
     check_target,
     load_weights,
     number_of,
-    read_tensors,
 )
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
@@ -161,7 +160,7 @@ class MedusaTrees(Medusa):
         return Draft(ranked[depths - 1, ranks], parents=tree.parents)
 
 
-def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_medusa(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
     conventions = Conventions.from_config(config)
     known = {  # Without the hidden states of a prompt, which take memory, only the first token has no draft.
@@ -174,9 +173,9 @@ def open_medusa(path: Path, config: Mapping[str, Any], target_config: Mapping[st
         )
     check_target(config, target_config)
     heads, blocks = (number_of(config, key, CONFIG) for key in ("num_heads", "num_layers"))
-    target, biased = config["target"], "heads.0.layers.0.bias" in read_tensors(path)
+    target, biased = config["target"], "heads.0.layers.0.bias" in checkpoint.headers.tensors
     network = MedusaNetwork(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
-    load_weights(network, path)
+    load_weights(network, checkpoint)
     needs, rates = known[conventions.hidden], GuessRates(heads)
 
     def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:

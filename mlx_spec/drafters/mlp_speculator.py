@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     POST_NORM,
@@ -156,16 +157,14 @@ class MLPSpeculator(SequenceDrafter):
 NETWORKS = {"mlp_speculator": MLPSpeculatorNetwork, "lstm_speculator": LSTMSpeculatorNetwork}
 
 
-def open_mlp_speculator(
-    path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]
-) -> DrafterSource:
+def open_mlp_speculator(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted speculator. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     if (hidden := Conventions.from_config(config).hidden) != POST_NORM:
         raise BadCheckpoint(f"{CONFIG} records hidden {hidden!r}, MLP speculators read {POST_NORM!r}")
     check_target(config, target_config)
     name = config["model_type"]
     network = NETWORKS[name](SpeculatorSizes.from_config(config))
-    load_weights(network, path)
+    load_weights(network, checkpoint)
 
     def make(parts: TargetParts) -> MLPSpeculator:
         return MLPSpeculator(network)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
@@ -24,7 +25,6 @@ from mlx_spec.drafters.checkpoint import (
     Conventions,
     check_target,
     load_weights,
-    read_tensors,
     required,
 )
 from mlx_spec.drafters.conditioned import ChainDrafter, DrafterCache, check_conventions, network_source
@@ -129,15 +129,15 @@ class MTPDrafter(ChainDrafter):
             cache.offset += self._places.shift(cache.offset)
 
 
-def open_mtp(path: Path, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> DrafterSource:
+def open_mtp(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
     """Load a converted head. Raises BadCheckpoint, and Mismatch if it is made for another target."""
     conventions = Conventions.from_config(config)
     check_conventions(conventions, (POST_NORM, PRE_NORM))
     check_target(config, target_config)
     network = MTPNetwork(config, conventions)
     size = required(config["text_config"], "vocab_size", int, f"text_config in {CONFIG}")
-    add_tables(network, read_tensors(path).keys(), network.norm.weight.size, size, size)
-    load_weights(network, path)
+    add_tables(network, checkpoint.headers.tensors, network.norm.weight.size, size, size)
+    load_weights(network, checkpoint)
     post_norm = conventions.hidden == POST_NORM
     needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
     return network_source(str(config["model_type"]), network, needs, size, MTPDrafter)

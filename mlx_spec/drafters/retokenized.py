@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.drafters.draft_model import (
     MAX_UNWRITTEN,
     DraftModel,
@@ -235,20 +235,20 @@ def retokenized_source(
 
 
 def open_retokenized(
-    path: Path, config: Mapping[str, Any], drafter: Tokenizer, target: Tokenizer
+    checkpoint: Checkpoint, config: Mapping[str, Any], drafter: Tokenizer, target: Tokenizer
 ) -> DrafterSource:
     """Load a model that mlx-lm knows, to draft for a target of another vocabulary.
 
     Raises BadCheckpoint, NotRewindable, or Mismatch if a tokenizer does not write back the text it encodes.
     """
     probe = "Is it 3.14 or 42?\n    x = {'Key': [1, 2]}  # Yes, as `a_b` said.\n"
-    for tokenizer, whose in ((drafter, f"the drafter {path}"), (target, "the target")):
+    for tokenizer, whose in ((drafter, f"the drafter {checkpoint.folder}"), (target, "the target")):
         if encode_after(tokenizer, b"", probe.encode()) is None:
             raise Mismatch(
-                f"the drafter {path} and the target have different tokenizers, and the tokenizer of {whose} "
-                "does not write back the text it encodes: "
+                f"the drafter {checkpoint.folder} and the target have different tokenizers, and the "
+                f"tokenizer of {whose} does not write back the text it encodes: "
                 'use a drafter with the target\'s vocabulary, or "lookup"'
             )
-    source = open_draft_model(path, config, config)
+    source = open_draft_model(checkpoint, config, config)
     name = f"{source.name}, re-tokenized"
     return retokenized_source(name, source.network, vocab_size_of(config, "drafter"), target, drafter)

@@ -18,8 +18,9 @@ from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_spec.checkpoint.config import WEIGHTS, has_weights, other_format
+from mlx_spec.checkpoint.config import has_weights
 from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
+from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
 

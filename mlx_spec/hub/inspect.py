@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -12,14 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.config import (
-    TOKENIZERS,
-    StoredModel,
-    integer,
-    read_checkpoint,
-    read_config,
-    text_config,
-)
+from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
 from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape, missing_tower, tower_bytes
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
@@ -141,11 +133,10 @@ def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
 
 def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
     """Describe the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
-    found = read_checkpoint(folder)
-    problem = found.headers.problem or _inconsistency(folder, found.headers)
-    found = dataclasses.replace(found, headers=dataclasses.replace(found.headers, problem=problem))
+    checkpoint = read_checkpoint(folder)
+    problem = checkpoint.headers.problem or _inconsistency(folder, checkpoint.headers)
     try:
-        return _describe(name, found, {file.name for file in folder.iterdir()})
+        return _describe(name, checkpoint, {file.name for file in folder.iterdir()}, problem)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{folder / 'config.json'} is malformed ({one_line(error)}): {AGAIN}") from error
 
@@ -198,11 +189,11 @@ def _inspect_remote(name: str) -> CheckpointInfo:
             )
         tensors = {key: tensor for file in chosen for key, tensor in parts[file].items()}
         headers = Headers(tensors, sum(download.sizes[file] for file in chosen), problem)
-        found = dataclasses.replace(read_checkpoint(folder), headers=headers)
-        return _describe(name, found, set(download.sizes))
+        checkpoint = read_checkpoint(folder, lambda folder: headers)
+        return _describe(name, checkpoint, set(download.sizes), problem)
 
 
-def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> CheckpointInfo:
+def _describe(name: str, checkpoint: Checkpoint, files: set[str], problem: str | None) -> CheckpointInfo:
     """Describe a checkpoint. `files` are all its files, perhaps remote. Raises BadCheckpoint."""
     config, headers = checkpoint.config, checkpoint.headers
     text, tensors = text_config(config), headers.tensors
@@ -231,7 +222,7 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         heads=integer(text, "num_attention_heads"),
         context=checkpoint.context,
         has_tokenizer=has_tokenizer,
-        has_template=_holds_template(checkpoint.folder / "tokenizer_config.json")
+        has_template=_holds_template(checkpoint)
         or any(fnmatch(file, "*.jinja") or file == "chat_template.json" for file in files),
         prediction_layers=0 if family else promised,
         prediction_tensors=0 if family else sum(map(is_head, tensors)),
@@ -239,12 +230,12 @@ def _describe(name: str, checkpoint: StoredModel, files: set[str]) -> Checkpoint
         goes_with=_targets_of(name, config, needs) if needs else _drafters_of(name, shape),
         vision=tower_bytes(config, tensors),
         no_vision=missing_tower(config, tensors),
-        problem=headers.problem or (None if family or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
+        problem=problem or (None if family or has_tokenizer else f"{name} has no tokenizer: {AGAIN}"),
         **vars(shape),
     )
 
 
-def _contexts(checkpoint: StoredModel) -> dict[int, int]:
+def _contexts(checkpoint: Checkpoint) -> dict[int, int]:
     try:
         return context_sizes(context_memory([checkpoint]), checkpoint.context)
     except ImportError:
@@ -266,10 +257,10 @@ def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
     from mlx_spec.tokenizer import differing_token, read_tokenizer
 
-    target = folder / manifest.get("target", ".")
+    parts = manifest.get("target", "."), manifest["drafter"]
     try:
-        tokenizer = read_tokenizer(target, read_config(target))
-        return differing_token(folder / manifest["drafter"], target, tokenizer) is not None
+        target, drafter = (read_checkpoint(folder / part) for part in parts)
+        return differing_token(drafter, target, read_tokenizer(target)) is not None
     except SpecError:
         return False
 
@@ -288,9 +279,9 @@ def _inconsistency(folder: Path, headers: Headers) -> str | None:
     return f"{folder / INDEX} lists {shortened(absent)}, which no file holds" if absent else None
 
 
-def _holds_template(file: Path) -> bool:
+def _holds_template(checkpoint: Checkpoint) -> bool:
     try:
-        return bool(read_object(file).get("chat_template"))
+        return bool(checkpoint.json("tokenizer_config.json").get("chat_template"))
     except SpecError:
         return False
 

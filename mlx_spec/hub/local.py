@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.config import WEIGHTS, other_format, read_published
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
+from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, suggested_drafter
 from mlx_spec.hub.download import cached, smollm2_place
@@ -150,7 +151,7 @@ def _repository(folder: Path) -> LocalModel | None:
         place = whole or _snapshot(folder)
         if place is None or not (place / "config.json").is_file():
             return None
-        if "model_type" not in read_published(place):
+        if "model_type" not in read_checkpoint(place).config:
             return None
         found = inspect_folder(place, name)
     except NotFound:  # no repository can have this name

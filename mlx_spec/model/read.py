@@ -17,8 +17,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlx_spec.checkpoint.config import WEIGHTS, StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
 from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
+from mlx_spec.checkpoint.headers import WEIGHTS
 from mlx_spec.checkpoint.layouts import model_classes
 from mlx_spec.checkpoint.ropes import without_longrope
 from mlx_spec.checkpoint.unread import source_of, unread_keys, unread_window
@@ -28,22 +29,22 @@ from mlx_spec.model.ropes import apply_stated_ropes
 
 
 def read_model(
-    folder: Path,
+    checkpoint: Checkpoint,
     *,
     lazy: bool = False,
     config: Mapping[str, Any] | None = None,
     classes: Any = model_classes,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model in `folder` and its config.json, repaired or overridden by `config`.
+    """Return the model of a checkpoint and its config.json, repaired or overridden by `config`.
 
     `classes` finds the model's class. Raises BadCheckpoint for checkpoints that mlx-lm cannot read, and for
     integer weights, with which it would compute.
     """
-    checkpoint = read_checkpoint(folder)
     checkpoint.check_quantizer()
-    given = checkpoint.changes if config is None else dict(config)
+    folder, changes = checkpoint.folder, checkpoint.changes if config is None else dict(config)
+    config = {**checkpoint.config, **changes}
     keys = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-    layers = integer(text_config({**checkpoint.config, **given}), *keys) or 0
+    layers = integer(text_config(config), *keys) or 0
     tensors, many = len(checkpoint.headers.tensors), 1024
     if layers > max(tensors, many):  # to build them would take all memory
         raise BadCheckpoint(
@@ -52,20 +53,21 @@ def read_model(
         )
     try:
         with _searchable(checkpoint) as place:
-            hidden = without_longrope({**checkpoint.config, **given})
-            model, found = load_model(
-                place, lazy=lazy, model_config={**given, **hidden}, get_model_classes=classes
+            hidden = without_longrope(config)
+            model, loaded = load_model(
+                place, lazy=lazy, model_config={**changes, **hidden}, get_model_classes=classes
             )
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits if a package is missing
-        kind = {**checkpoint.config, **given}.get("model_type")
-        raise BadCheckpoint(f"{folder} cannot be loaded as {kind}: {_obstacle(error)}") from error
-    if (dtype := gguf_dtype(found)) is not None:  # scales and norms of the file are wider than activations
+        raise BadCheckpoint(
+            f"{folder} cannot be loaded as {config.get('model_type')}: {_obstacle(error)}"
+        ) from error
+    if (dtype := gguf_dtype(loaded)) is not None:  # scales and norms of the file are wider than activations
         model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}.get(dtype, mx.float32))
     if checkpoint.is_fp8:
-        found.pop("quantization_config")
-    found |= {key: {**checkpoint.config, **given}[key] for key in hidden}
-    apply_stated_ropes(model, found)
-    if unread := _unread(model, found):
+        loaded.pop("quantization_config")
+    loaded |= {key: config[key] for key in hidden}
+    apply_stated_ropes(model, loaded)
+    if unread := _unread(model, loaded):
         print(
             f"mlx-lm does not read {', '.join(unread)} of config.json: the text may differ from the original "
             "model's",
@@ -78,7 +80,7 @@ def read_model(
                 f"{folder}: {name}.weight holds {module.weight.dtype}, quantized in a way that mlx-lm does "
                 "not know; get the model in full precision, or as mlx-community has it"
             )
-    return model, found
+    return model, loaded
 
 
 def _unread(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
@@ -114,7 +116,7 @@ def _obstacle(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _searchable(checkpoint: StoredModel) -> Iterator[Path]:
+def _searchable(checkpoint: Checkpoint) -> Iterator[Path]:
     """Yield a folder in which mlx-lm finds the files of a model, and no others.
 
     mlx-lm reads all files that match a pattern, and reads brackets in a path as a pattern, too.

@@ -3,6 +3,5 @@
 from mlx_spec.tokenizer.tokenizer import Tokenizer as Tokenizer
 from mlx_spec.tokenizer.tokenizer import common_prefix as common_prefix
 from mlx_spec.tokenizer.tokenizer import differing_token as differing_token
-from mlx_spec.tokenizer.tokenizer import has_tokenizer as has_tokenizer
 from mlx_spec.tokenizer.tokenizer import read_fast_tokenizer as read_fast_tokenizer
 from mlx_spec.tokenizer.tokenizer import read_tokenizer as read_tokenizer

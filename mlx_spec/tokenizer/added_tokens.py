@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
-from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
 from mlx_spec.errors import BadCheckpoint
 
@@ -32,20 +32,20 @@ class _Stated:
     is_complete: bool  # True if `tokens` replace the list in tokenizer.json
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the texts of the tokens that have a role, such as `bos_token`. Raises BadCheckpoint."""
-    return {key: token.content for key, token in _read(folder).roles.items()}
+    return {key: token.content for key, token in _read(checkpoint).roles.items()}
 
 
-def stated_tokens(folder: Path) -> set[str]:
+def stated_tokens(checkpoint: Checkpoint) -> set[str]:
     """Return the texts of all tokens that the files beside tokenizer.json state. Raises BadCheckpoint."""
-    stated = _read(folder)
+    stated = _read(checkpoint)
     return {token.content for token in [*stated.roles.values(), *stated.extra, *stated.tokens.values()]}
 
 
-def add_tokens(tokenizer: Tokenizer, folder: Path) -> None:
+def add_tokens(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
     """Add to a tokenizer.json what the files beside it state. Raises BadCheckpoint."""
-    stated, own = _read(folder), tokenizer.get_added_tokens_decoder()
+    stated, own = _read(checkpoint), tokenizer.get_added_tokens_decoder()
     tokens = stated.tokens if stated.is_complete else stated.tokens | own
     known = {token.content for token in (own | tokens).values()}
     roles = {token.content for token in stated.roles.values()}
@@ -61,8 +61,8 @@ def add_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     for id, token in stated.tokens.items():
         if token.content in absent and tokenizer.token_to_id(token.content) != id:
             raise BadCheckpoint(
-                f"{folder} states {token.content!r} as token {id}, where tokenizer.json has no place for it: "
-                "save the tokenizer again with transformers"
+                f"{checkpoint.folder} states {token.content!r} as token {id}, where tokenizer.json has no "
+                "place for it: save the tokenizer again with transformers"
             )
 
 
@@ -87,8 +87,8 @@ def fix_mistral_cut(tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut])
 
 
-def _read(folder: Path) -> _Stated:
-    config = read_optional(folder / "tokenizer_config.json")
+def _read(checkpoint: Checkpoint) -> _Stated:
+    config = checkpoint.json("tokenizer_config.json")
     listed, new, old = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
     extra = config.get(new) or config.get(old)
     is_complete = listed in config
@@ -96,7 +96,7 @@ def _read(folder: Path) -> _Stated:
         if is_complete:
             tokens = {int(id): _token(value) for id, value in config[listed].items()}
         else:
-            more = read_optional(folder / "special_tokens_map.json")
+            more = checkpoint.json("special_tokens_map.json")
             others = None
             if isinstance(extra, dict) or not config.keys() & {new, old}:
                 config |= extra or {}
@@ -108,7 +108,7 @@ def _read(folder: Path) -> _Stated:
             special = {str(value) for value in [*map(config.get, ROLES), *map(_token, _listed(extra))]}
             tokens = {
                 int(id): AddedToken(name, special=name in special, normalized=name not in special)
-                for name, id in read_optional(folder / "added_tokens.json").items()
+                for name, id in checkpoint.json("added_tokens.json").items()
             }
             extra = extra or others
         named = _roles(config) | (extra if isinstance(extra, dict) else {})
@@ -116,7 +116,7 @@ def _read(folder: Path) -> _Stated:
         return _Stated(roles, [_token(value, special=True) for value in _listed(extra)], tokens, is_complete)
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise BadCheckpoint(
-            f"the added tokens that {folder} states cannot be read ({one_line(error)}): {AGAIN}"
+            f"the added tokens that {checkpoint.folder} states cannot be read ({one_line(error)}): {AGAIN}"
         ) from error
 
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,7 +17,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from mlx_spec.checkpoint.files import one_line, read_optional
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.tokenizer.added_tokens import special_tokens
 from mlx_spec.tokenizer.template_sandbox import BoundedSandbox, TemplateLimit, bounded, bounded_filter
@@ -111,13 +111,15 @@ class ChatTemplate:
                 raise
 
 
-def read_template(folder: Path) -> ChatTemplate | None:
+def read_template(checkpoint: Checkpoint) -> ChatTemplate | None:
     """Return the chat template of a checkpoint; None if it has none. Raises BadCheckpoint if malformed."""
     try:
-        named = _sources(folder)
+        named = _sources(checkpoint)
     except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"the chat template in {folder} cannot be read ({one_line(error)})") from error
-    tokens = special_tokens(folder)
+        raise BadCheckpoint(
+            f"the chat template in {checkpoint.folder} cannot be read ({one_line(error)})"
+        ) from error
+    tokens = special_tokens(checkpoint)
     for_tools = named.get("tool_use")
     default = named.get("default", for_tools)
     if default is None and len(named) == 1:
@@ -127,10 +129,10 @@ def read_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(default, tokens, None if for_tools is None else ChatTemplate(for_tools, tokens))
 
 
-def _sources(folder: Path) -> dict[str, str]:
+def _sources(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the templates of a checkpoint by name. Files take precedence over entries of its config."""
-    config = read_optional(folder / "tokenizer_config.json")
-    source = read_optional(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    folder, config = checkpoint.folder, checkpoint.json("tokenizer_config.json")
+    source = checkpoint.json("chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):
         source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
     found: dict[Any, Any] = source if isinstance(source, dict) else {"default": source}

@@ -9,15 +9,14 @@ import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
-from mlx_spec.checkpoint.config import TOKENIZERS
-from mlx_spec.checkpoint.files import AGAIN, one_line, read_optional
+from mlx_spec.checkpoint.config import Checkpoint
+from mlx_spec.checkpoint.files import AGAIN, one_line
 from mlx_spec.checkpoint.generation import GenerationConfig, read_generation_config
 from mlx_spec.errors import BadCheckpoint, InvalidValue, PromptTooLong
 from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special_tokens, stated_tokens
@@ -315,33 +314,29 @@ def _byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer and chat template of a checkpoint with this config.json. Raises BadCheckpoint."""
-    tokenizer, own = _read(folder)
-    configs = config, config.get("text_config") or {}, read_optional(folder / "generation_config.json")
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Return the tokenizer and chat template of a checkpoint. Raises BadCheckpoint."""
+    tokenizer, own = _read(checkpoint)
+    config = checkpoint.config
+    configs = config, config.get("text_config") or {}, checkpoint.json("generation_config.json")
     stated = [each.get("eos_token_id") for each in configs]
     eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
     ends = eos if own is None else eos | {own}
-    return Tokenizer(tokenizer, read_template(folder), ends, read_generation_config(folder, ends))
+    return Tokenizer(tokenizer, read_template(checkpoint), ends, read_generation_config(checkpoint, ends))
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return True if the checkpoint brings a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZERS)
-
-
-def read_fast_tokenizer(folder: Path) -> FastTokenizer:
+def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
     """Return the tokenizer of a checkpoint: its tokenizer.json, or a conversion by transformers.
 
     Raises BadCheckpoint.
     """
-    return _read(folder)[0]
+    return _read(checkpoint)[0]
 
 
-def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
+def _read(checkpoint: Checkpoint) -> tuple[FastTokenizer, int | None]:
     """Return the tokenizer and its end token. Raises BadCheckpoint."""
-    file, config = folder / "tokenizer.json", read_optional(folder / "tokenizer_config.json")
-    kind = config.get("tokenizer_class")
+    folder, config = checkpoint.folder, checkpoint.json("tokenizer_config.json")
+    file, kind = folder / "tokenizer.json", config.get("tokenizer_class")
     if kind == "NewlineTokenizer":  # it does more than its tokenizer.json says
         raise BadCheckpoint(f"{folder} has a {kind}, which writes <n> for a newline and is not read")
     if file.is_file():
@@ -353,21 +348,22 @@ def _read(folder: Path) -> tuple[FastTokenizer, int | None]:
             raise BadCheckpoint(
                 f"{file} is not a tokenizer ({one_line(error)}): download it again"
             ) from error
-        add_tokens(tokenizer, folder)
-        eos = tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
+        add_tokens(tokenizer, checkpoint)
+        eos = tokenizer.token_to_id(special_tokens(checkpoint).get("eos_token", ""))
     else:
-        tokenizer, eos = _converted(folder, own_code="auto_map" in config)
+        tokenizer, eos = _converted(checkpoint, own_code="auto_map" in config)
     tokenizer.no_truncation()  # a length from training would silently drop text
     tokenizer.no_padding()
     if config.get("fix_mistral_regex") is True:
         # As it is in the file, which transformers reads, too; a folder with a tokenizer alone has none.
-        fix_mistral_cut(tokenizer, read_optional(folder / "config.json"))
+        fix_mistral_cut(tokenizer, checkpoint.published)
     return tokenizer, eos
 
 
-def _converted(folder: Path, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
+def _converted(checkpoint: Checkpoint, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
     """Return the tokenizer that transformers converts, and its end token. Raises BadCheckpoint."""
-    if not has_tokenizer(folder):
+    folder = checkpoint.folder
+    if not checkpoint.has_tokenizer:
         unread = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")
         other = next((f"{file.name} is not read: " for form in unread for file in folder.glob(form)), "")
         raise BadCheckpoint(f"{folder} has no tokenizer.json or tokenizer.model: {other}{AGAIN}")
@@ -396,24 +392,26 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return length
 
 
-def differing_token(drafter: Path, target: Path, tokenizer: Tokenizer) -> str | None:
+def differing_token(drafter: Checkpoint, target: Checkpoint, tokenizer: Tokenizer) -> str | None:
     """Return a description of the first token in which two tokenizers differ; None if they are equal.
 
     `tokenizer` is the target's. Raises BadCheckpoint for a tokenizer that cannot be read.
     """
-    if not has_tokenizer(drafter):
+    if not drafter.has_tokenizer:
         return None
-    ours, theirs = target / "tokenizer.json", drafter / "tokenizer.json"
+    ours, theirs = (checkpoint.folder / "tokenizer.json" for checkpoint in (target, drafter))
     same = ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
     if same and stated_tokens(target) == stated_tokens(drafter):
         return None
     expected = {i: token for token, i in tokenizer.vocabulary().items()}
-    found = {i: token for token, i in read_fast_tokenizer(drafter).get_vocab(with_added_tokens=True).items()}
-    differing = (i for i in sorted(expected.keys() | found.keys()) if expected.get(i) != found.get(i))
+    drafted = {
+        i: token for token, i in read_fast_tokenizer(drafter).get_vocab(with_added_tokens=True).items()
+    }
+    differing = (i for i in sorted(expected.keys() | drafted.keys()) if expected.get(i) != drafted.get(i))
     first = next(differing, None)
     if first is None:
         return None
     return (
-        f"token {first} is {found.get(first)!r} for the drafter {drafter} and {expected.get(first)!r} for "
-        f"the target {target}"
+        f"token {first} is {drafted.get(first)!r} for the drafter {drafter.folder} and "
+        f"{expected.get(first)!r} for the target {target.folder}"
     )

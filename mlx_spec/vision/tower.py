@@ -10,10 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from mlx_spec.checkpoint.config import StoredModel, text_config
+from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.families import tower_names
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
-from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, NoVision
 from mlx_spec.vision import gemma3, gemma4, qwen
 
@@ -26,14 +25,14 @@ FAMILIES = {
 }
 
 
-def tower_tensors(checkpoint: StoredModel) -> dict[str, mx.array]:
+def tower_tensors(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """Return the tensors of a tower as they are stored, unread, under the names that mlx-lm passes over.
 
     These are without "model." in front, and the tower of Qwen is `vision_tower`, as mlx-vlm has it.
     Empty if there is no tower that is known here. Raises BadCheckpoint for damaged files.
     """
     names = set(tower_names(checkpoint.config, checkpoint.headers.tensors))
-    stored = read_tensors(checkpoint.folder) if names else {}
+    stored = checkpoint.tensors() if names else {}
     own = {
         name: re.sub(r"^(model\.)?(visual\.)?", lambda m: "vision_tower." if m[2] else "", name)
         for name in names
@@ -41,7 +40,7 @@ def tower_tensors(checkpoint: StoredModel) -> dict[str, mx.array]:
     return {own[name]: array for name, array in stored.items() if name in names}
 
 
-def read_tower(checkpoint: StoredModel) -> Any:
+def read_tower(checkpoint: Checkpoint) -> Any:
     """Return the tower of a checkpoint of a known family. Its weights are read when they are used.
 
     Raises NoVision if they are others than config.json says.
@@ -55,7 +54,7 @@ def read_tower(checkpoint: StoredModel) -> Any:
         ) from error
 
 
-def _read(checkpoint: StoredModel) -> nn.Module:
+def _read(checkpoint: Checkpoint) -> nn.Module:
     config = checkpoint.config
     family = FAMILIES[config["model_type"]]
     tower = family.tower(config["vision_config"], text_config(config)["hidden_size"])

@@ -10,14 +10,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.checkpoint.config import StoredModel, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
 from mlx_spec.checkpoint.families import missing_tower, tower_bytes
-from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_optional
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import LazyRows, Prompt, Span
 from mlx_spec.tokenizer import Tokenizer
@@ -44,10 +43,9 @@ class Picture:
 class Vision:
     """The pictures of one model. Only rows need MLX and its weights."""
 
-    def __init__(self, checkpoint: StoredModel, family: Family, tokenizer: Tokenizer) -> None:
-        config, folder = checkpoint.config, checkpoint.folder
-        processor = read_optional(folder / "preprocessor_config.json")
-        processor |= read_optional(folder / "processor_config.json").get("image_processor") or {}
+    def __init__(self, checkpoint: Checkpoint, family: Family, tokenizer: Tokenizer) -> None:
+        config, processor = checkpoint.config, checkpoint.json("preprocessor_config.json")
+        processor |= checkpoint.json("processor_config.json").get("image_processor") or {}
         check_processor(processor)
         self._checkpoint, self._family = checkpoint, family
         self._prepare = family.preparation(config, processor)
@@ -120,9 +118,8 @@ class Vision:
             self._tower = read_tower(self._checkpoint)
 
 
-def read_vision(folder: Path, tokenizer: Tokenizer) -> Vision:
+def read_vision(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Vision:
     """Return what a checkpoint has for pictures. Raises NoVision with the reason if it has nothing."""
-    checkpoint = read_checkpoint(folder)
     if (reason := missing_tower(checkpoint.config, checkpoint.headers.tensors)) is not None:
         raise NoVision(reason)
     family = FAMILIES[checkpoint.config["model_type"]]

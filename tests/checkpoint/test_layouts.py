@@ -252,7 +252,7 @@ def test_what_transformers_5_saves(name: str, tmp_path: Path) -> None:
     if "tied" in name and "lm_head.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         model.load_weights([*weights.items()])
-    read, _ = read_model(write(tmp_path / "saved", saved, change(weights)))
+    read, _ = read_model(read_checkpoint(write(tmp_path / "saved", saved, change(weights))))
     np.testing.assert_allclose(np.array(read(IDS)), np.array(model(IDS)), rtol=1e-5, atol=1e-5)
 
 
@@ -269,10 +269,10 @@ def test_a_head_of_its_own(config: Config, tmp_path: Path) -> None:
     """mlx-lm's classes of these types take the table of embeddings; a saved head is another matrix."""
     model, weights = made(config)
     folder = write(tmp_path / "saved", config | TIED, weights)
-    tied = read_model(folder)[0](IDS)
+    tied = read_model(read_checkpoint(folder))[0](IDS)
     table = weights["model.embed_tokens.weight"]
     write(folder, config | OWN, weights | {"lm_head.weight": table[::-1]})
-    untied, _ = read_model(folder)
+    untied, _ = read_model(read_checkpoint(folder))
     assert mx.allclose(tied, model(IDS)) and mx.allclose(untied(IDS), tied[..., ::-1], atol=1e-5)
     pair = load(folder, "lookup", num_draft_tokens=2)
     plain = load(folder, "none")
@@ -364,7 +364,7 @@ def test_fp8_is_dequantized_exactly(settings: Config, end: str, form: str, tmp_p
         exact[name] = mx.array(values * spread(scale, array.shape, 16))
     folder = write(tmp_path / "fp8", config | {"quantization_config": settings}, {})
     write_fp8(folder, stored)
-    read, found = read_model(folder)
+    read, found = read_model(read_checkpoint(folder))
     assert "quantization_config" not in found
     saved = read_checkpoint(folder)  # its files hold a byte of each weight
     held = sum(array.nbytes for _, array in tree_flatten(read.parameters()))
@@ -392,7 +392,7 @@ def test_fp8_is_dequantized_exactly(settings: Config, end: str, form: str, tmp_p
 def test_a_draft_model_that_cannot_be_loaded(config: Config, message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "drafter", config, {"model.norm.weight": mx.ones(4)})
     with pytest.raises(BadCheckpoint, match=message):
-        load_language_model(folder)
+        load_language_model(read_checkpoint(folder))
 
 
 # --- what mlx-lm does not read as the checkpoint means it
@@ -414,16 +414,20 @@ ROUTER, UNKNOWN = "model.layers.1.mlp.moe_statics.e_score_correction_bias", "mod
 def test_a_config_that_mlx_lm_does_not_read(config: Config, keys: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "saved", config, {"model.embed_tokens.weight": mx.ones((V, 32))})
     with pytest.raises(BadCheckpoint, match=f"as {config['model_type']}: config.json lacks {keys}: get a"):
-        read_model(folder)
+        read_model(read_checkpoint(folder))
 
 
 def test_a_router_without_its_bias_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """mlx-lm drops the bias that chooses experts: the text would be another."""
     _, weights = made(ERNIE)
     saved = apart(weights)
-    read_model(write(tmp_path / "without", ERNIE, {**saved, UNKNOWN: mx.ones(32)}))
+    read_model(read_checkpoint(write(tmp_path / "without", ERNIE, {**saved, UNKNOWN: mx.ones(32)})))
     assert f"mlx-lm leaves out {UNKNOWN}: the text may differ" in capsys.readouterr().err
-    read_model(write(tmp_path / "known", ERNIE, {**saved, "model.mtp_block.0.mtp.weight": mx.ones(32)}))
+    read_model(
+        read_checkpoint(
+            write(tmp_path / "known", ERNIE, {**saved, "model.mtp_block.0.mtp.weight": mx.ones(32)})
+        )
+    )
     assert capsys.readouterr().err == ""
     with pytest.raises(BadCheckpoint, match=f"as ernie4_5_moe: mlx-lm leaves out {ROUTER}, so that tokens"):
-        read_model(write(tmp_path / "with", ERNIE, {**saved, ROUTER: mx.ones((1, 3))}))
+        read_model(read_checkpoint(write(tmp_path / "with", ERNIE, {**saved, ROUTER: mx.ones((1, 3))})))

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from support import pairs, tiny
 from support.tiny_configs import tiny_model
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.checkpoint.unread import source_of, unread_keys, unread_window
 from mlx_spec.model.read import read_model
@@ -131,10 +132,10 @@ def test_windows_at_other_layers_are_named_unless_the_class_reads_the_kinds(of_c
 def test_reading_a_model_names_what_its_class_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read_model(pairs.save(tiny.full(), tmp_path / "right"))
+    read_model(read_checkpoint(pairs.save(tiny.full(), tmp_path / "right")))
     assert capsys.readouterr().err == ""
     folder = pairs.save(tiny.full(), tmp_path / "other", attn_logit_softcapping=50.5)
-    read_model(folder)
+    read_model(read_checkpoint(folder))
     assert "mlx-lm does not read attn_logit_softcapping 50.5 of config.json" in capsys.readouterr().err
 
 

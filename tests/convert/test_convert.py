@@ -23,14 +23,14 @@ from support.lossless import emitted
 
 import mlx_spec
 from mlx_spec.apps.models import description
-from mlx_spec.checkpoint.config import read_checkpoint, read_headers
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.families import tower_bytes
+from mlx_spec.checkpoint.headers import read_headers
 from mlx_spec.checkpoint.left_out import sources_of
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert import write
 from mlx_spec.convert.source import check_hashes, open_source
-from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
 from mlx_spec.vision.tower import read_tower, tower_tensors
@@ -198,7 +198,7 @@ def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     owners = {"a.weight": names[1], "b.weight": names[0], "c.weight": names[2]}
     assert list(index["weight_map"].items()) == list(owners.items())
     assert read_headers(tmp_path).problem is None
-    assert {name: array.tolist() for name, array in read_tensors(tmp_path).items()} == expected
+    assert {name: array.tolist() for name, array in Checkpoint(tmp_path).tensors().items()} == expected
 
 
 def test_where_tensors_went(tmp_path: Path) -> None:

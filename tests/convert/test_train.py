@@ -22,7 +22,7 @@ from support.vocabularies import byte_level
 from tokenizers import processors
 
 import mlx_spec
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.command import _describe_training, long_run, run_training
 from mlx_spec.convert.options import TrainingOptions
@@ -46,7 +46,6 @@ from mlx_spec.convert.train.fit import (
 from mlx_spec.convert.train.loss import Step, loss_of, sample_tokens
 from mlx_spec.convert.train.prompts import TrainingPrompt, bundled_prompt, encode, own_prompts, rules
 from mlx_spec.convert.train.train import WORK, of_all_kinds
-from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.gemma4 import AssistantNetwork, Gemma4Assistant
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
 from mlx_spec.pair import Pair
@@ -331,9 +330,9 @@ def test_answers_too_short_for_a_draft_are_no_figures(
 def test_an_improved_drafter_is_stored_in_the_order_it_was_read(tmp_path: Path) -> None:
     """Its table stayed in the order of the centroids and was sorted once more when it was loaded."""
     pair = ROOT / "tests" / "golden" / "e2b-trained"
-    network, read = train._published(str(pair / "assistant"), read_config(pair / "target"))
+    network, read = train._published(str(pair / "assistant"), read_checkpoint(pair / "target").config)
     train._write(tmp_path, network, read, {})
-    before, after = read_tensors(pair / "assistant"), read_tensors(tmp_path)
+    before, after = (read_checkpoint(folder).tensors() for folder in (pair / "assistant", tmp_path))
     assert "masked_embedding.token_ordering" in after
     assert all(mx.allclose(before[name], array, rtol=0.01) for name, array in after.items())
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from support import pairs, seeded_llama
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.generation import read_generation_config
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.load import load
@@ -101,6 +102,6 @@ def test_sampling_settings_are_those_that_are_stated(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     expected = {k: v for k, v in written.items() if k != "do_sample"} if sampling is None else sampling
-    found = read_generation_config(tmp_path)
+    found = read_generation_config(Checkpoint(tmp_path))
     assert dict(found.sampling) == expected and not found.without_effect
     Sampling(**found.sampling)

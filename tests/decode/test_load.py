@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -20,7 +23,8 @@ from support.lossless import mlx_lm_greedy
 from support.pairs import TOKENIZER, refused, save
 
 import mlx_spec
-from mlx_spec.checkpoint.config import GGUF
+from mlx_spec import demo
+from mlx_spec.checkpoint.headers import GGUF
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
@@ -143,6 +147,20 @@ def test_manifest(saved: Path, tmp_path: Path, inside: bool) -> None:
     assert load(place, "none").info.drafter is None
     (place / "pair.json").write_text('{"drafter": 3}')
     assert "target and drafter must be paths" in refused(BadCheckpoint, place)
+
+
+def test_each_file_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what MLX, mlx-lm and the tokenizers library open themselves."""
+    opened, original = Counter[str](), io.open
+
+    def counted(file: Any, *arguments: Any, **options: Any) -> Any:
+        opened[str(file)] += 1
+        return original(file, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", counted)
+    load("demo")
+    read = {name: count for name, count in opened.items() if str(demo.TARGET.parent) in name}
+    assert len(read) == 7 and set(read.values()) == {1}
 
 
 def test_import_is_light() -> None:

@@ -19,6 +19,7 @@ from support.fitted import largest
 from support.lossless import emitted, mlx_lm_greedy, plain, rounds
 from support.synthetic import Checkpoint
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.convert.parts import convert_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
@@ -259,7 +260,7 @@ def test_quantized(name, bits, tmp_path):
     network = g.open().network
     drafting.quantize(network, bits, 32, "fc")
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(network.parameters())))
-    source: Any = open_drafter(folder, drafting.read(folder), drafting.read(g.target_folder))
+    source: Any = open_drafter(read_checkpoint(folder), drafting.read(folder), drafting.read(g.target_folder))
     layers = dict(source.network.named_modules())
     assert isinstance(layers["fc"], nn.Linear)
     quantized = layers["lm_head" if g.is_eagle else "layers.0.mlp.switch_mlp.up_proj"]
@@ -311,5 +312,5 @@ def test_refused(name: str, kind: type[Exception], text: str, edit: Edit, tmp_pa
     config, target = drafting.read(path), drafting.read(golden(name).target_folder)
     edit(config, target)
     with pytest.raises(kind) as caught:
-        open_drafter(path, config, target)
+        open_drafter(read_checkpoint(path), config, target)
     assert text in str(caught.value) and "\n" not in str(caught.value)

@@ -15,6 +15,7 @@ from support.fitted import Recorder, largest
 from support.lossless import count_calls
 from support.pairs import save
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, Pard, VocabularySizes
 from mlx_spec.errors import BadCheckpoint
@@ -203,12 +204,12 @@ def test_any_language_model_becomes_a_drafter(tmp_path):
     history, expected = tiny.prompt(9), drafted(new("full"), tiny.prompt(9), 3)
     config = read(save(model_of("full"), tmp_path))
     for sizes in ({"vocab_size": 260}, {"text_config": {"vocab_size": 260}, "vocab_size": 1}):
-        source = open_drafter(tmp_path, config, {"model_type": "llama", **sizes})
+        source = open_drafter(read_checkpoint(tmp_path), config, {"model_type": "llama", **sizes})
         draft = source.make(None).draft(history, 3, Sampling(1.0).sampler(1, 260))
         assert source.name == "llama" and draft.probs.shape == (3, 260)
     assert drafted(source.make(None), history, 3).tokens == expected.tokens
     with pytest.raises(BadCheckpoint, match="target has no 'vocab_size'"):
-        open_drafter(tmp_path, config, {"text_config": {}})
+        open_drafter(read_checkpoint(tmp_path), config, {"text_config": {}})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

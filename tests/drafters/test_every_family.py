@@ -25,6 +25,7 @@ from support.grammars import byte_text, compiled
 from support.pairs import TEMPLATE, TOKENIZER
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.decode import round as one_round
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence
@@ -99,7 +100,9 @@ def test_reduced_vocabulary(family, tmp_path):
     path = tmp_path / "converted"
     edit_tensors(path, lambda tensors: tensors.update(draft_ids=tensors["draft_ids"] + 200))
     with pytest.raises(BadCheckpoint, match="'draft_ids' has tokens from 202 to 452"):
-        open_drafter(path, drafting.read(path), made.target)  # MLX would write beyond the logits
+        open_drafter(
+            read_checkpoint(path), drafting.read(path), made.target
+        )  # MLX would write beyond the logits
 
 
 # --- the distribution

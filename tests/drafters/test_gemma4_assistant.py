@@ -21,6 +21,7 @@ from support.fitted import largest
 from support.synthetic import Checkpoint
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.drafter_families import OPENED_AS
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.gemma4 import AssistantConfig, Gemma4Assistant, check_fit, visible_rows
@@ -44,7 +45,9 @@ def config_of(pair: str, part: str) -> dict:
 
 def open_pair_drafter(pair: str) -> DrafterSource:
     source = open_drafter(
-        GOLDEN / pair / "assistant", config_of(pair, "assistant"), config_of(pair, "target")
+        read_checkpoint(GOLDEN / pair / "assistant"),
+        config_of(pair, "assistant"),
+        config_of(pair, "target"),
     )
     source.network.set_dtype(mx.float32)
     return source
@@ -171,7 +174,7 @@ def open_quantized(pair: str, bits: int, folder: Path) -> DrafterSource:
     quantize(network, bits, 64, KEPT)
     config = config_of(pair, "assistant") | {"quantization": {"group_size": 64, "bits": bits}}
     made = Checkpoint(dict(tree_flatten(network.parameters())), config, config_of(pair, "target"))
-    return open_drafter(made.write(folder), made.config, made.target)
+    return open_drafter(read_checkpoint(made.write(folder)), made.config, made.target)
 
 
 @pytest.mark.parametrize(("pair", "bits"), [*((pair, 4) for pair in TRAINED), ("e2b-trained", 8)])
@@ -319,7 +322,7 @@ def open_changed(folder: Path, changes: dict[str, mx.array | None]) -> DrafterSo
     """Write the assistant of E2B with other tensors, without those that are None, and open it."""
     tensors = stored(GOLDEN / "e2b" / "assistant" / "model.safetensors")
     made = Checkpoint(tensors, config_of("e2b", "assistant"), config_of("e2b", "target")).changed(**changes)
-    return open_drafter(made.write(folder), made.config, made.target)
+    return open_drafter(read_checkpoint(made.write(folder)), made.config, made.target)
 
 
 def test_copy_of_the_head_is_ignored(tmp_path):
@@ -346,8 +349,9 @@ def test_a_tensor_that_is_missing_or_of_no_use_or_of_another_form(tmp_path, chan
 
 @pytest.mark.parametrize("model_type", [None, "eagle1", "../llama", "no_such_model"])
 def test_unknown_family(model_type, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadCheckpoint) as caught:
-        open_drafter(tmp_path, {"model_type": model_type}, {})
+        open_drafter(read_checkpoint(tmp_path), {"model_type": model_type}, {})
     text = str(caught.value)
     assert "has no 'model_type'" in text if model_type is None else repr(model_type) in text
     assert model_type is None or all(family in text for family in OPENED_AS)

@@ -24,7 +24,7 @@ from support.hub_stand_in import ASSISTANT, COMMIT, E2B, PUSHED, ROOT, Hub
 from support.waiting import LIMIT, wait_until
 
 from mlx_spec import hub
-from mlx_spec.checkpoint.config import check_weights
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.files import sha256
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.download import published_hash
@@ -43,7 +43,7 @@ def test_pull(served: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{E2B}: 0.2 MB to fetch, " in err and f"fetching {ASSISTANT}" in err and "\r" not in err
     folder = hub.cached(E2B)
     assert folder is not None and not list(folder.glob("*.py")) + list(folder.glob("*.bin"))
-    assert check_weights(folder) > 200_000 and partials(cache) == []
+    assert read_checkpoint(folder).check_weights() > 200_000 and partials(cache) == []
     # it is all there: nobody is asked
     served.asked.clear()
     assert run("pull", "gemma-4-e2b:4bit") == 0
@@ -121,7 +121,7 @@ def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     with pytest.raises(NotFound, match="not complete in the local cache and HF_HUB_OFFLINE"):
         hub.find(E2B)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert hub.find(E2B) == folder and check_weights(folder) > 200_000
+    assert hub.find(E2B) == folder and read_checkpoint(folder).check_weights() > 200_000
     for name in ("nowhere", "owner/mo--del", "a/b/c"):
         with pytest.raises(
             NotFound, match=f"there is no folder {name}, and a repository .* is named owner/name"
@@ -247,7 +247,7 @@ def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
     stale = cache / ("models--" + E2B.replace("/", "--")) / "blobs" / f"{digest}.0badcafe.incomplete"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(bytes(1000))
-    assert check_weights(hub.find(E2B)) > 200_000 and partials(cache) == []
+    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000 and partials(cache) == []
 
 
 def test_content_with_another_hash(served: Hub, cache: Path) -> None:
@@ -258,7 +258,7 @@ def test_content_with_another_hash(served: Hub, cache: Path) -> None:
         hub.find(E2B)
     assert not list(cache.rglob(digest)) and hub.cached(E2B) is None
     served.swapped = None
-    assert check_weights(hub.find(E2B)) > 200_000
+    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import pairs, tiny_configs
 
-from mlx_spec.checkpoint.config import context_length
+from mlx_spec.checkpoint.config import context_length, read_checkpoint
 from mlx_spec.checkpoint.ropes import Rotation, is_split, stated_ropes, stated_rotation
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.load import load
@@ -122,7 +122,7 @@ def test_longrope_turns_short_texts_by_short_factors(
     linear = {"rope_type": "linear", "type": "linear", "factor": 1.5}
     right = built(kind, linear, monkeypatch)
     folder = pairs.save(right, tmp_path, rope_scaling=scaling)
-    model, config = read_model(folder)
+    model, config = read_model(read_checkpoint(folder))
     assert config["rope_scaling"] == scaling and context_length(config) == 32
     factor = stated_rotation(next(iter(stated_ropes(config).values())), dims).factor
     for owner in rope_owners(right):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.virtual_clock import CURVES
 
-from mlx_spec.checkpoint.config import fingerprint
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import Mismatch, NotFound
 from mlx_spec.policy import AdaptivePolicies, BadCosts, Key, saved_costs
 
@@ -93,12 +93,12 @@ def test_fingerprints_change_with_the_checkpoint(tmp_path):
     header = b'{"a":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    first = fingerprint(tmp_path)
+    first = Checkpoint(tmp_path).fingerprint
     assert len(first) == 16
     weights.write_bytes(len(header).to_bytes(8, "little") + header.replace(b"a", b"b", 1) + b"\0\0")
-    second = fingerprint(tmp_path)
+    second = Checkpoint(tmp_path).fingerprint
     (tmp_path / "config.json").write_text("{}")
-    assert len({first, second, fingerprint(tmp_path)}) == 3
+    assert len({first, second, Checkpoint(tmp_path).fingerprint}) == 3
 
 
 def test_each_pair_and_setting_has_its_own_file() -> None:

@@ -59,7 +59,7 @@ from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.errors import Failure, unavailable
 from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
 from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.memory import memory_need
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub.catalog import PairSpec
@@ -161,7 +161,7 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
     monkeypatch.setattr(tool_grammar, "CALLS", {})
     call, tokenizer = (
         '<|tool_call>call:look_up{name:<|"|>os<|"|>}<tool_call|>',
-        read_tokenizer(demo.TARGET, read_config(demo.TARGET)),
+        read_tokenizer(read_checkpoint(demo.TARGET)),
     )
     written, close = tokenizer.encode(f"So. {call}{call} And so on"), tokenizer.token_id("<tool_call|>")
     read, rest = RequestChoice.read, list(written)

@@ -26,7 +26,7 @@ from mlx_spec.apps.server.engine.tool_prompts import chat_prompt, results_in_cal
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.settings import ServedModel
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
@@ -143,7 +143,7 @@ WEATHER = Tool(
 
 @pytest.fixture(scope="module")
 def text():
-    return read_tokenizer(demo.TARGET, read_config(demo.TARGET))
+    return read_tokenizer(read_checkpoint(demo.TARGET))
 
 
 @pytest.fixture(scope="module")

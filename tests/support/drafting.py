@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
 from mlx_spec.convert.convert import convert
@@ -47,7 +48,7 @@ def write_converted(published: Path, target: Path, folder: Path, **conventions: 
 def open_converted(published: Path, target: Path, folder: Path, **conventions: Any) -> Any:
     """Convert and open it, in float32."""
     write_converted(published, target, folder, **conventions)
-    source: Any = open_drafter(folder, read(folder), read(target))
+    source: Any = open_drafter(read_checkpoint(folder), read(folder), read(target))
     source.network.set_dtype(mx.float32)
     return source
 

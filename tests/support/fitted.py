@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.convert.parts import convert_drafter, family_or_model
 from mlx_spec.convert.source import open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
@@ -61,7 +62,7 @@ def opened(made: Checkpoint, folder: Path, edit: Callable[[dict[str, Any]], obje
     prepared = convert_drafter(source, family_or_model(source), made.target, None, None)
     edit(prepared.config)
     ours = Checkpoint(prepared.tensors, prepared.config, {}).write(folder / "converted")
-    return open_drafter(ours, read(ours), made.target)
+    return open_drafter(read_checkpoint(ours), read(ours), made.target)
 
 
 def pard(model: nn.Module, layers: int, noise: float = 0.0) -> Checkpoint:

@@ -35,12 +35,11 @@ from mlx_spec.apps.server.protocols.stored_responses import ItemField, ResponseS
 from mlx_spec.apps.server.requests import parsing
 from mlx_spec.apps.server.settings import Limits
 from mlx_spec.checkpoint import gguf_model
-from mlx_spec.checkpoint.config import fingerprint, read_config
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.generation import read_generation_config
 from mlx_spec.convert.train import answers as training
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
-from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.hub.inspect import inspect_folder
@@ -90,8 +89,9 @@ def safetensors(folder: Path) -> Reader:
 
     def read() -> None:
         inspect_folder(folder, "x")
-        fingerprint(folder)
-        mx.eval(list(read_tensors(folder).values()))
+        checkpoint = read_checkpoint(folder)
+        assert checkpoint.fingerprint
+        mx.eval(list(checkpoint.tensors().values()))
 
     files = _valid(folder, "model.safetensors", form="safetensors")
     return Reader(files | {"model.safetensors.index.json": _json(index)}, read)
@@ -109,7 +109,7 @@ def config(folder: Path) -> Reader:
         for name in names:
             if (folder / name).read_bytes() != contents[name]:
                 inspect_folder(folder / name.split("/")[0], "x")
-                read_model(folder / name.split("/")[0], lazy=True)
+                read_model(read_checkpoint(folder / name.split("/")[0]), lazy=True)
 
     return Reader(_valid(folder, *names), read)
 
@@ -131,11 +131,11 @@ def generation(folder: Path) -> Reader:
     }
     _checkpoint(folder)
     files = {"generation_config.json": _json(words)}
-    return Reader(files, lambda: (read_generation_config(folder, {2}), _use_tokenizer(folder)))
+    return Reader(files, lambda: (read_generation_config(Checkpoint(folder), {2}), _use_tokenizer(folder)))
 
 
 def _use_tokenizer(folder: Path) -> None:
-    tokenizer = read_tokenizer(folder, {"eos_token_id": 2})
+    tokenizer = read_tokenizer(read_checkpoint(folder))
     tokens = tokenizer.prompt_tokens("Hello, wörld 42 <bos>\n", most=1000)
     tokenizer.decode(tokens), tokenizer.decode_raw(range(0, 300, 7))
     for i in range(0, 300, 11):
@@ -274,20 +274,23 @@ def gguf(folder: Path) -> Reader:
 
     def read() -> None:
         shutil.rmtree(folder / "home", ignore_errors=True)
-        read_model(gguf_model.gguf_folder(made), lazy=True)
+        read_model(read_checkpoint(gguf_model.gguf_folder(made)), lazy=True)
 
     return Reader({"m.gguf": Valid(made.read_bytes())}, read)
 
 
 def drafter(folder: Path) -> Reader:
     """config.json and weights of the bundled drafter."""
-    target = read_config(demo.TARGET)
+    target = read_checkpoint(demo.TARGET).config
     (folder / "config.json").write_bytes((demo.DRAFTER / "config.json").read_bytes())
     os.symlink(demo.DRAFTER / "model.safetensors", folder / "model.safetensors")
-    return Reader(
-        _valid(folder, "config.json"),
-        lambda: (inspect_folder(folder, "x"), open_drafter(folder, read_config(folder), target)),
-    )
+
+    def read() -> None:
+        inspect_folder(folder, "x")
+        checkpoint = read_checkpoint(folder)
+        open_drafter(checkpoint, checkpoint.config, target)
+
+    return Reader(_valid(folder, "config.json"), read)
 
 
 def pair(folder: Path) -> Reader:

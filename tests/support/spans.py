@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.drafters.lookup import lookup_source
@@ -64,7 +65,7 @@ def golden(variant: str, case: str) -> Golden:
 
 @cache
 def vision_of(variant: str) -> Vision:
-    vision = read_vision(ROOT / variant, tokenizer_of(variant))
+    vision = read_vision(read_checkpoint(ROOT / variant), tokenizer_of(variant))
     vision.load()
     vision._tower.set_dtype(mx.float32)
     return vision
@@ -78,12 +79,12 @@ def with_sight(variant: str, sight: Sight) -> Vision:
 
 @cache
 def tokenizer_of(variant: str) -> Tokenizer:
-    return read_tokenizer(ROOT / variant, read(ROOT / variant))
+    return read_tokenizer(read_checkpoint(ROOT / variant))
 
 
 @cache
 def model_of(variant: str) -> nn.Module:
-    model, _ = read_model(ROOT / variant)
+    model, _ = read_model(read_checkpoint(ROOT / variant))
     model.set_dtype(mx.float32)
     return model
 
@@ -96,14 +97,16 @@ def sources(variant: str, drafter: str) -> list[DrafterSource]:
         return [draft_model_source("text", model_of("e2b"), VocabularySizes(VOCAB, VOCAB))]
     if drafter == "assistant":
         pair = GOLDEN / f"{variant}-trained"
-        source: Any = open_drafter(pair / "assistant", read(pair / "assistant"), read(pair / "target"))
+        source: Any = open_drafter(
+            read_checkpoint(pair / "assistant"), read(pair / "assistant"), read(pair / "target")
+        )
         source.network.set_dtype(mx.float32)
         return [source]
     if drafter == "mtp":  # the head inside the checkpoint
         with TemporaryDirectory() as out:
             converted(ROOT / variant, "auto", Path(out, "pair"))
             folder = Path(out, "pair", "drafter")
-            source = open_drafter(folder, read(folder), read(ROOT / variant))
+            source = open_drafter(read_checkpoint(folder), read(folder), read(ROOT / variant))
             mx.eval(source.network.parameters())
         return [source]
     return []

@@ -19,6 +19,7 @@ from tokenizers import (
     Tokenizer as FastTokenizer,
 )
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.tokenizer.thinking import Markers
@@ -101,8 +102,8 @@ def byte_level(
 TEXTS = {
     "sentencepiece": Tokenizer(sentencepiece_like(), None, ()),
     "byte_level": Tokenizer(byte_level(), None, ()),
-    "golden": Tokenizer(read_fast_tokenizer(GOLDEN), None, ()),
-    "demo": Tokenizer(read_fast_tokenizer(DEMO), None, ()),
+    "golden": Tokenizer(read_fast_tokenizer(Checkpoint(GOLDEN)), None, ()),
+    "demo": Tokenizer(read_fast_tokenizer(Checkpoint(DEMO)), None, ()),
 }
 
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 from mlx_spec.tokenizer.added_tokens import fix_mistral_cut, special_tokens
@@ -40,9 +41,10 @@ def write(folder: Path, tokenizer: FastTokenizer, files: dict[str, Any]) -> None
 
 
 def same_as_transformers(folder: Path, texts: list[str]) -> Tokenizer:
-    ours, theirs = read_tokenizer(folder, {}), AutoTokenizer.from_pretrained(folder)
+    checkpoint = read_checkpoint(folder)
+    ours, theirs = read_tokenizer(checkpoint), AutoTokenizer.from_pretrained(folder)
     assert ours.vocabulary() == theirs.get_vocab()
-    assert special_tokens(folder) == theirs.special_tokens_map
+    assert special_tokens(checkpoint) == theirs.special_tokens_map
     assert ours.eos == {i for i in [theirs.eos_token_id] if i is not None}
     for text in texts:
         tokens = theirs.encode(text, add_special_tokens=False)
@@ -120,12 +122,13 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
     for name, tokens in (("target", CHATML), ("drafter", {}), ("same", CHATML)):
         (tmp_path / name).mkdir()
         write(tmp_path / name, letters(), {"tokenizer_config": {"added_tokens_decoder": tokens}})
-    tokenizer = read_tokenizer(tmp_path / "target", {})
-    found = differing_token(tmp_path / "drafter", tmp_path / "target", tokenizer)
+    target, drafter, same = (read_checkpoint(tmp_path / name) for name in ("target", "drafter", "same"))
+    tokenizer = read_tokenizer(target)
+    found = differing_token(drafter, target, tokenizer)
     assert found is not None and f"token {SIZE} is None for the drafter" in found
-    assert differing_token(tmp_path / "same", tmp_path / "target", tokenizer) is None
-    fewer = read_tokenizer(tmp_path / "drafter", {})  # the other way round: the drafter has more
-    found = differing_token(tmp_path / "target", tmp_path / "drafter", fewer)
+    assert differing_token(same, target, tokenizer) is None
+    fewer = read_tokenizer(drafter)  # the other way round: the drafter has more
+    found = differing_token(target, drafter, fewer)
     assert found is not None and f"token {SIZE} is '<|im_start|>' for the drafter" in found
     # another file with the size and time of the target's
     ours, theirs = (tmp_path / name / "tokenizer.json" for name in ("target", "same"))
@@ -133,7 +136,7 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
         exchanged(folder, 5, 6)
     assert theirs.stat().st_size == ours.stat().st_size
     shutil.copystat(ours, theirs)
-    found = differing_token(theirs.parent, ours.parent, tokenizer)
+    found = differing_token(same, target, tokenizer)
     assert found is not None and found.startswith("token 5 is ")
 
 
@@ -149,7 +152,7 @@ def test_a_drafter_without_the_tokens_of_the_target_has_another_tokenizer(tmp_pa
 def test_statements_that_cannot_be_kept_are_refused(config: dict, message: str, tmp_path: Path) -> None:
     write(tmp_path, letters(), {"tokenizer_config": config})
     with pytest.raises(BadCheckpoint, match=message):
-        read_tokenizer(tmp_path, {})
+        read_tokenizer(read_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_the_cut_of_mistral_is_fixed_where_transformers_does(
         )
     write(tmp_path, tokenizer, {"tokenizer_config": {"fix_mistral_regex": True}, "config": config})
     theirs = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
-    ours, words = read_fast_tokenizer(tmp_path).pre_tokenizer, "HelloWorld 12 it's\n/x"
+    ours, words = read_fast_tokenizer(read_checkpoint(tmp_path)).pre_tokenizer, "HelloWorld 12 it's\n/x"
     assert ours.pre_tokenize_str(words) == theirs.pre_tokenize_str(words)
     assert (ours.pre_tokenize_str(words) != tokenizer.pre_tokenizer.pre_tokenize_str(words)) == fixed
     small = letters()

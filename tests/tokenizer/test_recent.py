@@ -11,6 +11,7 @@ from support.vocabularies import DEMO, byte_level, metaspace, random_text, sente
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
@@ -36,7 +37,7 @@ def odd() -> FastTokenizer:
 
 
 def demo() -> FastTokenizer:
-    return read_fast_tokenizer(DEMO)
+    return read_fast_tokenizer(Checkpoint(DEMO))
 
 
 @pytest.mark.parametrize("make", [odd, byte_level, metaspace, sentencepiece_like, demo])

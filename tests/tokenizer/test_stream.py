@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from support.vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.detokenizer import Detokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
@@ -20,7 +20,7 @@ WORDS = "request requests quest rest stop stopped the end ending of it all café
 _WORDS = byte_level([WORDS] * 20, [QWEN.open, QWEN.close], size=332)
 ANSWERS = {
     "words": Tokenizer(_WORDS, None, [_WORDS.token_to_id("<|im_end|>")]),
-    "demo": Tokenizer(read_fast_tokenizer(DEMO), None, [1]),
+    "demo": Tokenizer(read_fast_tokenizer(Checkpoint(DEMO)), None, [1]),
 }
 CALLS = {"words": QWEN, "demo": GEMMA}
 
@@ -112,7 +112,7 @@ def test_end_tokens_are_hidden() -> None:
     letter = tokenizer.token_to_id("b")
     text = Tokenizer(tokenizer, None, [letter])
     assert texts(streamed(AnswerStream(text, []), text, [*text.encode("a"), letter])) == [("answer", "a")]
-    text = read_tokenizer(GOLDEN, json.loads((GOLDEN / "config.json").read_text()))
+    text = read_tokenizer(read_checkpoint(GOLDEN))
     assert said(text, "<|tool_call>call:f{<turn|>", calls=GEMMA) == [("call", "call:f{")]
 
 

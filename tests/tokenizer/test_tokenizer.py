@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.checkpoints import edit_config
 from support.vocabularies import DEMO, GOLDEN, SAMPLES, TEXTS, byte_level, random_text, sentencepiece_like
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, processors
 
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.errors import BadCheckpoint, InvalidValue, PromptTooLong
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
 from mlx_spec.tokenizer.tokenizer import longest_token
 
 
-def test_end_tokens_are_the_union_of_all_files() -> None:
-    config = json.loads((GOLDEN / "config.json").read_text())
-    tokenizer = read_tokenizer(GOLDEN, config)
+def test_end_tokens_are_the_union_of_all_files(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(read_checkpoint(GOLDEN))
     names = ("<eos>", "<turn|>", "<|tool_response>")
     assert tokenizer.eos == {tokenizer.token_id(name) for name in names}
-    composite = config | {"text_config": {"eos_token_id": [7]}}
-    assert read_tokenizer(GOLDEN, composite).eos == tokenizer.eos | {7}
+    shutil.copytree(GOLDEN, tmp_path / "composite")
+    edit_config(tmp_path / "composite", lambda config: config.update(text_config={"eos_token_id": [7]}))
+    assert read_tokenizer(read_checkpoint(tmp_path / "composite")).eos == tokenizer.eos | {7}
     assert tokenizer.chats and tokenizer.thinks
 
 
@@ -77,10 +80,10 @@ def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Tokenizer, s
 
 def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"has no tokenizer.json or tokenizer.model"):
-        read_fast_tokenizer(tmp_path)
+        read_fast_tokenizer(Checkpoint(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
-        read_fast_tokenizer(tmp_path)
+        read_fast_tokenizer(Checkpoint(tmp_path))
 
 
 def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None
     for name in ("tokenizer_config.json", "config.json"):
         (tmp_path / name).write_text(config)
     sample = "Hello, world!"
-    assert read_fast_tokenizer(tmp_path).encode(sample).ids == tokenizer.encode(sample).ids
+    assert read_fast_tokenizer(Checkpoint(tmp_path)).encode(sample).ids == tokenizer.encode(sample).ids
 
 
 # --- prompts
@@ -144,7 +147,7 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
-    ours = read_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+    ours = read_tokenizer(read_checkpoint(folder))
     for sample in [*SAMPLES, *(random_text(seed) for seed in range(20))]:
         tokens = theirs.encode(sample, add_special_tokens=False)
         assert ours.encode(sample) == tokens
@@ -179,7 +182,7 @@ def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
         TEXTS["byte_level"].prompt(MESSAGES[0])
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(BadCheckpoint, match="cannot be read"):
-        read_template(tmp_path)
+        read_template(Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
 )
 def test_where_templates_are(tmp_path: Path, files: dict, expected: str | None) -> None:
     write(tmp_path, files)
-    template = read_template(tmp_path)
+    template = read_template(Checkpoint(tmp_path))
     assert (template and template.render([], thinking=False)) == expected
 
 
@@ -234,7 +237,7 @@ def test_where_templates_are(tmp_path: Path, files: dict, expected: str | None) 
 )
 def test_the_template_for_tools(tmp_path: Path, files: dict) -> None:
     write(tmp_path, files)
-    template = read_template(tmp_path)
+    template = read_template(Checkpoint(tmp_path))
     assert template is not None
     tool = {"type": "function", "function": {"name": "f"}}
     assert template.render([], thinking=False) == "D"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.drafting import GOLDEN
 
-from mlx_spec.checkpoint.config import read_config
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.vision import qwen
@@ -30,8 +30,8 @@ VARIANTS = ("e2b", "e4b", "12b", "26b", "31b", "gemma3", "qwen")
 @cache
 def opened(variant: str) -> tuple[Tokenizer, Vision]:
     folder = ROOT / variant
-    tokenizer = read_tokenizer(folder, read_config(folder))
-    return tokenizer, in_float32(read_vision(folder, tokenizer))
+    tokenizer = read_tokenizer(read_checkpoint(folder))
+    return tokenizer, in_float32(read_vision(read_checkpoint(folder), tokenizer))
 
 
 def in_float32(vision: Vision) -> Vision:
@@ -184,7 +184,7 @@ def qwen_as_mlx_vlm(name: str, array: mx.array) -> tuple[str, mx.array]:
 )
 def test_names_of_published_towers_are_known(variant: str, rename: Any, tmp_path: Path) -> None:
     tokenizer, vision = opened(variant)
-    other = in_float32(read_vision(changed(variant, tmp_path / "copy", rename), tokenizer))
+    other = in_float32(read_vision(read_checkpoint(changed(variant, tmp_path / "copy", rename)), tokenizer))
     picture = vision.prepare(pixels("b"))
     assert mx.array_equal(rows_of(other, picture), rows_of(vision, picture))
     assert other.nbytes == vision.nbytes > 50_000
@@ -201,7 +201,7 @@ def test_tensors_that_rows_do_not_pass_are_left_out(tmp_path: Path) -> None:
     mx.save_safetensors(path, {**mx.load(path), **more})
     tokenizer, vision = opened("31b")
     picture = vision.prepare(pixels("a"))
-    found = rows_of(in_float32(read_vision(folder, tokenizer)), picture)
+    found = rows_of(in_float32(read_vision(read_checkpoint(folder), tokenizer)), picture)
     assert mx.array_equal(found, rows_of(vision, picture))
 
 
@@ -236,7 +236,7 @@ def test_a_tower_may_be_quantized_in_part(
     path = str(folder / "model-vision.safetensors")
     parts = [pair for item in mx.load(path).items() for pair in quantized(*item)]
     mx.save_safetensors(path, dict(parts))
-    other = read_vision(folder, tokenizer)
+    other = read_vision(read_checkpoint(folder), tokenizer)
     other.load()
     modules = dict(other._tower.named_modules())
     packed = [name for name, module in modules.items() if isinstance(module, nn.QuantizedLinear)]
@@ -303,7 +303,7 @@ def test_a_large_picture_takes_more_steps_for_the_same_rows() -> None:
 
 def test_sixteen_bits_stay_sixteen_bits() -> None:
     tokenizer, vision = opened("qwen")
-    stored = read_vision(ROOT / "qwen", tokenizer)
+    stored = read_vision(read_checkpoint(ROOT / "qwen"), tokenizer)
     picture = vision.prepare(pixels("b"))
     rows, exact = rows_of(stored, picture), rows_of(vision, picture)
     assert rows.dtype == mx.bfloat16
@@ -314,7 +314,7 @@ def test_pictures_are_counted_without_weights(monkeypatch: pytest.MonkeyPatch) -
     """Counting the tokens of a request needs headers and JSON alone, also of a model that is not loaded."""
     tokenizer, _ = opened("e2b")
     monkeypatch.delattr(mx, "load")
-    vision = read_vision(ROOT / "e2b", tokenizer)
+    vision = read_vision(read_checkpoint(ROOT / "e2b"), tokenizer)
     assert vision.prepare(pixels("b")).count == 65
     assert vision.nbytes > 50_000
 
@@ -378,7 +378,7 @@ def test_a_model_says_why_it_reads_no_pictures(
     if remove:
         (folder / "model-vision.safetensors").unlink()
     with pytest.raises(NoVision, match=words):
-        read_vision(folder, opened("e2b")[0])
+        read_vision(read_checkpoint(folder), opened("e2b")[0])
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_processor_that_does_more_is_refused(
     (folder / "processor_config.json").unlink()
     (folder / file).write_text(json.dumps(settings))
     with pytest.raises(NoVision, match=words):
-        read_vision(folder, opened(variant)[0])
+        read_vision(read_checkpoint(folder), opened(variant)[0])
 
 
 def test_a_stripe_is_refused_by_qwen() -> None:
@@ -418,6 +418,6 @@ def test_a_tower_of_another_form_is_named_when_it_is_loaded(tmp_path: Path) -> N
     def cut(name: str, array: mx.array) -> tuple[str, mx.array]:
         return name, array[:5] if "q_norm" in name else array
 
-    vision = read_vision(changed("e2b", tmp_path / "copy", cut), opened("e2b")[0])
+    vision = read_vision(read_checkpoint(changed("e2b", tmp_path / "copy", cut)), opened("e2b")[0])
     with pytest.raises(NoVision, match="another vision tower than its config"):
         vision.load()

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import load
-from mlx_spec.checkpoint.config import StoredModel, context_length, fingerprint, read_checkpoint, read_config
+from mlx_spec.checkpoint.config import Checkpoint, context_length, read_checkpoint
 from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.memory import MemoryNeed, context_memory, context_sizes, memory_need
 from mlx_spec.decode import Batch
@@ -362,7 +362,7 @@ class Models:
     def _keep_answers(self, served: ServedModel, pair: Pair) -> None:
         """Let the pair keep earlier answers in the cache folder, if there is one."""
         if self._folder is not None and self._settings.earlier_answers:
-            target = f"{served.spec.target} {fingerprint(checkpoint_folders(served)[0])}"
+            target = f"{served.spec.target} {read_checkpoint(checkpoint_folders(served)[0]).fingerprint}"
             pair.earlier.keep_in(self._folder.path, target, pair.info.vocab_size, MAX_AGE_S)
 
     def _unused(self, busy: Collection[str]) -> list[str]:
@@ -414,7 +414,7 @@ def need_of(served: ServedModel) -> MemoryNeed:
     return memory_need(checkpoints, served.ranks, kv_bits=served.spec.kv_bits)
 
 
-def _stored(served: ServedModel) -> list[StoredModel]:
+def _stored(served: ServedModel) -> list[Checkpoint]:
     return [read_checkpoint(folder) for folder in checkpoint_folders(served)]
 
 
@@ -444,14 +444,14 @@ def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Pa
 @lru_cache
 def _read_vision(folder: Path, tokenizer: Tokenizer) -> Vision | NoVision:
     try:
-        return read_vision(folder, tokenizer)
+        return read_vision(read_checkpoint(folder), tokenizer)
     except NoVision as error:
         return error
 
 
 @lru_cache
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    return read_tokenizer(folder, read_config(folder))
+    return read_tokenizer(read_checkpoint(folder))
 
 
 def _warm_up(pair: Pair) -> None:

@@ -28,8 +28,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import WEIGHTS, fingerprint
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.files import check_space, human_bytes, one_line, remove_abandoned, temporary_file
+from mlx_spec.checkpoint.headers import WEIGHTS
 from mlx_spec.checkpoint.writer import safetensors_header
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import scratch_text
@@ -70,7 +71,7 @@ def model_key(
     return {
         "format": 5,
         "device": device_name(),
-        "checkpoints": [fingerprint(folder) for folder in folders],
+        "checkpoints": [read_checkpoint(folder).fingerprint for folder in folders],
         "weights": [[str(file), s.st_ino, s.st_size, s.st_mtime_ns] for file, s in stats],
         "drafters": list(drafters),
         "kv_bits": kv_bits,
