@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.errors import NotRewindable
-from mlx_spec.model.checkpoints import Arrays, Checkpoint, Kind, PlaceBlock, Rows, first_size
+from mlx_spec.model.checkpoints import Arrays, Kind, PlaceBlock, RewindPoint, Rows, first_size
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -191,7 +191,7 @@ class Caches:
 
     def checkpoint(
         self, size: int, kind: Kind = "end", known: Mapping[Rows, PlaceBlock] | None = None
-    ) -> Checkpoint:
+    ) -> RewindPoint:
         """Return a place at `size`: copies of states, and of the rows of windows that a query there can see.
 
         The windows must still have these rows, and a recurrent state must be at `size`. Rows that `known`
@@ -210,7 +210,7 @@ class Caches:
             first = step_below(oldest)
             places[window] = first, oldest, size - first, columns.reach
             blocks += [(known or {}).get(rows) or self._block(rows) for rows in needed]
-        return Checkpoint(size, places, tuple(blocks), kind)
+        return RewindPoint(size, places, tuple(blocks), kind)
 
     def _state(self, layer: LayerCache, size: int) -> Arrays:
         """Return a copy of the state of a recurrent layer, at the size of the caches or after it."""
@@ -250,7 +250,7 @@ class Caches:
             if count < columns.count:
                 self._rearrange(columns, 1, count, [0 if columns.window is None else end - count], 1)
 
-    def drop_windows(self, known: Mapping[Rows, PlaceBlock]) -> Checkpoint:
+    def drop_windows(self, known: Mapping[Rows, PlaceBlock]) -> RewindPoint:
         """Return the present place, and drop the rows of windows until it is restored."""
         place = self.checkpoint(self.sizes[0], "end", known)
         for cache in self.attention:
@@ -277,7 +277,7 @@ class Caches:
         full = [cache for cache in self.attention if cache.columns.window is None]
         return [[buffer[lane : lane + 1, :, :size] for buffer in cache.buffers] for cache in full]
 
-    def fork(self, rows: Sequence[Sequence[mx.array]], place: Checkpoint, size: int, more: int) -> None:
+    def fork(self, rows: Sequence[Sequence[mx.array]], place: RewindPoint, size: int, more: int) -> None:
         """Fill caches without tokens: `size` rows as `full_rows` gives them, windows and states of a place.
 
         The rows are copied when they are evaluated, into buffers with room for `more` rows.
@@ -293,7 +293,7 @@ class Caches:
         self.restore(place)
         self.sizes = [size]
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: RewindPoint) -> None:
         """Return to a checkpoint. Since then, rows of full attention may only have been appended."""
         for window, (first, oldest, count, reach) in saved.places.items():
             columns = self._columns[window]

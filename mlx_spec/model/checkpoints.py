@@ -46,7 +46,7 @@ class PlaceBlock:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RewindPoint:
     """A place that one sequence can return to. It holds no more than windows and states."""
 
     size: int
@@ -66,12 +66,12 @@ class Checkpoint:
         """Return True if it has states, which cannot be cut."""
         return any(block.rows[0] is None for block in self.blocks)
 
-    def adjoins(self, later: Checkpoint) -> bool:
+    def adjoins(self, later: RewindPoint) -> bool:
         """Return True if no row is missing between its windows and those of a later place."""
         oldest = [place[1] for place in later.places.values()]
         return not self.is_state and all(at <= self.size and at == step_below(at) for at in oldest)
 
-    def joined(self, later: Checkpoint) -> Checkpoint:
+    def joined(self, later: RewindPoint) -> RewindPoint:
         """Return a place with the rows of both."""
         blocks = {(b.rows[0] or 0, step_below(b.rows[1])): b for b in (*self.blocks, *later.blocks)}
         places = {
@@ -79,7 +79,7 @@ class Checkpoint:
         }
         return replace(later, places=places, blocks=tuple(blocks[at] for at in sorted(blocks)))
 
-    def cut(self, size: int) -> Checkpoint:
+    def cut(self, size: int) -> RewindPoint:
         """Return a place of at least `size` tokens, with the blocks alone that a query at `size` sees."""
         if self.is_state:
             return self
@@ -126,18 +126,18 @@ def first_size(windows: Iterable[tuple[int, int]]) -> int:
     return max((oldest + reach - 1 for oldest, reach in windows if oldest), default=0)
 
 
-class Checkpoints:
+class RewindPoints:
     """The checkpoints of one sequence, in the order of their sizes."""
 
-    def __init__(self, places: Iterable[Checkpoint] = ()) -> None:
+    def __init__(self, places: Iterable[RewindPoint] = ()) -> None:
         self._places = list(places)
-        self.parked: Checkpoint | None = None  # the end of the sequence, while its caches have no windows
-        self._reach: list[tuple[int, int, Checkpoint]] | None = None  # None after a change
+        self.parked: RewindPoint | None = None  # the end of the sequence, while its caches have no windows
+        self._reach: list[tuple[int, int, RewindPoint]] | None = None  # None after a change
         self.wanted: set[int] = set()  # sizes at which to keep a place of the prompt that is read
         self._expected = 0  # its tokens
         self._opening = 0  # those before the end of its first turn
 
-    def __iter__(self) -> Iterator[Checkpoint]:
+    def __iter__(self) -> Iterator[RewindPoint]:
         return iter(self._places)
 
     def blocks(self) -> dict[Rows, PlaceBlock]:
@@ -145,25 +145,25 @@ class Checkpoints:
         places = self._places if self.parked is None else [*self._places, self.parked]
         return {block.rows: block for place in places for block in place.blocks}
 
-    def park(self, place: Checkpoint | None) -> None:
+    def park(self, place: RewindPoint | None) -> None:
         """Hold the end of the sequence, while its caches have no windows; None once they have them."""
         self.parked, self._reach = place, None
 
-    def reach(self) -> list[tuple[int, int, Checkpoint]]:
+    def reach(self) -> list[tuple[int, int, RewindPoint]]:
         """Return the ranges of sizes, both ends included, that the places give back, and what they hold.
 
         Places whose rows follow each other without a gap give back all sizes between them.
         """
         if self._reach is None:
-            runs = list[Checkpoint]()
+            runs = list[RewindPoint]()
             for place in self._places if self.parked is None else [*self._places, self.parked]:
                 runs.append(runs.pop().joined(place) if runs and runs[-1].adjoins(place) else place)
             self._reach = [(run.first_size(), run.size, run) for run in runs]
         return self._reach
 
-    def before(self, size: int) -> Checkpoints:
+    def before(self, size: int) -> RewindPoints:
         """Return the checkpoints that the first `size` tokens have. They share their arrays with these."""
-        return Checkpoints(place for place in self._places if place.size <= size)
+        return RewindPoints(place for place in self._places if place.size <= size)
 
     def end_prompt(self) -> None:
         """Treat the end of the last prompt as the end of a chunk: another prompt has been read."""
@@ -176,9 +176,9 @@ class Checkpoints:
 
     def keep(
         self,
-        points: Iterable[Checkpoint],
+        points: Iterable[RewindPoint],
         sizes: tuple[int, int],
-        make: Callable[[int, Kind, dict[Rows, PlaceBlock]], Checkpoint],
+        make: Callable[[int, Kind, dict[Rows, PlaceBlock]], RewindPoint],
         row_bytes: int,
         ends_prompt: bool,
         apart: int,
@@ -197,13 +197,13 @@ class Checkpoints:
         (first, size), known, places = sizes, self.blocks(), list(points)
         kv_bytes = row_bytes * max(size, self._expected)
 
-        def added(at: int, kind: Kind) -> Checkpoint:
+        def added(at: int, kind: Kind) -> RewindPoint:
             made = make(at, kind, known)
             known.update((block.rows, block) for block in made.blocks)
             return made
 
         places += [added(at, "turn") for at in sorted(self.wanted) if first <= at <= size]
-        gap = size - max(place.size for place in [*self._places, *places, Checkpoint(0, {}, ())])
+        gap = size - max(place.size for place in [*self._places, *places, RewindPoint(0, {}, ())])
         is_opening = size <= self._opening
         if ends_prompt:
             self.end_prompt()
@@ -225,7 +225,7 @@ class Checkpoints:
             is_cheap = one <= 2 * apart * row_bytes
             self.add(places, max(kv_bytes, fewest * one, min(4 * kv_bytes, 2 * fewest * one) * is_cheap))
 
-    def add(self, places: Iterable[Checkpoint], most_bytes: int) -> None:
+    def add(self, places: Iterable[RewindPoint], most_bytes: int) -> None:
         """Add places, and drop others until all have at most `most_bytes`; of one size, one is kept."""
         rank = get_args(Kind).index
         found = sorted([*self._places, *places], key=lambda place: (place.size, rank(place.kind)))
@@ -258,9 +258,9 @@ class Checkpoints:
         return parts
 
     @classmethod
-    def load(cls, state: CacheState) -> Checkpoints:
+    def load(cls, state: CacheState) -> RewindPoints:
         """Return the checkpoints of a state."""
-        blocks, places, numbers = dict[int, PlaceBlock](), list[Checkpoint](), state.numbers
+        blocks, places, numbers = dict[int, PlaceBlock](), list[RewindPoint](), state.numbers
         for n in itertools.takewhile(lambda n: f"@{n}.rows" in numbers, itertools.count(1)):
             window, low, high = numbers[f"@{n}.rows"]
             layers = list[Arrays]()
@@ -272,7 +272,7 @@ class Checkpoints:
             windows = {w: (first, *rest) for w, first, *rest in zip(*[flat] * 5, strict=True)}
             held = tuple(blocks[number] for number in numbers[f"place{n}.blocks"])
             size, kind = numbers[f"place{n}.size"]
-            places.append(Checkpoint(size, windows, held, get_args(Kind)[kind]))
+            places.append(RewindPoint(size, windows, held, get_args(Kind)[kind]))
         return cls(places)
 
     def drop(self, size: int) -> None:
@@ -284,7 +284,7 @@ class Checkpoints:
         places = [place for place in [*self._places, self.parked] if place is not None]
         return {block for place in places if place.kind == "end" for block in place.blocks}
 
-    def costs(self, elsewhere: Container[int] = ()) -> Iterator[tuple[float, int, Checkpoint]]:
+    def costs(self, elsewhere: Container[int] = ()) -> Iterator[tuple[float, int, RewindPoint]]:
         """Yield places in the order in which to drop them: tokens that the loss costs per byte, the bytes.
 
         They are the tokens from the place before it on, times the chance that a prompt parts there: less at
@@ -297,7 +297,7 @@ class Checkpoints:
         parked = () if self.parked is None else self.parked.blocks
         holders = Counter([*parked, *(block for place in left for block in place.blocks)])
         while True:
-            best: tuple[float, int, Checkpoint] | None = None
+            best: tuple[float, int, RewindPoint] | None = None
             before = 0
             for place in left:
                 if (chance := chances[place.kind]) is not None:

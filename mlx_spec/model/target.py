@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.checkpoints import Checkpoint, Checkpoints, cuts
+from mlx_spec.model.checkpoints import RewindPoint, RewindPoints, cuts
 from mlx_spec.model.hooks import (
     SharedKV,
     captures_of,
@@ -72,7 +72,7 @@ class LMTarget:
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._checkpoints = Checkpoints()
+        self._checkpoints = RewindPoints()
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
         self._copies: list[mx.array] = []  # rows of another target that are not copied yet
@@ -168,12 +168,12 @@ class LMTarget:
 
     def _begin_prefill(
         self, tokens: Sequence[int], spans: Sequence[Span], ends_prompt: bool
-    ) -> tuple[Features, list[Checkpoint]]:
+    ) -> tuple[Features, list[RewindPoint]]:
         """Write a chunk. Return its features, not evaluated, and the checkpoints within it.
 
         A recurrent state is kept where a pass ends. Each pass reads all weights, so there are few.
         """
-        rows, points = mx.array(list(tokens), dtype=mx.int32), list[Checkpoint]()
+        rows, points = mx.array(list(tokens), dtype=mx.int32), list[RewindPoint]()
         if spans:  # of a text, nothing is kept that has any
             self._places = Places.of(self._sight, spans)
         start, low = self._size, 0
@@ -192,7 +192,7 @@ class LMTarget:
         return self._features(len(tokens)), points
 
     def _end_prefill(
-        self, count: int, features: Features, points: Sequence[Checkpoint], ends_prompt: bool
+        self, count: int, features: Features, points: Sequence[RewindPoint], ends_prompt: bool
     ) -> Features:
         """Evaluate and commit a chunk. Return its features."""
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
@@ -210,7 +210,7 @@ class LMTarget:
         self._checkpoints.pin_at(sizes, length, opening)
 
     def keep_places(
-        self, count: int, points: Sequence[Checkpoint] = (), *, ends_prompt: bool = True, apart: int = 1024
+        self, count: int, points: Sequence[RewindPoint] = (), *, ends_prompt: bool = True, apart: int = 1024
     ) -> None:
         """Keep checkpoints at wanted places among the last `count` tokens, `points`, and perhaps the end."""
         if self._recurrent or self._caches.has_windows:
@@ -219,7 +219,7 @@ class LMTarget:
             self._checkpoints.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> RewindPoints:
         """Return the places that `rewind` can return to after rows are gone."""
         return self._checkpoints
 
@@ -389,13 +389,13 @@ class LMTarget:
         last = self._last_reusable
         return [(low, min(high, last)) for low, high, _ in self._reached() if low <= last]
 
-    def _place(self, size: int) -> tuple[Checkpoint | None, int]:
+    def _place(self, size: int) -> tuple[RewindPoint | None, int]:
         """Return the place that keeps most of `size` tokens, None for the present one; and how many."""
         kept = [(min(size, high), place) for low, high, place in self._reached() if low <= size]
         size, place = max(kept, key=lambda each: each[0], default=(0, None))
         return None if place is None else place.cut(size), size
 
-    def _reached(self) -> list[tuple[int, int, Checkpoint | None]]:
+    def _reached(self) -> list[tuple[int, int, RewindPoint | None]]:
         """Return the ranges of sizes that the present place and the checkpoints give back, and the places.
 
         Windows and states are not in these caches while a batch has them.
@@ -432,7 +432,7 @@ class LMTarget:
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
         self._places = Places(self._sight.axes if self._sight else (), spans)
         self._caches.load(state.part("@0"))
-        self._checkpoints = Checkpoints.load(state)
+        self._checkpoints = RewindPoints.load(state)
 
     def _commit_all(self) -> None:
         """Keep all rows that the caches hold, and the rows of `_replay`."""

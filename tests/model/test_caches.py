@@ -16,7 +16,7 @@ from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.checkpoints import Checkpoint, Checkpoints, PlaceBlock
+from mlx_spec.model.checkpoints import PlaceBlock, RewindPoint, RewindPoints
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -523,10 +523,10 @@ def test_places_without_a_gap_give_back_all_sizes_between(kind: str) -> None:
 def test_places_are_bounded_by_what_their_loss_costs() -> None:
     """Those nearest to the place before go first, ends of chunks before turns, and never the last end."""
 
-    def place(size: int, kind: Any) -> Checkpoint:
-        return Checkpoint(size, {}, (PlaceBlock((None, size, size), [[mx.zeros((10,))]]),), kind)
+    def place(size: int, kind: Any) -> RewindPoint:
+        return RewindPoint(size, {}, (PlaceBlock((None, size, size), [[mx.zeros((10,))]]),), kind)
 
-    places = Checkpoints()
+    places = RewindPoints()
     places.add([place(100, "turn"), place(200, "chunk"), place(250, "chunk"), place(260, "turn")], 160)
     assert [each.size for each in places] == [100, 200, 250, 260]
     places.add([place(700, "chunk"), place(720, "end")], 160)
