@@ -22,7 +22,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -465,6 +464,5 @@ def _virtual() -> int:
 
 
 def _pages(which: int) -> int:
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[which]) * mmap.PAGESIZE
-    return 0
+    counts = Path("/proc/self/statm")  # macOS has none
+    return int(counts.read_text().split()[which]) * mmap.PAGESIZE if counts.exists() else 0
