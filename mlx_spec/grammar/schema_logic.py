@@ -180,10 +180,8 @@ class Logic:
         possible = self.types(context)
         if "integer" in types and "number" not in types and "number" in possible:
             return None  # no keyword means "a number that is not an integer"
-        covered = types | ({"integer"} if "number" in types else set())
+        covered = types | ({"integer"} if "number" in types | possible else set())
         others = [kind for kind in TYPES if kind in possible - covered]
-        if "number" in others:
-            others.remove("integer")
         return [{"type": others}] if others else []
 
     def _other_values(self, values: list[Any], context: Schema) -> list[Schema] | None:

@@ -326,6 +326,7 @@ def test_what_nothing_matches_is_refused(schema: Any, message: str) -> None:
         ({"const": 2**53 + 1}, "const", "#", 1),
         ({"anyOf": [{"$ref": "https://a.example/b"}]}, "$ref", "#/anyOf/0", 1),
         ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf", "#", 1),
+        ({"oneOf": [{"enum": [2.5, ""]}, {"type": "string", "maxLength": 0}]}, "oneOf", "#", ""),
         ({"type": "string", "not": {"pattern": "a"}}, "not", "#", "a"),
         ({"type": "object", "minProperties": 2}, "minProperties", "#", {"a": 1}),
         (
