@@ -299,21 +299,15 @@ class Caches:
             columns = self._columns[window]
             columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
         for layer, arrays in zip(self.layers, saved.layers(), strict=False):  # of full attention it has none
-            if isinstance(layer, RecurrentCache):
+            if isinstance(layer, RecurrentCache) or layer.columns.window is not None:
                 layer.restore(arrays)
-            elif layer.columns.window is not None:
-                layer.buffers = [array[:] for array in arrays if array is not None]  # writes go to a copy
         self.sizes, self.uncommitted = [saved.size], 0
 
     def state(self) -> CacheState:
         """Return the committed rows and states of the only sequence."""
         arrays, (size,) = dict[str, mx.array](), self.sizes
         for i, layer in enumerate(self.layers):
-            if isinstance(layer, RecurrentCache):
-                found = [array for array in layer.committed if array is not None]
-            else:
-                found = [buffer[:, :, : size - layer.columns.first[0]] for buffer in layer.buffers]
-            arrays |= {f"{i}.{j}": array for j, array in enumerate(found)}
+            arrays |= {f"{i}.{j}": array for j, array in enumerate(layer.references(size))}
         numbers = {str(w): [c.first[0], c.oldest[0], c.reach] for w, c in self._columns.items()}
         return CacheState(arrays, {**numbers, "size": [size]})
 
@@ -325,13 +319,8 @@ class Caches:
             columns.first, columns.oldest, columns.count = [first], [oldest], self.sizes[0] - first
             columns.reach = reach
         for i, layer in enumerate(self.layers):
-            # Slices, so that each sequence that begins with this state writes into its own arrays.
-            arrays = state.part(str(i)).arrays
-            found = [arrays[str(j)][:] for j in range(len(arrays))]
-            if not isinstance(layer, RecurrentCache):
-                layer.buffers = found
-            elif found:  # else no pass was committed
-                layer.restore(found)
+            if arrays := state.part(str(i)).arrays:  # else no pass was committed
+                layer.restore([arrays[str(j)] for j in range(len(arrays))])
 
     # --- several sequences
 
@@ -339,7 +328,8 @@ class Caches:
         """Move the only sequence of other caches into a free lane. A recurrent one must have tokens."""
         assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
         if not self.layers:
-            self.layers, self._groups = [self._like(layer) for layer in lone.layers], lone._groups
+            self.layers = [layer.fresh(self._columns_for) for layer in lone.layers]
+            self._groups = lone._groups
             for window, columns in self._columns.items():
                 columns.reach = lone._columns[window].reach
         size, lane = lone.sizes[0], len(self.sizes)
@@ -407,15 +397,6 @@ class Caches:
             f"no exact rollback rule for the cache class {kind.__name__} of this target: "
             "it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
         )
-
-    def _like(self, layer: LayerCache) -> LayerCache:
-        """Return a cache of the same kind without rows."""
-        if isinstance(layer, RecurrentCache):
-            return RecurrentCache(len(layer.cache))
-        columns = self._columns_for(layer.columns.window)
-        if isinstance(layer, QuantizedCache):
-            return QuantizedCache(columns, layer.bits)
-        return type(layer)(columns)
 
     def _ends(self, lanes: int) -> list[int]:
         """Return the positions after all rows of the first lanes."""

@@ -11,8 +11,9 @@ sums of a row equal the sums of plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -135,9 +136,23 @@ class AttentionCache:
         self.offset: int | mx.array = 0
         self.buffers: list[mx.array] = []  # keys and values [lanes, H, columns, D]; none before any row
 
+    def fresh(self, columns: Callable[[int | None], Columns]) -> Self:
+        """Return a cache of this kind without rows, in the columns of its window."""
+        fresh = copy.copy(self)
+        fresh.columns, fresh.offset, fresh.buffers = columns(self.columns.window), 0, []
+        return fresh
+
     def arrays(self) -> list[mx.array]:
         """Return its buffers after the last pass."""
         return self.buffers
+
+    def references(self, size: int) -> list[mx.array]:
+        """Return its rows of the first `size` positions, which later passes do not change."""
+        return [buffer[:, :, : size - self.columns.first[0]] for buffer in self.buffers]
+
+    def restore(self, saved: Sequence[mx.array | None]) -> None:
+        """Take over saved rows as slices: the next pass writes into its own arrays."""
+        self.buffers = [array[:] for array in saved if array is not None]
 
     @property
     def attention_type(self) -> str:
@@ -279,6 +294,16 @@ class RecurrentCache(ArraysCache):
     def __init__(self, arrays: int) -> None:
         super().__init__(arrays)
         self.restore([None] * arrays)
+
+    def fresh(self, columns: Callable[[int | None], Columns]) -> Self:
+        """Return a cache of this kind without a state."""
+        fresh = copy.copy(self)
+        fresh.restore([None] * len(self.cache))
+        return fresh
+
+    def references(self, size: int) -> list[mx.array]:
+        """Return the committed state; none before any row."""
+        return [array for array in self._committed if array is not None]
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays after the last pass; none before any row."""

@@ -1,7 +1,7 @@
 """The candidates that a row may draw, a shortlist or the whole vocabulary, and the filters on them.
 
-Filters keep the first tokens in one order: by score, the largest first, then by id, the smallest first. A
-vocabulary is never sorted. Everything is lazy.
+Filters keep the first tokens in one order: by score, the largest first, then by id, the smallest first. Only
+a shortlist is sorted. Everything is lazy.
 """
 
 from __future__ import annotations
@@ -186,10 +186,24 @@ def _top_p(candidates: Candidates, p: float) -> Candidates:
     return replace(candidates.only(candidates.first(candidates.weights, goal)), fits=fits)
 
 
-def _min_p(candidates: Candidates, p: float) -> Candidates:
+def by_scores(keep: Callable[[mx.array, mx.array, float], mx.array]) -> Callable[..., Candidates]:
+    """Return a filter by a function of finite scores [T, C] that returns which tokens stay, bool [T, C].
+
+    `keep` also gets which tokens are left, bool [T, C], and the value of the parameter. The others have the
+    lowest score of their row instead of -inf, which would make a mean or a deviation NaN.
+    """
+
+    def filtered(candidates: Candidates, value: float) -> Candidates:
+        left = candidates.scores > -math.inf
+        lowest = mx.where(left, candidates.scores, math.inf).min(axis=-1, keepdims=True)
+        return candidates.only(left & keep(mx.where(left, candidates.scores, lowest), left, value))
+
+    return filtered
+
+
+def _min_p(scores: mx.array, left: mx.array, p: float) -> mx.array:
     """Keep the tokens that are at least p times as likely as the likeliest one."""
-    scores = candidates.scores
-    return candidates.only(scores >= scores.max(axis=-1, keepdims=True) + math.log(p))
+    return scores >= scores.max(axis=-1, keepdims=True) + math.log(p)
 
 
 @dataclass(frozen=True)
@@ -203,4 +217,4 @@ class Filter:
 
 
 # Field of `Sampling` -> its filter, in the order in which they are applied, after top_k.
-FILTERS = {"top_p": Filter(_top_p, 1, 0, 1), "min_p": Filter(_min_p, 0, 0, 1)}
+FILTERS = {"top_p": Filter(_top_p, 1, 0, 1), "min_p": Filter(by_scores(_min_p), 0, 0, 1)}
