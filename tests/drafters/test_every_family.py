@@ -12,8 +12,8 @@ from support import drafting, fitted, lossless, random_sources, synthetic, tiny,
 from support.checkpoints import edit_tensors
 from support.drafting import GOLDEN, emitted
 from support.exact_distribution import (
+    FEW,
     FILTERED,
-    LAW,
     PLAIN,
     control_excess,
     drafted_excess,
@@ -140,7 +140,7 @@ def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
 
 
 # A lie that fewer generations show is shown by all of them. Medusa draws nothing.
-SHOWN = {"pard": 40, "dspark": 60, "mtp": 80, "eagle3": LAW, "peagle": LAW, "dflash": LAW}
+SHOWN = {"pard": 40, "dspark": 60, "mtp": 80, "eagle3": FEW, "peagle": FEW, "dflash": FEW}
 
 
 @pytest.mark.parametrize("family", SHOWN)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import chi_square
-from support.exact_distribution import COUNT, PLAIN, PROMPT, V, counted, draft_model, model, seeded, unseeded
+from support.exact_distribution import COUNT, PLAIN, PROMPT, V, draft_model, model, seeded, texts, unseeded
 from support.grammars import byte_text, language, next_letters
 from support.lossless import Scripted
 
@@ -71,7 +71,10 @@ def excess(
     expected: np.ndarray, drafter: Drafter, sampler: Callable[[int], Sampler], generations: int = GENERATIONS
 ) -> float:
     """Return chi-square of the tokens of many generations, over its one-in-a-million quantile."""
-    return chi_square.excess(counted(drafter, sampler, generations, model(), [6, 7]), expected)
+    counts = np.zeros((V,) * COUNT)
+    for text in texts(drafter, sampler, generations, [6, 7], model()):
+        counts[tuple(text)] += 1
+    return chi_square.excess(counts, expected)
 
 
 def matcher(sampling: Sampling) -> Matcher:
