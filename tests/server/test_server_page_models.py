@@ -48,7 +48,10 @@ def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tmp_path):
         tab.call("DOM.setFileInputFiles", files=[str(note)], objectId=box["result"]["objectId"])
         tab.until("document.querySelector('#attached')?.textContent.includes('tokens')")
         tab.value("document.querySelector('#max-completion-tokens').value = 8")
+        tab.value("history.replaceState(null, '', '#models')")  # as the menu of macOS opens the page
         ask(tab, "What sat?")
+        assert not tab.value("document.querySelector('#models').open"), "an answer opens the models again"
+        tab.value("history.replaceState(null, '', './')")
         assert "note.txt" in text(tab, ".said") and text(tab, ".facts").startswith(f"{NAME} · ")
         tab.until("!document.querySelector('#send').hidden")
         press(tab, "Race")

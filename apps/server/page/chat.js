@@ -300,8 +300,7 @@ function setRunning(answer) {
   if (answer) announce("Answering");
   byId("message").focus({ preventScroll: true });
   drawState();
-  models.prepare().then(settingsChanged);
-poll();
+  poll();
 }
 
 function setMessage(text) {
