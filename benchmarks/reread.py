@@ -136,20 +136,23 @@ def recorded(path: Path) -> list[Request]:
 
     A prompt that does not go on where an earlier answer ended asks a question. Its last turn ends 6 tokens of
     the template before its end. If the next prompt is as long and parts from it, both are sub-agents whose
-    system prompts end there.
+    system prompts end there. Logs count at most all but 2 tokens of a prompt as shared: one that is as long
+    as the best prompt before is that prompt again.
     """
     found, lines = list[Request](), [json.loads(line) for line in path.read_text().splitlines()]
     for r, following in zip(lines, [*lines[1:], {"best": -1}], strict=True):
         best = r["best"] if r["ideal"] else -1
         before = found[best] if best >= 0 else None
+        repeats = before is not None and r["ideal"] + 2 == r["prompt"] == before.prompt
         goes_on = before and r["ideal"] >= before.prompt - 1 and r["prompt"] > before.prompt + 8
-        if before and goes_on:
+        if before and (repeats or goes_on):
             turns = before.turns
         else:
             inherited = [t for t in (before.turns if before else ()) if t < r["ideal"]]
             is_twin = following["best"] == len(found) and abs(following["prompt"] - r["prompt"]) < 64
             turns = (*inherited, *([following["ideal"] - 1] if is_twin else []), r["prompt"] - 6)
-        found.append(Request(r["prompt"], max(r["answer"], 1), r["ideal"], best, turns))
+        ideal = r["ideal"] + 2 * repeats
+        found.append(Request(r["prompt"], max(r["answer"], 1), ideal, best, turns))
     return found
 
 

@@ -55,6 +55,7 @@ class CachedSequence:
         self.parts = parts
         self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
         self._emitted: list[int] = []  # tokens after it
+        self.question_end = 0  # where the last question of its prompt ends
         self._places: set[int] = set()  # where the next prompt should leave a checkpoint, beside its turns
         self.reread: Reread | None = None  # of the prompt that it was last lent for; None if nothing is
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
@@ -157,6 +158,7 @@ class CachedSequence:
         if self.reread is None and shared > kept:
             self.reread = Reread(shared - kept, "no place")
         opening = min(prompt.turns, default=len(prompt))
+        self.question_end = max(prompt.turns, default=len(prompt))
         self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt), opening)
         self._places = set()
         try:

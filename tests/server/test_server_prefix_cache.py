@@ -17,7 +17,7 @@ from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.pair import Pair
-from mlx_spec.prompt import text_prompt
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
 
 GREEDY = Sampling()
@@ -29,7 +29,8 @@ def cache_of(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
 
 def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:
     """A prompt that was answered."""
-    sequence = cache.take(text_prompt(prompt))
+    prompt = prompt if isinstance(prompt, Prompt) else text_prompt(prompt)
+    sequence = cache.take(prompt)
     generate(pair, sequence, prompt, count)
     cache.give_back(sequence)
     return sequence
@@ -170,6 +171,25 @@ def test_what_costs_least_to_read_again_per_byte_goes_first(pair: Pair) -> None:
         cache.shrink(10**9 - cache.nbytes + 1)
     assert cache.take(text_prompt([*text(5, 220), 1])) is old
     assert cache.take(text_prompt(start + text(2, 30))) is not branch
+
+
+@pytest.mark.parametrize("has_question", [True, False])
+def test_what_left_its_last_answer_out_goes_before_an_older_conversation(
+    has_question: bool, pair: Pair
+) -> None:
+    """A prompt that parts before the last question says nothing of it: it is of another agent."""
+    cache, start = cache_of(pair), text(1, 20)
+    old = text_prompt(text(5, 96))
+    served(pair, cache, old)
+    asked = text_prompt(start, (20,)) if has_question else text_prompt(start + text(7, 70), (20, 85))
+    main = served(pair, cache, asked, 100 - len(asked))
+    served(pair, cache, text_prompt(start + text(6, 60), (20, 75)))
+    assert len(cache) == 3
+    while len(cache) == 3:
+        cache.shrink(10**9 - cache.nbytes + 1)
+    assert (cache.take(old).identity.size > 90) == has_question
+    again = text_prompt(main.identity.tolist())
+    assert (cache.take(again).shared(again) > 90) != has_question
 
 
 def test_prompts_that_come_together_read_their_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:

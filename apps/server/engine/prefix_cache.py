@@ -48,6 +48,8 @@ class Kept:
     sequence: CachedSequence
     used: int = 0
     is_lent: bool = True
+    # Another prompt has its last question, too, and another text after it: thinking was left out, perhaps.
+    is_superseded: bool = False
 
     @property
     def target(self) -> LMTarget:
@@ -123,7 +125,7 @@ class PrefixCache:
         """Lend a sequence until `give_back` or `forget`: a copy of `snapshot`, or the best for the prompt."""
         kept = self._best(prompt) if snapshot is None else Kept(self._copy(snapshot))
         self._prompts += 1
-        kept.is_lent, kept.used = True, self._prompts
+        kept.is_lent, kept.used, kept.is_superseded = True, self._prompts, False
         self._change = object()
         if kept not in self._kept:
             self._kept.append(kept)
@@ -223,6 +225,9 @@ class PrefixCache:
             break
         if found is None:
             found, reused = Kept(CachedSequence(self.open())), 0
+        for match in matches:
+            has_question = match.shared >= match.kept.sequence.question_end
+            match.kept.is_superseded |= has_question and not match.kept.is_lent
         parted = {match.shared for match in matches if match.shared > max(reused, self.min_fork)}
         found.sequence.pin_at(parted)
         forgotten = max((shared_prefix(each, prompt.identity) for each in self._forgotten), default=0)
@@ -277,9 +282,10 @@ class PrefixCache:
         others = (kept.sequence.identity for kept in self._kept if kept is not one)
         return max((shared_prefix(held, other) for other in others), default=0)
 
-    def _worth(self, kept: Kept, cost: float) -> float:
+    def _worth(self, kept: Kept, cost: float, chance_superseded: float = 1 / 4) -> float:
         """Return the worth of a part of a sequence whose loss costs so many tokens per byte."""
-        return cost / (1 + self._prompts - kept.used)
+        chance = chance_superseded if kept.is_superseded else 1.0
+        return cost * chance / (1 + self._prompts - kept.used)
 
     def _victims(self, but: Kept | None, gone: Sequence[Kept] = ()) -> list[Victim]:
         """Return all that can be dropped, what is worth least first, once some sequences are gone.
