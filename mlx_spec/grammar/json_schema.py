@@ -14,13 +14,20 @@ from typing import Any
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.patterns import PatternChecker, translated
-from mlx_spec.grammar.references import escaped
-from mlx_spec.grammar.schema_logic import CLOSED, UNIONS, Logic, both, either, name_of, type_list, values_of
-from mlx_spec.grammar.schema_reader import Schema, Unenforced, read_schema
-
-SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")
-SCHEMAS = ("items", "additionalProperties", "propertyNames", "not", "if", "then", "else")
+from mlx_spec.grammar.schema import (
+    UNIONS,
+    Schema,
+    all_parts,
+    both,
+    either,
+    escaped,
+    map_parts,
+    name_of,
+    type_list,
+    values_of,
+)
+from mlx_spec.grammar.schema_logic import CLOSED, Logic
+from mlx_spec.grammar.schema_reader import ReadSchema, Unenforced, read_schema
 
 
 def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tuple[Schema, list[Unenforced]]:
@@ -33,13 +40,13 @@ def enforceable(root: Any, *, closed: bool = False, combine: bool = True) -> tup
     is not a schema, or if no value can match it.
     """
     checker = PatternChecker()
-    found, unenforced = read_schema(root, checker)
+    schema = read_schema(root, checker)
     try:
-        rewriter = _Rewriter(found, combine, checker)
+        rewriter = _Rewriter(schema, combine, checker)
         rewritten = rewriter.rewritten(closed)
     except RecursionError:
         raise InvalidValue("the schema is nested too deeply (recursion limit): make it flatter") from None
-    return rewritten, [*unenforced, *rewriter.unenforced]
+    return rewritten, [*schema.unenforced, *rewriter.unenforced]
 
 
 def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced]]:
@@ -54,14 +61,11 @@ def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced
 
 
 class _Rewriter:
-    def __init__(self, root: Schema, combine: bool, checker: PatternChecker) -> None:
+    def __init__(self, schema: ReadSchema, combine: bool, checker: PatternChecker) -> None:
         self._checker = checker
         self.unenforced: list[Unenforced] = []
         self._combine = combine
-        self._definitions: dict[str, Schema] = {}
-        if isinstance(root, dict):
-            self._definitions = root.pop("$defs", {})
-        self._root = root
+        self._root, self._definitions = schema.root, schema.definitions
         self._logic = Logic(self._definitions)
         self._has_open_keys = False
 
@@ -92,7 +96,7 @@ class _Rewriter:
     # --- objects without further properties
 
     def _close(self) -> None:
-        nodes = [node for root in (self._root, *self._definitions.values()) for node in _nodes(root)]
+        nodes = [node for root in (self._root, *self._definitions.values()) for node in all_parts(root)]
         open_: set[int] = set()
         for node in nodes:
             parts = [*node.get("allOf", ()), *(each for union in UNIONS for each in node.get(union, ()))]
@@ -109,7 +113,7 @@ class _Rewriter:
 
     def _lists_properties(self, schema: Schema) -> bool:
         return isinstance(schema, dict) and any(
-            "properties" in each or "$ref" in each for each in _nodes(schema)
+            "properties" in part or "$ref" in part for part in all_parts(schema)
         )
 
     def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
@@ -120,7 +124,7 @@ class _Rewriter:
         parts = [each for key in ("allOf", *UNIONS) for each in schema.get(key, ())]
         parts += [*schema.get("dependentSchemas", {}).values(), *_given(schema, "if", "then", "else", "not")]
         if "$ref" in schema:
-            parts.append(self._definitions[name_of(schema["$ref"])])
+            parts.append(self._logic.of(schema["$ref"]))
         for each in parts:
             self._in_place(each, seen)
         return seen
@@ -158,20 +162,7 @@ class _Rewriter:
             return False
         if members:
             node["allOf"] = [*node.get("allOf", []), *members]
-        return self._inner(node, place)
-
-    def _inner(self, node: dict[str, Any], place: str) -> dict[str, Any]:
-        for key, each in node.items():
-            inner = f"{place}/{escaped(key)}"
-            if key in SCHEMA_LISTS:
-                node[key] = [self._schema(one, f"{inner}/{i}") for i, one in enumerate(each)]
-            elif key in SCHEMA_MAPS:
-                node[key] = {
-                    name: self._schema(one, f"{inner}/{escaped(name)}") for name, one in each.items()
-                }
-            elif key in SCHEMAS:
-                node[key] = self._schema(each, inner)
-        return node
+        return map_parts(node, self._schema, place)
 
     def _add(self, members: list[Schema], member: Schema | None, keyword: str, place: str) -> None:
         """Add a schema that must match, too. If it is None (unknown), report the keyword instead."""
@@ -425,30 +416,11 @@ class _Finite:
             return schema
         if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
             return False
-        found: dict[str, Any] = {}
-        for key, each in schema.items():
-            if key in SCHEMA_LISTS:
-                found[key] = [self.without_endless(one) for one in each]
-            elif key in SCHEMA_MAPS:
-                found[key] = {name: self.without_endless(one) for name, one in each.items()}
-            else:
-                found[key] = self.without_endless(each) if key in SCHEMAS else each
-        return found
+        return map_parts(schema, lambda part, place: self.without_endless(part))
 
 
 def _given(node: Mapping[str, Any], *keys: str) -> list[Any]:
     return [node[key] for key in keys if key in node]
-
-
-def _nodes(schema: Schema) -> Iterable[dict[str, Any]]:
-    """Yield a schema and all schemas within it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for key, each in schema.items():
-        inner: Iterable[Any] = each if key in SCHEMA_LISTS else each.values() if key in SCHEMA_MAPS else ()
-        for one in [each] if key in (*SCHEMAS, "unevaluatedProperties", "unevaluatedItems") else inner:
-            yield from _nodes(one)
 
 
 def _required_names(node: Mapping[str, Any]) -> Iterable[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from mlx_spec.grammar.schema import escaped
+
 DYNAMIC = ("$dynamicRef", "$recursiveRef")
 # Keywords whose values are not schemas: a key `$id` in them is data.
 _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
@@ -79,8 +81,3 @@ class References:
         for key, each in children:
             if isinstance(each, Mapping | list) and (key not in _VALUES or place.endswith("/properties")):
                 yield from self._walk(each, f"{place}/{escaped(str(key))}", base)
-
-
-def escaped(key: str) -> str:
-    """Return a key as a part of a JSON pointer."""
-    return key.replace("~", "~0").replace("/", "~1")

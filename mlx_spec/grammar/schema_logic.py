@@ -6,57 +6,28 @@ Every answer is on the safe side: "not known" if it takes more than the common k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mlx_spec.grammar.schema_reader import BOUNDS, TYPES, Schema, fits
+from mlx_spec.grammar.schema import (
+    BOUNDS,
+    MAX_DEPTH,
+    TYPES,
+    UNIONS,
+    Definitions,
+    Schema,
+    both,
+    either,
+    is_among,
+    type_list,
+    values_of,
+)
 
-MAX_DEPTH = 8  # of references and members that are followed
 CLOSED = "x-closed"  # marks an object that will have only the properties that it lists
 LENGTHS = {"minLength": "string", "minItems": "array", "minProperties": "object"}
-UNIONS = ("anyOf", "oneOf")
 
 
-class Logic:
+class Logic(Definitions):
     """Questions about schemas whose references are into `definitions`."""
-
-    def __init__(self, definitions: Mapping[str, Schema]) -> None:
-        self.definitions = definitions
-
-    def resolved(self, schema: Schema) -> Schema:
-        """Follow a schema that is only a reference. Return the schema it refers to."""
-        for _ in range(MAX_DEPTH):
-            if not isinstance(schema, dict) or list(schema) != ["$ref"]:
-                break
-            schema = self.definitions[name_of(schema["$ref"])]
-        return schema
-
-    def members(self, schema: Schema, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield all schemas that a value of `schema` matches at the same time."""
-        if schema is False:
-            yield {"enum": []}
-        if not isinstance(schema, dict) or depth > MAX_DEPTH:
-            return
-        yield schema
-        if "$ref" in schema:
-            yield from self.members(self.definitions[name_of(schema["$ref"])], depth + 1)
-        for each in schema.get("allOf", ()):
-            yield from self.members(each, depth + 1)
-
-    def types(self, schema: Schema) -> frozenset[str]:
-        """Return the types that values may have; "number" comes with "integer"."""
-        found = frozenset(TYPES)
-        for each in self.members(schema):
-            values = values_of(each)
-            if "type" in each:
-                found &= (
-                    {"integer"}.union(type_list(each))
-                    if "number" in type_list(each)
-                    else set(type_list(each))
-                )
-            if values is not None:
-                found = frozenset(kind for kind in found if any(fits(value, [kind]) for value in values))
-        return found
 
     def values(self, schema: Schema) -> list[Any] | None:
         """Return a list that contains all allowed values; None if the schema does not list them."""
@@ -190,45 +161,3 @@ class Logic:
             return self._other_types(frozenset({"null"}), context) if values == [None] else None
         others = [value for value in possible if not is_among(value, values)]
         return [{"enum": others}] if others else []
-
-
-# --- pieces of schemas
-
-
-def name_of(reference: str) -> str:
-    """Return the name of a reference in `$defs`."""
-    return reference.removeprefix("#/$defs/")
-
-
-def type_list(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types that `type` names; all types without it."""
-    named = schema.get("type", list(TYPES))
-    return named if isinstance(named, list) else [named]
-
-
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that a schema itself lists."""
-    if "const" in schema:
-        return [schema["const"]]
-    return schema.get("enum")
-
-
-def is_among(value: Any, values: Iterable[Any]) -> bool:
-    """Return True if `value` is one of `values` by the rules of JSON: true is not 1."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
-
-
-def either(schemas: list[Schema]) -> Schema:
-    """Return a schema of values that match at least one of `schemas`."""
-    some = [each for each in schemas if each is not False]
-    if True in some or {} in some:
-        return True
-    return {"anyOf": some} if len(some) > 1 else some[0] if some else False
-
-
-def both(schemas: Iterable[Schema]) -> Schema:
-    """Return a schema of values that match all of `schemas`."""
-    some = [each for each in schemas if each is not True and each != {}]
-    if False in some:
-        return False
-    return {"allOf": some} if len(some) > 1 else some[0] if some else True

@@ -14,24 +14,21 @@ from typing import Any
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.patterns import EMPTY, FORMATS, PatternChecker, translated
-from mlx_spec.grammar.references import DYNAMIC, References, escaped
+from mlx_spec.grammar.references import DYNAMIC, References
+from mlx_spec.grammar.schema import (
+    BOUNDS,
+    OF_TYPE,
+    SCHEMA_LISTS,
+    SCHEMA_MAPS,
+    SCHEMAS,
+    TYPES,
+    Schema,
+    escaped,
+    fits,
+    type_list,
+)
 
-Schema = dict[str, Any] | bool
-TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 MAX_EXACT = 2**53  # llguidance reads numbers as floats: integers above are rounded
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-OF_TYPE: Mapping[str, str] = {  # keyword -> the only type that it restricts
-    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
-    **dict.fromkeys((*BOUNDS, "multipleOf"), "number"),
-    **dict.fromkeys(
-        "items prefixItems minItems maxItems uniqueItems contains unevaluatedItems".split(), "array"
-    ),
-    **dict.fromkeys(
-        """properties patternProperties additionalProperties required minProperties maxProperties
-        propertyNames dependentRequired dependentSchemas unevaluatedProperties""".split(),
-        "object",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,27 @@ class Unenforced:
         return f"{self.keyword} at {self.place}: {self.reason}"
 
 
-def read_schema(root: Any, checker: PatternChecker) -> tuple[Schema, list[Unenforced]]:
-    """Return a schema in the keywords of one draft, and the keywords that it leaves out.
+@dataclass(frozen=True)
+class ReadSchema:
+    """A schema in the keywords of one draft."""
 
-    All references are "#/$defs/...". Raises InvalidValue if `root` is not a schema.
+    root: Schema
+    definitions: dict[str, Schema]  # by the names of references, "#/$defs/NAME"
+    unenforced: list[Unenforced]  # the keywords that it leaves out
+
+
+def read_schema(root: Any, checker: PatternChecker | None = None, place: str = "#") -> ReadSchema:
+    """Read the schema at a place in `root`. Without a checker patterns are not compiled.
+
+    Raises InvalidValue if it is not a schema.
     """
     if isinstance(root, bool):
-        return root, []
+        return ReadSchema(root, {}, [])
     if not isinstance(root, Mapping):
         raise InvalidValue("the schema is not one: give an object, true or false")
     try:
         json.dumps(root, ensure_ascii=False, allow_nan=False).encode()
-        reader = _Reader(root, checker)
-        return reader.read(), reader.unenforced
+        return _Reader(root, checker).read(place)
     except UnicodeEncodeError:
         raise InvalidValue("the schema holds half a character: give whole ones") from None
     except ValueError:
@@ -68,27 +73,30 @@ def read_schema(root: Any, checker: PatternChecker) -> tuple[Schema, list[Unenfo
 
 
 class _Reader:
-    def __init__(self, root: Any, checker: PatternChecker) -> None:
+    def __init__(self, root: Mapping[str, Any], checker: PatternChecker | None) -> None:
         self._checker = checker
-        self.unenforced: list[Unenforced] = []
+        self._unenforced: list[Unenforced] = []
         self._references = References(root)
         self._names: dict[str, str] = {}  # place -> its name in $defs
         self._waiting: list[str] = []
-        draft = root.get("$schema") if isinstance(root, Mapping) else None
+        draft = root.get("$schema")
         # In drafts up to 7 a $ref makes all other keywords beside it void.
         self._is_old = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
-    def read(self) -> Schema:
-        found, definitions = self.schema(self._references.root, "#"), {}
+    def read(self, place: str) -> ReadSchema:
+        """Return the schema at a place, with all schemas that it refers to."""
+        found, definitions = self.schema(self._references.at(place), place), {}
         while self._waiting:
-            place = self._waiting.pop(0)
-            definitions[self._names[place]] = self.schema(self._references.at(place), place)
-        if not definitions:
-            return found
-        return {**(found if isinstance(found, dict) else _of_bool(found)), "$defs": definitions}
+            target = self._waiting.pop(0)
+            definitions[self._names[target]] = self.schema(self._references.at(target), target)
+        return ReadSchema(found, definitions, self._unenforced)
 
     def leave_out(self, place: str, keyword: str, reason: str = Unenforced.reason) -> None:
-        self.unenforced.append(Unenforced(place, keyword, reason))
+        self._unenforced.append(Unenforced(place, keyword, reason))
+
+    def problem(self, schema: Mapping[str, Any]) -> str | None:
+        """Return why llguidance refuses a schema; None if it accepts it, or if patterns are not compiled."""
+        return None if self._checker is None else self._checker.problem(schema)
 
     def schema(self, given: Any, place: str) -> Schema:
         if isinstance(given, bool):
@@ -121,8 +129,7 @@ class _Reader:
             for each in (found, *found["allOf"]):
                 if isinstance(each, dict):
                     each.pop("format", None)
-        named = found.get("type", list(TYPES))
-        types = [named] if isinstance(named, str) else named
+        types = type_list(found)
         scalars = {  # if they are too complex together, the first of these keywords is left out
             "string": ("maxLength", "minLength", "pattern", "format"),
             "integer": ("multipleOf", *BOUNDS),
@@ -133,7 +140,7 @@ class _Reader:
             if kind in types and len(said) > 1:
                 patterned = [each for each in found.get("allOf", ()) if _says(each, "pattern")]
                 both = {**said, **({"allOf": patterned} if patterned and kind == "string" else {})}
-                reason = self._checker.problem({**both, "type": kind})
+                reason = self.problem({**both, "type": kind})
                 if reason == EMPTY:
                     types = [each for each in types if each != kind]
                     found["type"] = types
@@ -166,16 +173,6 @@ class _Reader:
         inner = f"{place}/{escaped(key)}"
         if key == "type":
             return {} if types is None else {"type": types[0] if len(types) == 1 else list(types)}
-        single = "additionalProperties propertyNames not if then else unevaluatedProperties unevaluatedItems"
-        if key in single.split():
-            return {key: self.schema(value, inner)}
-        lists = ("allOf", "anyOf", "oneOf")
-        if key in lists:
-            options = self._each(value, inner)
-            return {key: options} if options else {}
-        maps = ("properties", "patternProperties", "dependentSchemas")
-        if key in maps:
-            return {key: self._map(value, inner)}
         if key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             return self._count(key, value, place)
         if key in BOUNDS:
@@ -186,7 +183,6 @@ class _Reader:
             "enum": self._values,
             "const": lambda value, given, place: self._values([value], given, place, "const"),
             "items": self._items,
-            "prefixItems": lambda value, given, place: {"prefixItems": self._each(value, inner)},
             "required": self._required,
             "dependentRequired": self._dependencies,
             "dependencies": self._dependencies,
@@ -196,7 +192,13 @@ class _Reader:
             "uniqueItems": self._unique,
             "contains": self._contains,
         }.get(key)
-        return {} if special is None else special(value, given, place)
+        if special is not None:
+            return special(value, given, place)
+        if key in SCHEMAS:
+            return {key: self.schema(value, inner)}
+        if key in SCHEMA_LISTS:
+            return {key: parts} if (parts := self._each(value, inner)) else {}
+        return {key: self._map(value, inner)} if key in SCHEMA_MAPS else {}
 
     def _each(self, value: Any, place: str) -> list[Schema]:
         if not isinstance(value, list):
@@ -320,7 +322,7 @@ class _Reader:
         format = given.get("format")
         found = translated(value, format if isinstance(format, str) else None)
         for each in found:
-            reason = self._checker.problem({"pattern": each})
+            reason = self.problem({"pattern": each})
             if reason is not None:
                 self.leave_out(place, "pattern", reason)
                 return {}
@@ -337,24 +339,10 @@ class _Reader:
         pattern = given.get("pattern")
         if isinstance(pattern, str):
             found = [{"pattern": each} for each in translated(pattern, value)]
-            binding["allOf"] = [each for each in found if self._checker.problem(each) is None]
-        if binding and self._checker.problem({**binding, "format": value}) is not None:
+            binding["allOf"] = [each for each in found if self.problem(each) is None]
+        if binding and self.problem({**binding, "format": value}) is not None:
             return {}
         return {"format": value}
-
-
-def _of_bool(given: bool) -> dict[str, Any]:
-    return {} if given else {"enum": []}
-
-
-def fits(value: Any, types: tuple[str, ...] | list[str]) -> bool:
-    """Return True if a value has one of `types`."""
-    if isinstance(value, bool):
-        return "boolean" in types
-    if isinstance(value, int | float):
-        return "number" in types or ("integer" in types and value == int(value))
-    kinds = {str: "string", type(None): "null", list: "array", dict: "object"}
-    return kinds[type(value)] in types
 
 
 def _says(schema: Schema, keyword: str) -> bool:
