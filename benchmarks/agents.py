@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "tests"))
 from support.call_texts import WRITERS
 
 from mlx_spec import session
-from mlx_spec.apps.server.engine.tool_formats import find_tool_format
+from mlx_spec.apps.server.tools.formats import find_tool_format
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import read_tokenizer

@@ -24,9 +24,9 @@ from mlx_spec.sampling import Sampling
 from .engine.answers import LAST_EVENTS, Event, Failed, Finished
 from .engine.engine_thread import EngineThread
 from .engine.models import Loader, load_served
-from .engine.tool_formats import find_tool_format
 from .requests.request import Chat, GenerationRequest, Tool, ToolUse
 from .settings import ServedModel, Settings
+from .tools.formats import find_tool_format
 
 TURNS = 20
 Message = Mapping[str, Any]

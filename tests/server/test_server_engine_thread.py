@@ -39,7 +39,7 @@ from support.served import (
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine import engine_thread, models, tool_grammar
+from mlx_spec.apps.server.engine import engine_thread, models, preparation
 from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
@@ -158,7 +158,7 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch, parallel: bool, calls: int
 ) -> None:
     """The demo writes no calls of its own: their tokens take the place of its own."""
-    monkeypatch.setattr(tool_grammar, "CALLS", {})
+    monkeypatch.setattr(preparation, "answer_grammar", lambda *_: None)
     call, tokenizer = (
         '<|tool_call>call:look_up{name:<|"|>os<|"|>}<tool_call|>',
         read_tokenizer(read_checkpoint(demo.TARGET)),

@@ -17,15 +17,13 @@ from mlx_spec import demo
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.apps.server.engine.models import load_served
 from mlx_spec.apps.server.engine.preparation import find_prompts, prepare
-from mlx_spec.apps.server.engine.tool_formats import (
-    ToolCallReader,
-    find_tool_format,
-    without_markup,
-)
-from mlx_spec.apps.server.engine.tool_prompts import chat_prompt, results_in_calls
+from mlx_spec.apps.server.engine.tool_calls import ToolCallReader, without_markup
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, Tool, ToolUse
 from mlx_spec.apps.server.settings import ServedModel
+from mlx_spec.apps.server.tools.formats import find_tool_format
+from mlx_spec.apps.server.tools.prompts import chat_prompt, results_in_calls
+from mlx_spec.apps.server.tools.syntax import WrittenCall
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
@@ -93,9 +91,9 @@ def test_rubbish_is_never_lost_and_never_an_error(name):
         body = start * rng.randrange(2) + "".join(rng.choices(PIECES, k=rng.randrange(12)))
         calls, rest = SYNTAX[name].parse(body, [tool])
         assert body.endswith(rest)
-        for called, arguments in calls:
-            called.encode(), arguments.encode()
-            assert isinstance(json.loads(arguments, parse_constant=int), dict)
+        for call in calls:
+            call.name.encode(), call.arguments.encode()
+            assert isinstance(json.loads(call.arguments, parse_constant=int), dict)
         if not calls:
             assert rest == (body if body.strip() else "")
 
@@ -277,7 +275,7 @@ def test_the_template_tells_how_calls_are_written(name):
     assert syntax.name == name
     written = found.decode_raw(chat_prompt(Chat(tuple(CONVERSATION)), found, "m"))
     call = written.split(markers[0])[-1].split(markers[1])[0]
-    assert syntax.parse(call, [WEATHER]) == ([("get_weather", '{"city":"Rome"}')], "")
+    assert syntax.parse(call, [WEATHER]) == ([WrittenCall("get_weather", '{"city":"Rome"}')], "")
     other = call.replace("get_weather", "")
     assert syntax.parse(other, [WEATHER]) == ([], other)
     for cut in range(len(call)):
@@ -309,7 +307,10 @@ def test_prompt(text):
 
 @pytest.mark.parametrize(
     ("properties", "problem"),
-    [([1], "properties: Input"), ({"a": {"type": "object", "properties": 3}}, "properties.a.properties: ")],
+    [
+        ([1], "#/properties is not an object of schemas"),
+        ({"a": {"type": "object", "properties": 3}}, "#/properties/a/properties is not an object"),
+    ],
 )
 def test_what_is_no_schema_is_not_blamed_on_the_template(text, properties, problem):
     use = ToolUse((WEATHER, Tool("f", None, {"type": "object", "properties": properties})))

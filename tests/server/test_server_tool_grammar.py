@@ -11,15 +11,18 @@ from dataclasses import replace
 
 import pytest
 from support import call_texts
+from support.vocabularies import marked
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine.tool_formats import SYNTAXES, Syntax, ToolFormat
-from mlx_spec.apps.server.engine.tool_grammar import answer_grammar, answer_schema, compile_format
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests import parameters
 from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.tools.answer_grammar import answer_grammar, answer_schema, compile_format
+from mlx_spec.apps.server.tools.formats import ToolFormat, all_syntaxes
+from mlx_spec.apps.server.tools.json_calls import form
+from mlx_spec.apps.server.tools.syntax import Syntax
 from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer import Tokenizer
@@ -29,6 +32,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 Q = '<|"|>'
+SYNTAXES = tuple(call_texts.SYNTAX.values())
 PLACE = {
     "type": "object",
     "properties": {
@@ -54,6 +58,7 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"Place": PLACE},
 }
+WHOLE, SHORT = {"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 3}
 TREE = {
     "type": "object",
     "properties": {
@@ -69,7 +74,7 @@ SIMPLE = Tool(
     "f", None, {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, True
 )
 ONE, TWO = "<|tool_call>call:f{a:1}<tool_call|>", "<|tool_call>call:f{a:1}<tool_call|>" * 2
-CLOSERS = ("\n", *f'" {Q} }} ] </ </parameter> <tool_call|> </tool_call> > , 1 "}} ]}}'.split())
+CLOSERS = ("\n", *f'" {Q} }} ] </ </parameter> <tool_call|> </tool_call> > , ; 1 "}} ]}}'.split())
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +114,7 @@ def walk(found, text, rng):
         token = rng.choice(soon if soon and rng.random() < 0.3 + step / 100 else legal)
         assert found.try_consume_tokens([token]) == 1
         tokens.append(token)
-        assert step < 1000, text.decode_raw(tokens)
+        assert step < 4000, text.decode_raw(tokens)
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda syntax: syntax.name)
@@ -127,6 +132,39 @@ def test_what_is_allowed_is_read_back_and_fits(text, syntax, tool):
         jsonschema.validate(arguments, tool.parameters)
         seen.add(written)
     assert len(seen) > (0 if tool is PING else 5)
+
+
+def toy(name, **more):
+    """A syntax whose calls are separated by more than space."""
+    way = '{"name": "{name}", "parameters": {arguments}}'
+    head = r'\{"name": "(?P<name>[^"]+)", "parameters": '
+    return form(name, MARKS, (way,), head, r"\}", "; ", **more)
+
+
+MARKS = SYNTAXES[1].marks
+WRITERS = [syntax for syntax in all_syntaxes() if syntax.write is not None]
+WRITERS += [toy("apart"), toy("together", together=True)]
+
+
+@pytest.mark.parametrize("syntax", WRITERS, ids=lambda syntax: syntax.name)
+def test_all_calls_of_an_answer_are_read_back(syntax):
+    rng, counts, text = random.Random(3), set(), marked(added=[MARKS.open, MARKS.close, Q])
+    schema = {"type": "object", "properties": {"n": WHOLE, "s": SHORT}, "required": ["n", "s"]}
+    tools = [Tool(name, None, schema, strict=True) for name in ("first_tool", "second_tool")]
+    close = text.token_id(MARKS.close) if syntax.marks.close else None
+    format = ToolFormat(syntax, text.token_id(MARKS.open), close, False, text.token_id)
+    start = compiled(answer_grammar(format, ToolUse(tuple(tools), "required")), text).start
+    for _ in range(12):
+        written = walk(start.deep_copy(), text, rng)
+        bodies = [body.split(MARKS.close)[0] for body in written.split(MARKS.open)[1:]]
+        read = [syntax.parse(body, tools) for body in bodies]
+        calls = [call for found, rest in read for call in found]
+        assert [call.name for call in calls] == re.findall("first_tool|second_tool", written)
+        assert all(rest == "" for _, rest in read)
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), schema)
+        counts.add(len(read[0][0]) if syntax.together else len(calls))
+    assert max(counts) > 1, "no answer had two calls"
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda syntax: syntax.name)

@@ -10,11 +10,12 @@ import pytest
 from support.vocabularies import HARMONY, marked
 
 from mlx_spec.apps.server.engine.answers import TextDelta, ToolCall
-from mlx_spec.apps.server.engine.tool_formats import ToolCallReader, find_tool_format
-from mlx_spec.apps.server.engine.tool_grammar import answer_grammar
-from mlx_spec.apps.server.engine.tool_prompts import chat_prompt, numbered
-from mlx_spec.apps.server.engine.tool_syntaxes import CALL_FORMS
+from mlx_spec.apps.server.engine.tool_calls import ToolCallReader
 from mlx_spec.apps.server.requests.request import Chat, OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.tools.answer_grammar import answer_grammar
+from mlx_spec.apps.server.tools.formats import find_tool_format
+from mlx_spec.apps.server.tools.json_calls import FORMS
+from mlx_spec.apps.server.tools.prompts import chat_prompt, numbered
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.types import Round
@@ -96,6 +97,13 @@ KINDS = {
         "<think>hm</think>",
     ),
 }
+
+
+TEMPLATE_OF_NINE = (  # as Mistral's
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{% if c.id|length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    f"{{{{ {KINDS['mistral'][2]} }}}}{{% endfor %}}{{% endfor %}}{{{{ tools | tojson }}}}"
+)
 
 
 def text_of(kind):
@@ -182,7 +190,15 @@ def test_ids_in_the_history_are_those_that_kimi_gives():
     assert "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}" in written
 
 
-FORMED = [kind for kind in KINDS if kind in CALL_FORMS]
+def test_ids_are_as_long_as_the_template_wants_them():
+    source = TEMPLATE_OF_NINE
+    text = marked(["[TOOL_CALLS]", "[ARGS]"], template=source)
+    format = find_tool_format(text)
+    assert format.syntax.name == "mistral" and len(format.new_id()) == 9
+    assert len(find_tool_format(text_of("mistral")).new_id()) > 9
+
+
+FORMED = [syntax.name for syntax in FORMS]
 
 
 def compiled(text, use, answer=None):

@@ -7,12 +7,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.apps.server.engine.tool_formats import SYNTAXES, type_of
 from mlx_spec.apps.server.requests.request import Tool
+from mlx_spec.apps.server.tools.coder import CODER
+from mlx_spec.apps.server.tools.gemma import GEMMA
+from mlx_spec.apps.server.tools.json_calls import HERMES
+from mlx_spec.grammar.schema import TYPES, fits
 
 LETTERS = "abZ0 \n\t\"\\'{}[]<>|,:/é日🙂\u2028"
 KEYS = ("a", "my-key", "B_2", "ünï", "with space", "x.y")
-SYNTAX = {syntax.name: syntax for syntax in SYNTAXES}
+SYNTAX = {syntax.name: syntax for syntax in (GEMMA, HERMES, CODER)}
 
 
 def random_text(rng: random.Random) -> str:
@@ -65,11 +68,13 @@ WRITERS = {"gemma4": gemma, "hermes": hermes, "qwen3-coder": coder}
 
 def described(name: str, arguments: dict[str, Any]) -> Tool:
     """Return a tool whose schema gives the types of `arguments`."""
-    properties = {key: {"type": type_of(value)} for key, value in arguments.items()}
+    properties = {
+        key: {"type": next(kind for kind in TYPES if fits(value, [kind]))} for key, value in arguments.items()
+    }
     return Tool(name, None, {"type": "object", "properties": properties})
 
 
 def parse(syntax: str, body: str, tools: Sequence[Tool] = ()) -> tuple[list[tuple[str, Any]], str]:
     """Return the calls of a body and the text that is not a call."""
     calls, rest = SYNTAX[syntax].parse(body, tools)
-    return [(name, json.loads(arguments)) for name, arguments in calls], rest
+    return [(call.name, json.loads(call.arguments)) for call in calls], rest

@@ -42,6 +42,7 @@ from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.grammar.json_schema import enforced
+from mlx_spec.grammar.schema_reader import read_schema
 from mlx_spec.hub.inspect import inspect_folder
 from mlx_spec.model.read import read_model
 from mlx_spec.model.row_class import RowClass
@@ -620,7 +621,7 @@ def schema(folder: Path) -> Reader:
                 text = data.decode("utf-8", "replace")[: Limits.schema_bytes]
                 found = parsing.parse_object(text)
                 if found is not None:
-                    parsing.check_schema("x", found)
+                    read_schema(found)
                 enforced(text)
 
     return Reader(files, read, (Failure,))

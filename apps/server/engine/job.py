@@ -45,7 +45,7 @@ from .metrics import JobCounter
 from .models import LoadedModel
 from .prefix_cache import Snapshot
 from .preparation import PreparedRequest, prepare
-from .tool_formats import ToolCallReader
+from .tool_calls import ToolCallReader
 
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 

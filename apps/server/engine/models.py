@@ -32,15 +32,15 @@ from mlx_spec.vision.vision import Vision, read_vision
 
 from ..errors import LOG, Failure, unavailable, unknown_model
 from ..settings import ServedModel, Settings
+from ..tools.answer_grammar import CompileGrammar
+from ..tools.formats import find_tool_format
 from .prefix_cache import PrefixCache
 from .prefix_files import MAX_AGE_S, CacheFolder, PrefixFiles, model_key
-from .tool_formats import find_tool_format
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
 
 Loader = Callable[[ServedModel], Pair]
-CompileGrammar = Callable[[GrammarKind, str], Grammar]  # kind and source -> grammar
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,15 @@ from ..requests.request import (
     RawPrompts,
     ToolUse,
 )
-from .models import CompileGrammar
-from .tool_formats import ToolFormat, format_of
-from .tool_grammar import (
+from ..tools.answer_grammar import (
+    CompileGrammar,
     answer_grammar,
     compile_failure,
     compile_format,
     is_optional,
 )
-from .tool_prompts import chat_prompt
+from ..tools.formats import ToolFormat, format_of
+from ..tools.prompts import chat_prompt
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def _check_finite(given: T) -> T:
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
+Count = Annotated[int, Field(ge=0)]
 Repeated = Annotated[Any, AfterValidator(_check_finite)]  # any value that an answer sends back
 
 
@@ -288,54 +289,6 @@ def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: boo
     if choice == "required" and not tools:
         raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
-
-
-Count = Annotated[int, Field(ge=0)]
-Names = Annotated[list[str], Field(min_length=1), AS_LIST]
-SubSchema = Annotated[  # true, false and a list of schemas have no keywords
-    "SchemaForm", BeforeValidator(lambda given: {} if isinstance(given, bool | list) else given)
-]
-Alternatives = Annotated[list[SubSchema], Field(min_length=1)]
-
-
-class SchemaForm(Fields):
-    """The keywords of a JSON schema whose form is checked, because a template may fail on it."""
-
-    type: Names = []
-    required: list[str] = []
-    properties: dict[str, SubSchema] = {}
-    defs: dict[str, SubSchema] = Field(default={}, alias="$defs")
-    definitions: dict[str, SubSchema] = {}
-    reference: str = Field(default="", alias="$ref")
-    enum: Annotated[list[Any], Field(min_length=1)] = []
-    anyOf: Alternatives = []
-    oneOf: Alternatives = []
-    allOf: Alternatives = []
-    items: SubSchema | None = None
-    additionalProperties: SubSchema | None = None
-    minItems: Count = 0
-    maxItems: Count | None = None
-    minLength: Count = 0
-    maxLength: Count | None = None
-
-    def model_post_init(self, context: Any) -> None:
-        """Raise ValueError if a minimum exceeds its maximum; pydantic reports it as a ValidationError."""
-        if self.maxItems is not None and self.minItems > self.maxItems:
-            raise ValueError("minItems must not be more than maxItems")
-        if self.maxLength is not None and self.minLength > self.maxLength:
-            raise ValueError("minLength must not be more than maxLength")
-
-
-def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
-    """Raise Failure (400) if the parameters of a tool are not a JSON schema."""
-    try:
-        SchemaForm.model_validate(dict(schema))
-    except ValidationError as error:
-        place, message, _ = _first_error(error)
-        problem = f"{place}: {message}" if place else message
-        raise invalid(
-            f"tools: the parameters of {tool!r} are not a JSON schema: {problem}", "tools"
-        ) from error
 
 
 # --- parts of messages, and the conversation that a chat template reads

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_spec.errors import InvalidValue, NoVision
+from mlx_spec.grammar.schema_reader import read_schema
 from mlx_spec.prompt import Prompt
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.history import LostText
@@ -15,9 +16,8 @@ from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
 from mlx_spec.vision.vision import Vision
 
 from ..errors import Failure, invalid, unsupported
-from ..requests.parsing import check_schema
 from ..requests.request import Chat, Tool, ToolUse
-from .tool_formats import Message, definition, format_of
+from .formats import Message, definition, format_of
 
 
 def chat_prompt(
@@ -62,9 +62,18 @@ def chat_prompt(
         place = "tools" if lost is None else next(found, param)
         raise invalid(f"{place}: {error}", place) from error
     except InvalidValue as error:
-        for tool in tools:  # a template cannot write what is not a schema
-            check_schema(tool.name, tool.parameters)
+        _check_schemas(tools)  # a template cannot write what is not a schema
         raise invalid(str(error), param) from error
+
+
+def _check_schemas(tools: Sequence[Tool]) -> None:
+    """Raise Failure (400) if the parameters of a tool are not a JSON schema."""
+    for tool in tools:
+        try:
+            read_schema(tool.parameters)
+        except InvalidValue as error:
+            message = f"tools: the parameters of {tool.name!r} are not a JSON schema: {error}"
+            raise invalid(message, "tools") from error
 
 
 def _no_calls(model: str, param: str) -> Failure:
