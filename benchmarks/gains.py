@@ -101,16 +101,16 @@ def _checked(answers: list[tuple[Run, Run]], least: int = 5) -> dict[str, Any]:
         if not shown.drafted:
             continue
         counts["drafted"] += 1
-        counts["exact"] += shown.gain is not None
-        counts["bound"] += shown.gain is None and shown.gain_words is not None
+        counts["exact"] += shown.known_gain is not None
+        counts["bound"] += shown.known_gain is None and shown.gain_words is not None
         counts["none"] += shown.gain_words is None
         counts["disagree"] += bool(shown.accepted) and not shown.reason.is_on
         if any(_kind(round) not in true for round in drafted.done):
             continue
         gain = shown.generated_tokens / sum(true[_kind(round)] for round in drafted.done)
         counts["judged"] += 1
-        counts["off"] += shown.gain is not None and not 1 / 1.15 < shown.gain / gain < 1.15
-        if shown.gain is None and shown.gain_at_least is not None:
+        counts["off"] += shown.known_gain is not None and not 1 / 1.15 < shown.known_gain / gain < 1.15
+        if shown.known_gain is None and shown.gain_at_least is not None:
             counts["above"] += shown.gain_at_least > 1.02 * gain
             worst = max(worst, shown.gain_at_least / gain)
     return {**counts, "worst": worst}

@@ -14,7 +14,8 @@ from typing import Any
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import CachedSequence
-from mlx_spec.decode.statistics import Statistics
+from mlx_spec.decode.statistics import Positions as Positions  # programs read both from here
+from mlx_spec.decode.statistics import Statistics as Statistics
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import GREEDY, Sampling

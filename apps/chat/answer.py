@@ -200,13 +200,13 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
         parts.append("cut: the context is full" if count < max_tokens else "cut at --max-tokens")
     if (words := statistics.gain_words) is None:
         return [(" · ".join(parts), DIM)]
-    is_faster = (statistics.gain or statistics.gain_at_least or 0.0) > 1
+    is_faster = (statistics.gain or 0.0) > 1
     return [(words, GAINED if is_faster else DIM), (" · " + " · ".join(parts), DIM)]
 
 
 def wants_race(statistics: Statistics) -> bool:
     """Return True if many draft tokens were accepted, and the gain is not known."""
-    return statistics.gain is None and statistics.accepted >= 32
+    return statistics.known_gain is None and statistics.accepted >= 32
 
 
 def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int) -> list[str]:
@@ -233,8 +233,8 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
         ]
     if tried := statistics.ahead_hits + statistics.ahead_misses:
         lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")
-    if statistics.gain is not None:
-        lines.append(f"gain: {statistics.gain:.2f} x plain decoding")
+    if statistics.known_gain is not None:
+        lines.append(f"gain: {statistics.known_gain:.2f} x plain decoding")
     elif statistics.gain_words is not None:
         lines.append(f"gain: {statistics.gain_words}; few rounds were timed beside plain ones")
     if statistics.generated_tokens:
@@ -259,7 +259,7 @@ def as_json(outcome: Outcome, info: PairInfo) -> dict[str, Any]:
             "first_token_seconds": outcome.first_seconds,
             "prompt_seconds": figures["prefill_seconds"],
             "prompt_tokens_per_second": figures["prompt_per_second"],
-            **{name: figures[name] for name in ("decode_seconds", "tokens_per_second", "gain")},
+            **{name: figures[name] for name in ("decode_seconds", "tokens_per_second", "gain", "known_gain")},
         },
         "speculation": {**figures, "on": figures["speculation"] == "on"},
         "peak_memory_bytes": outcome.peak_bytes,

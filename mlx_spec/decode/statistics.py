@@ -93,6 +93,15 @@ class Statistics:
 
     @property
     def gain(self) -> float | None:
+        """Return the speed as a multiple of plain decoding, the one that users see first.
+
+        It is `known_gain`, or, while that is None, the bound `gain_at_least`: never a number above the truth
+        because little was timed. None if the costs of some rounds are not known at all.
+        """
+        return self.gain_at_least if self.known_gain is None else self.known_gain
+
+    @property
+    def known_gain(self) -> float | None:
         """Return the speed as a multiple of plain decoding: exactly 1 if nothing was drafted.
 
         Plain decoding has one row a pass here. If the passes of this answer had two, its plain tokens count
@@ -133,7 +142,7 @@ class Statistics:
     @property
     def gain_words(self) -> str | None:
         """Return the gain as users read it, or its bounds while it is not known; None without any."""
-        if (gain := self.gain) is None:
+        if (gain := self.known_gain) is None:
             return self._bound_words()
         if gain == 1:
             return "as fast as plain"
@@ -166,7 +175,7 @@ class Statistics:
             is_judged = reason is not Reason.FIXED
         if not (self.drafted and is_judged):
             return reason
-        if (gain := self.gain) is not None:
+        if (gain := self.known_gain) is not None:
             return Reason.PAYS if gain > 1 else Reason.LOST
         return Reason.PAYS if (self.gain_at_least or 0.0) > 1 else Reason.LEARNING
 

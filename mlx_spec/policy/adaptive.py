@@ -155,8 +155,9 @@ class AdaptivePolicy:
         """Return the cost of a round with this many draft tokens of a drafter."""
         assert self._costs is not None
         rows = min(rows, MAX_DRAFT_TOKENS)
-        measured = self._costs.measured(index, rows) / self._costs.table.plain
-        return self._shared.ratios.cost((1, index), rows, measured)
+        table = self._costs.table
+        measured = self._costs.measured(index, rows) / table.plain
+        return self._shared.ratios.cost((1, index), rows, measured, table.error)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[DraftChoice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead

@@ -13,12 +13,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_spec.model.target import LMTarget
-from mlx_spec.policy.costs import Table
+from mlx_spec.policy.costs import UNKNOWN_ERROR, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 
@@ -55,13 +56,13 @@ class Stopwatch:
 
     @property
     def share(self) -> float:
-        """Return the share of the time limit that is spent."""
+        """Return the time that is spent, divided by the limit."""
         self.stop()
-        return min(self.spent_s / self.limit_s, 1.0)
+        return self.spent_s / self.limit_s
 
     def before(self, name: Name) -> Slice:
         """Stop the watch before a pass or a draft. Return the state of the measurement."""
-        return Slice(self.share, self.bound(name))
+        return Slice(min(self.share, 1.0), self.bound(name))
 
     def stop(self) -> None:
         """Count the time until now, before the caller goes on."""
@@ -163,7 +164,7 @@ def measure(
             watch.learn((i, k), watch.spent_s - start)
             if is_whole:
                 (required if k in DRAFTED[:2] else optional)[i, k] = partial(draft, i, k)
-    seconds = yield from _lower_quartiles(required, optional, watch)
+    seconds, error = yield from _lower_quartiles(required, optional, watch)
     one = seconds["plain"] / RUN
     passes = {rows: seconds[rows] for rows in ROWS if rows in seconds}
     # A drafter that could not be measured counts as 0.1 plain tokens a token: published ones take less.
@@ -171,7 +172,7 @@ def measure(
     drafts = [
         {} if i in copying else _drafts(seconds, i, i in trees) or assumed for i in range(len(drafters))
     ]
-    return Table(one, passes, drafts, seconds["host"], len(history))
+    return Table(one, passes, drafts, seconds["host"], len(history), error=error)
 
 
 def _drafts(seconds: Mapping[Name, float], drafter: int, is_tree: bool) -> dict[int, float]:
@@ -204,12 +205,14 @@ def measured(
 
 def _lower_quartiles(
     required: Mapping[Name, Job], optional: Mapping[Name, Job], watch: Stopwatch
-) -> Generator[Slice, None, dict[Name, float]]:
-    """Return lower quartiles of interleaved samples. Optional jobs may begin in the first half of the time.
+) -> Generator[Slice, None, tuple[dict[Name, float], float]]:
+    """Return lower quartiles of interleaved samples, and the error of their ratios to plain tokens.
 
-    Jobs that may take too long are left out, except for the sizes that every table needs.
+    Optional jobs may begin in the first half of the time. Jobs that may take too long are left out, except
+    for the sizes that every table needs.
     """
     samples: dict[Name, list[float]] = {}
+    turns: list[dict[Name, float]] = [{}]  # samples that were taken one after the other
     least = {"plain", "host", *ROWS[:2], *(name for name in required if _size(name) == DRAFTED[0])}
     for name, job in {**required, **optional}.items():
         bound, sizes = watch.bound(name), sum(isinstance(each, int) for each in samples)
@@ -219,14 +222,42 @@ def _lower_quartiles(
             yield from _sample(name, job, watch)
             seconds, is_whole = yield from _sample(name, job, watch)
             if not is_whole:
-                seconds, _ = yield from _sample(name, job, watch)
+                seconds, is_whole = yield from _sample(name, job, watch)
             samples[name] = [seconds]
+            turns[0] |= {name: seconds} if is_whole else {}
     for _ in range(7):  # a quartile of more samples does not change
+        turns.append({})
         for name, values in samples.items():
-            if watch.share < 1:
+            # Their ratios need more samples than their seconds: the required ones may take the time again.
+            if watch.share < (2 if name in required else 1):
                 seconds, is_whole = yield from _sample(name, required.get(name) or optional[name], watch)
                 values += [seconds] if is_whole else []
-    return {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
+                turns[-1] |= {name: seconds} if is_whole else {}
+    found = {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
+    return found, _error(found, turns)
+
+
+def _error(found: Mapping[Name, float], turns: Sequence[Mapping[Name, float]]) -> float:
+    """Return the error of measured costs in plain tokens, in log seconds.
+
+    Load moves the plain sample of a turn as it moves the others, so the spread of their ratios tells it.
+    """
+    compared = [turn for turn in turns if "plain" in turn and len(turn) > 2]
+    if len(compared) < 4:
+        return UNKNOWN_ERROR
+    # Log ratios to the plain sample of the turn, less the one that the table has.
+    excess = [
+        math.log(seconds / turn["plain"] * found["plain"] / found[name])
+        for turn in compared
+        for name, seconds in turn.items()
+        if name not in ("plain", "host") and min(seconds, found[name], turn["plain"]) > 0
+    ]
+    if not excess:
+        return UNKNOWN_ERROR
+    middle = median(excess)
+    deviation = 1.48 * median(abs(value - middle) for value in excess)
+    # A median of n has 1.25 times the error of a mean. Rounds differ from samples by some percent.
+    return min(math.hypot(0.07, middle, 1.25 * deviation / math.sqrt(len(compared))), UNKNOWN_ERROR)
 
 
 def _size(name: Name) -> object:

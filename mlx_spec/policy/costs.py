@@ -22,6 +22,7 @@ from mlx_spec.types import MAX_DRAFT_TOKENS, Round
 Floats = NDArray[np.float64]
 
 NOISE = 0.05  # log seconds: deviation of one measurement
+UNKNOWN_ERROR = 0.4  # log seconds: of costs in plain tokens that were measured while other programs ran
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 
 
@@ -39,6 +40,7 @@ class Table:
     host: float = 0.0  # one more wait for the device
     context: int = 1  # tokens
     longest: int = FIRST_LENGTH  # draft tokens: twice the longest draft that a round has timed
+    error: float = UNKNOWN_ERROR  # log seconds: deviation of a cost in plain tokens from the true one
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], drafters: int) -> Table:
@@ -47,7 +49,8 @@ class Table:
             points = [saved["verify"], *saved["draft"]]
             sizes = [{int(size): float(s) for size, s in by_size.items()} for by_size in points]
             plain, host, context = float(saved["plain"]), float(saved["host"]), int(saved["context"])
-            table = cls(plain, sizes[0], sizes[1:], host, context, int(saved["longest"]))
+            deviation = float(saved.get("error", UNKNOWN_ERROR))  # older files have none
+            table = cls(plain, sizes[0], sizes[1:], host, context, int(saved["longest"]), deviation)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadCosts(f"saved costs are incomplete ({one_line(error)})") from error
         counts = [table.context, table.longest, *(size for by_size in sizes for size in by_size)]
@@ -55,7 +58,7 @@ class Table:
         others = [host, *(s for by_size in sizes[1:] for s in by_size.values())]
         most = 1e9  # seconds, rows or tokens: a file with more is damaged
         is_sound = all(0 < n < most for n in counts) and all(s > 1 / most for s in passes)
-        if not (sizes[0] and is_sound and all(0 <= s < most for s in (*passes, *others))):
+        if not (sizes[0] and is_sound and all(0 <= s < most for s in (*passes, *others, deviation))):
             raise BadCosts("saved costs hold a number that cannot have been measured")
         if len(table.draft) != drafters:
             raise BadCosts(f"saved costs are of {len(table.draft)} drafters, this pair has {drafters}")
@@ -180,7 +183,10 @@ class CostModel:
         """Return the corrected table, relative to plain decoding now, because heat does not last."""
         passes = self.passes / self.plain * self.table.plain
         verify = {length + 1: float(seconds) for length, seconds in enumerate(passes) if length}
-        return replace(self.table, verify={**self.table.verify, **verify}, longest=self.longest)
+        verify = {**self.table.verify, **verify}
+        changes = [abs(math.log(s / self.table.verify.get(rows, s))) for rows, s in verify.items()]
+        error = min(max(self.table.error, *changes), UNKNOWN_ERROR)
+        return replace(self.table, verify=verify, longest=self.longest, error=error)
 
     def _update(self, length: int, observed: float) -> bool:
         """Update the filter, less for a pass that may be delayed. Return True if it probably was."""

@@ -17,6 +17,7 @@ from functools import cache
 from itertools import accumulate
 from statistics import median
 
+from mlx_spec.policy.costs import UNKNOWN_ERROR
 from mlx_spec.types import Cost
 
 # Rounds of one shape cost the same: sequences and a drafter, and the draft tokens.
@@ -83,16 +84,22 @@ class Ratios:
             self._learn(shape, ratio)
         self._unsettled.clear()
 
-    def cost(self, drafter: tuple[int, Hashable], rows: int, measured: float | None) -> Cost | None:
+    def cost(
+        self,
+        drafter: tuple[int, Hashable],
+        rows: int,
+        measured: float | None,
+        deviation: float = UNKNOWN_ERROR,
+    ) -> Cost | None:
         """Return the cost of a round with this many draft tokens, the one with the smallest error.
 
         `drafter` begins with the sequences that share the pass.
 
-        It may come from the table (`measured`, in plain tokens), from ratios, or from ratios of another size.
-        None if nothing is known.
+        It may come from the table (`measured`, in plain tokens, and its `deviation` in log seconds), from
+        ratios, or from ratios of another size. None if nothing is known.
         """
         shape = drafter, rows
-        costs = [] if measured is None else [self._from_measured(shape, measured)]
+        costs = [] if measured is None else [self._from_measured(shape, measured, deviation)]
         if shape in self._found:
             costs.append(self._found[shape])
         self._guesses[shape] = measured or 1.0
@@ -106,11 +113,8 @@ class Ratios:
             )
         return min(costs, key=lambda cost: cost.error, default=None)
 
-    def _from_measured(self, shape: Shape, measured: float, deviation: float = 0.4) -> Cost:
-        """Return a measured cost, corrected by the ratios of all shapes of as many sequences.
-
-        `deviation` is the error in log seconds of costs that were measured while other programs ran.
-        """
+    def _from_measured(self, shape: Shape, measured: float, deviation: float) -> Cost:
+        """Return a measured cost, corrected by the ratios of all shapes of as many sequences."""
         if self._as_measured:
             return Cost(shape, measured, self.KNOWN)
         shift, error, rows = self._shifts.get(shape[0][0], (0.0, math.inf, shape[1]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,7 +16,7 @@ import mlx_spec
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, calibrate
 from mlx_spec.policy.calibrate import Stopwatch
-from mlx_spec.policy.costs import Table
+from mlx_spec.policy.costs import UNKNOWN_ERROR, Table
 from mlx_spec.types import Draft, no_draft
 
 
@@ -80,6 +82,42 @@ def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
     assert table.draft[1] == {}
     assert table.draft[2][1] == pytest.approx(0.1 * table.plain)
     assert table.context == 3
+
+
+class LoadedTarget(SlowTarget):
+    """Passes take `load(seconds since the start)` times as long."""
+
+    def __init__(self, clock, load):
+        super().__init__(clock, 0.001)
+        self.load = load
+
+    def verify(self, tokens, early=False):
+        self.seconds_per_row = 0.001 * self.load(self.clock.now)
+        return super().verify(tokens, early)
+
+
+@pytest.mark.parametrize(
+    ("load", "least", "most"),
+    [
+        (lambda now: 1.0, 0.07, 0.07),
+        (lambda now: 1 + int(now / 0.07) % 3, 0.07, 0.12),  # it stays for a turn, and ratios do not move
+        (lambda now: 1 + 3 * (math.sin(1e5 * now) > 0), 0.2, 0.4),  # it changes in every pass
+    ],
+    ids=["quiet", "load of turns", "load of passes"],
+)
+def test_the_error_of_costs_is_the_spread_of_their_ratios_in_turns(clock, load, least, most):
+    """Without it the first answers showed "0.5 to 2.5 × plain speed" on a quiet machine, too."""
+    table = calibrate.measured(LoadedTarget(clock, load), [SlowDrafter(clock, 0.0)], [1, 2, 3], 8, {0}, 2.0)
+    assert least <= table.error <= most
+    saved = asdict(table) | {"verify": {str(rows): s for rows, s in table.verify.items()}}
+    assert Table.from_json(saved, 1).error == table.error
+    del saved["error"]
+    assert Table.from_json(saved, 1).error == UNKNOWN_ERROR  # of an older version
+
+
+def test_few_turns_tell_no_error(clock):
+    table = calibrate.measured(SlowTarget(clock, 0.05), [SlowDrafter(clock, 0.01)], [1, 2, 3], 8, limit_s=0.2)
+    assert table.error == UNKNOWN_ERROR
 
 
 def test_of_a_tree_the_pass_beyond_a_chain_counts_as_drafting(clock):

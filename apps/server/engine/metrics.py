@@ -134,8 +134,8 @@ class Metrics(Collector):
         if statistics.tokens_per_second:
             self.per_token.labels(model).observe(1 / statistics.tokens_per_second)
         self.pause.labels(model).observe(event.timings.longest_pause_seconds)
-        if statistics.gain is not None:
-            self.plain.labels(model).inc(statistics.decode_seconds * statistics.gain)
+        if statistics.known_gain is not None:
+            self.plain.labels(model).inc(statistics.decode_seconds * statistics.known_gain)
             self.compared.labels(model).inc(statistics.decode_seconds)
         self._show_latest(model, statistics)
 
@@ -204,10 +204,10 @@ class Metrics(Collector):
         self._latest.pop(model, None)
         self._latest[model] = statistics
         gain = self.gain.labels(model)
-        if statistics.gain is None:
+        if statistics.known_gain is None:
             self.gain.remove(model)
         else:
-            gain.set(statistics.gain)
+            gain.set(statistics.known_gain)
         for reason in Reason:
             self.reason.labels(model, reason.value).set(reason is statistics.reason)
 

@@ -77,7 +77,7 @@ class ModelFigures {
   }
 
   // Takes figures that belong to one answer.
-  #takeLast({ tokens_per_second: speed, gain, gain_at_least: least, gain_at_most: most, reason_words: reason, speculation }) {
+  #takeLast({ tokens_per_second: speed, known_gain: gain, gain_at_least: least, gain_at_most: most, reason_words: reason, speculation }) {
     Object.assign(this.now, { speed: speed || null, gain: gain ?? null, least: least ?? null, most: most ?? null });
     if (reason) Object.assign(this.now, { reason, isOn: speculation === "on" });
   }
