@@ -196,7 +196,7 @@ def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert json.loads((each / "pair.json").read_text())["target"] == "target"
 
     (tmp_path / "sweep").mkdir()
-    assert sweep(Writer(write, check), tmp_path / "sweep", ("full", "memory")) >= 20
+    assert sweep(Writer(write, check, places=8), tmp_path / "sweep", ("full", "memory")) >= 20
 
 
 def test_conversions(tmp_path: Path) -> None:

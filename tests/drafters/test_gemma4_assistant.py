@@ -31,7 +31,8 @@ from mlx_spec.types import Features
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VARIANTS = ("e2b", "e4b", "26b", "31b", "12b")
-TRAINED = tuple(f"{variant}-trained" for variant in VARIANTS)
+# With a head of centroids, without one, and with experts; the other two pairs take the same code.
+TRAINED = ("e2b-trained", "12b-trained", "26b-trained")
 CASES = ("short", "long")
 VOCAB = 512
 TOLERANCE = 1e-4
@@ -231,8 +232,8 @@ def test_draft_keeps_no_view_of_the_cache():
 
 
 def test_drawn_tokens_come_with_their_distribution():
-    model, source = load("e4b-trained")
-    target, history = LMTarget(model, source.needs), golden("e4b-trained", "long")[0]["ids"]
+    model, source = load("e2b-trained")
+    target, history = LMTarget(model, source.needs), golden("e2b-trained", "long")[0]["ids"]
     drafter = source.make(target.parts)
     drafter.observe(history, write_whole(target, history[:-1]))
     draft = drafter.draft(history, 3, lossless.Sampling(temperature=1.0).sampler(1, VOCAB))
