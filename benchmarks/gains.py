@@ -3,11 +3,13 @@
 Each question is the first answer of a pair that was loaded anew; costs are measured anew after every ten.
 Beside it the same answer is decoded plain, in turns of 8 tokens. The true cost of a round is the median over
 all answers of its seconds, divided by the plain ones beside it, of rounds with as many rows. An answer's true
-gain follows from its rounds. "busy": two other processes compute all the time.
+gain follows from its rounds. "busy": two other processes compute all the time. Its answers are judged by the
+true costs of the quiet machine: rounds are counted, and only their costs are moved by load. `--costs` keeps
+these costs in a file, so that both machines can be measured at different times.
 
   exact, bound  answers that show a gain, or its bound
   none          answers with drafts that show neither
-  judged        answers whose rounds were all timed five times or more
+  judged        answers whose rounds were all timed five times or more on the quiet machine
   off           exact gains that are off by more than 15 %
   above         bounds that are above the true gain by more than 2 %, and the greatest share
   disagree      answers with accepted drafts whose reason says "off"
@@ -15,12 +17,13 @@ gain follows from its rounds. "busy": two other processes compute all the time.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Hashable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,6 +35,8 @@ from mlx_spec.apps.bench import Run, arm, in_turns
 from mlx_spec.apps.race import question
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.types import Round
+
+Costs = dict[str, float]  # in plain tokens, by kind of round
 
 QUESTIONS = """
 What does os.path.join do?|What does zip do?|Show me how to read a JSON file|What is the signature of re.sub?
@@ -47,24 +52,32 @@ def main() -> None:
     settings.add_argument("--models", nargs="+", default=["demo"])
     settings.add_argument("--answers", type=int, default=40)
     settings.add_argument("--tokens", type=int, default=48)
+    settings.add_argument("--machines", nargs="+", choices=("quiet", "busy"), default=["quiet", "busy"])
+    settings.add_argument("--costs", type=Path, help="file of true costs: quiet writes, busy reads")
     options = settings.parse_args()
     options.answers = 4 if options.quick else options.answers
     asked = [each for line in QUESTIONS.strip().split("\n") for each in line.split("|")]
     os.environ["XDG_CACHE_HOME"] = str(temporary_folder())  # the costs of the user stay
     started, rows, results = time.time(), list[list[str]](), list[dict[str, Any]]()
     for model in options.models:
-        for is_busy in (False, True):
+        true = _read(options.costs, model)
+        for machine in options.machines:
+            is_busy = machine == "busy"
             others = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(2 * is_busy)]
             for other in others:
                 other.start()
             questions = [asked[i % len(asked)] for i in range(options.answers)]
-            found = _checked([_answer(model, each, i, options.tokens) for i, each in enumerate(questions)])
+            answers = [_answer(model, each, i, options.tokens) for i, each in enumerate(questions)]
             for other in others:
                 other.kill()
+            true = true if is_busy and true else _true_costs(answers)
+            if options.costs and not is_busy:
+                _write(options.costs, model, true)
+            found = _checked(answers, true)
             results.append({"model": model, "busy": is_busy, **found})
             above = f"{found['above']} ({found['worst']:.2f})"
             counts = [str(found[key]) for key in ("drafted", "exact", "bound", "none", "judged", "off")]
-            rows.append([model, "busy" if is_busy else "quiet", *counts, above, str(found["disagree"])])
+            rows.append([model, machine, *counts, above, str(found["disagree"])])
     table(
         ["model", "machine", "drafted", "exact", "bound", "none", "judged", "off", "above", "disagree"], rows
     )
@@ -83,15 +96,19 @@ def _answer(model: str, words: str, index: int, tokens: int) -> tuple[Run, Run]:
     return drafted, plain
 
 
-def _checked(answers: list[tuple[Run, Run]], least: int = 5) -> dict[str, Any]:
-    """Compare what the answers show with the true costs of their rounds, of which `least` were timed."""
-    costs = defaultdict[Hashable, list[float]](list)
+def _true_costs(answers: list[tuple[Run, Run]], least: int = 5) -> Costs:
+    """Return the true costs of the rounds of which `least` were timed, in plain tokens."""
+    costs = defaultdict[str, list[float]](list)
     for drafted, plain in answers:
         token = median(round.seconds for round in plain.done[1:] or plain.done)
         for round in drafted.done[1:]:
             costs[_kind(round)].append(round.seconds / token)
     true = {kind: max(median(ratios), 1.0) for kind, ratios in costs.items() if len(ratios) >= least}
-    true[_kind(answers[0][1].done[0])] = 1.0
+    return true | {_kind(answers[0][1].done[0]): 1.0}
+
+
+def _checked(answers: list[tuple[Run, Run]], true: Costs) -> dict[str, Any]:
+    """Compare what the answers show with the true costs of their rounds."""
     names = ("drafted", "exact", "bound", "none", "judged", "off", "above", "disagree")
     counts, worst = dict.fromkeys(names, 0), 0.0
     for drafted, _ in answers:
@@ -116,9 +133,19 @@ def _checked(answers: list[tuple[Run, Run]], least: int = 5) -> dict[str, Any]:
     return {**counts, "worst": worst}
 
 
-def _kind(round: Round) -> Hashable:
+def _kind(round: Round) -> str:
     """Return what decides the cost of a round: its rows, and whether a model drafted."""
-    return round.drafted, bool(round.drafted) and round.source not in ("lookup", "earlier", "prediction")
+    is_copied = not round.drafted or round.source in ("lookup", "earlier", "prediction")
+    return f"{round.drafted} {'copied' if is_copied else 'drafted'}"
+
+
+def _read(file: Path | None, model: str) -> Costs:
+    return dict(json.loads(file.read_text()).get(model, {})) if file and file.exists() else {}
+
+
+def _write(file: Path, model: str, true: Costs) -> None:
+    others = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(others | {model: true}, indent=2))
 
 
 def _spin() -> None:
