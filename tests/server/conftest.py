@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import pytest
@@ -26,6 +27,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: home / "data")
         yield found
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """OpenAI's client, imported by the first test that uses it: that takes a second of CPU."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    return pytest.importorskip("anthropic")
 
 
 @pytest.fixture

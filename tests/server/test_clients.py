@@ -18,15 +18,10 @@ from typing import Any, Literal
 
 import httpx2
 import pytest
+from pydantic import BaseModel
 from support import served
 from support.endpoint import CHAT, RESPONSES, TEXT, events_of, frames, serving, settled
 from support.waiting import LIMIT
-
-anthropic = pytest.importorskip("anthropic")
-openai = pytest.importorskip("openai")
-from openai.types import Completion  # noqa: E402
-from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
-from pydantic import BaseModel  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ZIP = [{"role": "user", "content": "What does zip do?"}]
@@ -69,13 +64,15 @@ def no_open_loop() -> Iterator[None]:
 
 
 @pytest.fixture
-def client(server: httpx2.Client) -> Iterator[Any]:
+def client(server: httpx2.Client, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
-def chunks(server: httpx2.Client, body: dict[str, Any]) -> list[ChatCompletionChunk]:
+def chunks(server: httpx2.Client, body: dict[str, Any]) -> list[Any]:
     """A stream, every chunk checked by type."""
+    from openai.types.chat import ChatCompletionChunk
+
     reply = server.post(CHAT, json=body | {"stream": True})
     assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
     *events, last = events_of(reply.text)
@@ -102,7 +99,7 @@ def test_a_call_of_the_models_choice_fits_its_schema(client: Any, stream: bool) 
     assert call.function.name == "weather" and arguments.keys() == {"city", "days"}
 
 
-def test_a_schema_that_nothing_fits_is_refused_without_its_grammar(client: Any) -> None:
+def test_a_schema_that_nothing_fits_is_refused_without_its_grammar(client: Any, openai: Any) -> None:
     none = {"properties": {"n": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": none}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -133,6 +130,8 @@ def test_a_stop_may_be_a_control_token(client: Any) -> None:
 
 
 def test_completions(server: httpx2.Client, client: Any) -> None:
+    from openai.types import Completion
+
     found = client.completions.create(
         prompt=["zip returns", "map returns"], max_tokens=6, logprobs=2, echo=True, **EXACT
     )
@@ -167,7 +166,7 @@ OPENAI: dict[str, Any] = EXACT | {"max_output_tokens": 30, "input": ZIP[0]["cont
 
 
 @pytest.fixture
-def claude(server: httpx2.Client) -> Iterator[Any]:
+def claude(server: httpx2.Client, anthropic: Any) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=str(server.base_url), api_key="none", max_retries=0) as made:
         yield made
 
@@ -194,6 +193,8 @@ ASKS: dict[str, tuple[dict[str, Any], ...]] = {  # in chat completions, messages
 
 @pytest.mark.parametrize("kind", ASKS)
 def test_all_protocols_say_the_same_streamed_and_whole(claude: Any, client: Any, server: Any, kind: str):
+    from openai.types.chat import ChatCompletion
+
     chat, ours, theirs = (
         base | more for base, more in zip((COMPLETE, CLAUDE, OPENAI), ASKS[kind], strict=True)
     )
@@ -243,7 +244,7 @@ def test_only_the_new_tokens_of_the_next_turn_are_read(client: Any):
     assert 0 < usage.input_tokens - cached < first.usage.input_tokens
 
 
-def test_a_prompt_that_is_too_long(claude: Any, client: Any):
+def test_a_prompt_that_is_too_long(claude: Any, client: Any, anthropic: Any, openai: Any):
     long = "word " * 40_000
     words = r"prompt is too long[^0-9]*\d+\s*tokens?\s*>\s*\d+"  # by which Claude Code knows it
     with pytest.raises(anthropic.BadRequestError, match=words):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from support.endpoint import (
     ARGUMENTS,
     BODIES,
@@ -25,14 +26,9 @@ from support.endpoint import (
     stubbed,
 )
 
-anthropic = pytest.importorskip("anthropic")
-from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402
-from pydantic import TypeAdapter, ValidationError  # noqa: E402
+from mlx_spec.apps.server.protocols.anthropic_messages import MessageWriter
+from mlx_spec.apps.server.settings import Settings
 
-from mlx_spec.apps.server.protocols.anthropic_messages import MessageWriter  # noqa: E402
-from mlx_spec.apps.server.settings import Settings  # noqa: E402
-
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 PATH = MESSAGES
 BODY = BODIES[PATH]
 WEATHER = {"name": "weather", "description": "Rain?", "input_schema": {"type": "object"}}
@@ -40,7 +36,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
 
 
 @pytest.fixture
-def client(place: Place) -> Any:
+def client(place: Place, anthropic: Any) -> Any:
     given = {"api_key": "none", "max_retries": 0, "http_client": place.endpoint.client}
     return anthropic.Anthropic(base_url="http://localhost", **given)
 
@@ -49,7 +45,7 @@ def without(body: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in keys}
 
 
-def test_models_as_anthropic_lists_them(client: Any):
+def test_models_as_anthropic_lists_them(client: Any, anthropic: Any):
     found = [*client.models.list(), client.models.retrieve("alias:latest")]
     shown = [(model.type, model.id, model.display_name, model.created_at.year) for model in found]
     assert shown == [("model", name, name, 2023) for name in ("demo", "alias", "alias:latest")]
@@ -102,10 +98,10 @@ def test_the_accounting_of_claude_code_is_not_in_the_prompt(place: Place, line: 
     assert place.request(system=kept).prompt.messages[0]["content"] == kept
 
 
-def test_a_whole_answer(place: Place, stub: Stub):
+def test_a_whole_answer(place: Place, stub: Stub, anthropic: Any):
     stub.events = TURN
     status, body = place.post()
-    message = Message.model_validate(body, strict=True)
+    message = anthropic.types.Message.model_validate(body, strict=True)
     assert status == 200 and message.stop_reason == "tool_use" and message.model == "demo"
     assert message.model_dump(exclude_none=True)["content"] == [
         {"type": "thinking", "thinking": "Weather?", "signature": MessageWriter.signature},
@@ -118,13 +114,14 @@ def test_a_whole_answer(place: Place, stub: Stub):
     assert body["timings"]["draft_n_accepted"] == 2 and body["timings"]["speculation"] == "on"
 
 
-def test_a_stream(place: Place, stub: Stub):
+def test_a_stream(place: Place, stub: Stub, anthropic: Any):
+    event_type: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
     stub.events = TURN
     found = [(name, content) for name, content in place.frames() if name != "ping"]
     for name, content in found:
-        assert EVENT.validate_python(content, strict=True).type == name
+        assert event_type.validate_python(content, strict=True).type == name
     with pytest.raises(ValidationError):
-        EVENT.validate_python(without(found[1][1], "index"), strict=True)
+        event_type.validate_python(without(found[1][1], "index"), strict=True)
     names = [name for name, _ in found]
     assert names[:2] == ["message_start", "content_block_start"]
     assert names[-2:] == ["message_delta", "message_stop"]
@@ -274,7 +271,7 @@ def test_a_conversation_held_by_the_server_is_refused_so_that_the_sdk_sends_it(
 # --- counting
 
 
-def test_tokens_are_counted_without_an_answer(client: Any, stub: Stub):
+def test_tokens_are_counted_without_an_answer(client: Any, stub: Stub, anthropic: Any):
     prompt = {"model": "demo", "messages": BODY["messages"]}
     assert client.messages.count_tokens(**prompt, system="Be brief.").input_tokens == 7
     with pytest.raises(anthropic.NotFoundError):

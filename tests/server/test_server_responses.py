@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from support.endpoint import (
     ARGUMENTS,
     BODIES,
@@ -23,11 +24,6 @@ from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.apps.server.requests import parameters
 from mlx_spec.sampling import Sampling
 
-openai = pytest.importorskip("openai")
-from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
-from pydantic import TypeAdapter, ValidationError  # noqa: E402
-
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PATH = RESPONSES
 BODY = BODIES[PATH]
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
@@ -35,8 +31,13 @@ CUT = (*TURN[:9], TextDelta(0, "answer", "more"), ChoiceEnded(0, "length"), CLOS
 CALLED = ["weather", "mcp__sky__now"]
 
 
+@pytest.fixture(scope="module")
+def event_type(openai: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(openai.types.responses.ResponseStreamEvent)
+
+
 @pytest.fixture
-def client(place: Place) -> Any:
+def client(place: Place, openai: Any) -> Any:
     given = {"api_key": "none", "max_retries": 0, "http_client": place.endpoint.client}
     return openai.OpenAI(base_url="http://localhost/v1", **given)
 
@@ -49,10 +50,10 @@ def test_tokens_are_counted_without_an_answer(client: Any, stub: Stub):
 # --- answers
 
 
-def test_a_whole_answer(place: Place, stub: Stub):
+def test_a_whole_answer(place: Place, stub: Stub, openai: Any):
     stub.events = TURN
     status, body = place.post(model="demo")
-    response = Response.model_validate(body, strict=True)
+    response = openai.types.responses.Response.model_validate(body, strict=True)
     assert status == 200 and response.status == "completed" and response.model == "demo"
     assert response.output_text == "I ask: zwölf\n\n🌦 data: x"
     thinking, _, call, empty = response.output
@@ -66,14 +67,14 @@ def test_a_whole_answer(place: Place, stub: Stub):
     assert body["timings"]["accepted_at"] == [1, 1] and body["store"] is True
 
 
-def test_a_stream(place: Place, stub: Stub):
+def test_a_stream(place: Place, stub: Stub, event_type: TypeAdapter[Any]):
     stub.events = TURN
     found = place.frames()
     for number, (name, content) in enumerate(found):
-        event = EVENT.validate_python(content, strict=True)
+        event = event_type.validate_python(content, strict=True)
         assert (event.type, event.sequence_number) == (name, number)
     with pytest.raises(ValidationError):
-        EVENT.validate_python({k: v for k, v in found[2][1].items() if k != "output_index"}, strict=True)
+        event_type.validate_python({k: v for k, v in found[2][1].items() if k != "output_index"}, strict=True)
     names = [name for name, _ in found]
     assert names[:2] == ["response.created", "response.in_progress"] and names[-1] == "response.completed"
     assert names.count("response.output_item.done") == 4
@@ -161,7 +162,7 @@ CODEX = {  # what Codex CLI 0.169 sends beside its input
 
 
 def test_namespaces_are_opened_and_hosted_tools_left_out(
-    place: Place, stub: Stub, caplog: Any, monkeypatch: Any
+    place: Place, stub: Stub, event_type: TypeAdapter[Any], caplog: Any, monkeypatch: Any
 ):
     """A call in a stream has the two fields that Codex reads: without `namespace` it finds no tool."""
     caplog.set_level(logging.WARNING, "mlx_spec.server")
@@ -178,7 +179,7 @@ def test_namespaces_are_opened_and_hosted_tools_left_out(
     names = [(item["name"], item.get("namespace")) for item in done]
     assert names == [("weather", None), ("now", "mcp__sky")]
     for _, content in found:
-        EVENT.validate_python(content, strict=True)
+        event_type.validate_python(content, strict=True)
     last = found[-1][1]["response"]
     assert [tool["type"] for tool in last["tools"]] == ["function", "namespace"]
     assert [tool["name"] for tool in last["tools"][1]["tools"]] == ["weather", "now"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from support.endpoint import (
     DEMO,
     READ,
@@ -33,11 +34,6 @@ from mlx_spec.apps.server.protocols import stored_responses
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.errors import InvalidValue
 
-openai = pytest.importorskip("openai")
-from openai.types.responses import Response, ResponseItem  # noqa: E402
-from pydantic import TypeAdapter  # noqa: E402
-
-ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 UNKNOWN = "resp_" + "0" * 32
 RESULTS = [{"type": "function_call_output", "call_id": f"call_{i}", "output": "dry"} for i in (1, 2)]
 
@@ -202,12 +198,13 @@ def test_responses_belong_to_their_key(endpoint: Endpoint, stub: Stub):
 # --- routes
 
 
-def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub):
+def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub, openai: Any):
+    item_type: TypeAdapter[Any] = TypeAdapter(openai.types.responses.ResponseItem)
     first = ask(endpoint, [{"role": "user", "content": text} for text in "ab"])
     second = ask(endpoint, [{"role": "user", "content": [{"type": "input_text", "text": "c"}]}], first["id"])
     whole = get(endpoint, second["id"], rest="/input_items?order=asc")
     for item in whole["data"]:
-        ITEM.validate_python(item, strict=True)
+        item_type.validate_python(item, strict=True)
     texts = [item["content"][0]["text"] for item in whole["data"]]
     assert (whole["object"], whole["has_more"], texts) == ("list", False, ["a", "b", "Hi", "c"])
     assert (whole["first_id"], whole["last_id"]) == (whole["data"][0]["id"], whole["data"][-1]["id"])
@@ -220,12 +217,13 @@ def test_input_items_come_in_pages(endpoint: Endpoint, stub: Stub):
         assert refused["error"]["param"] == query.partition("=")[0]
 
 
-def test_the_client_reads_lists_and_deletes(endpoint: Endpoint, monkeypatch: Any):
+def test_the_client_reads_lists_and_deletes(endpoint: Endpoint, monkeypatch: Any, openai: Any):
     monkeypatch.setitem(endpoint.client.headers, "authorization", "Bearer none")  # for each way to ask
     client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=endpoint.client)
     first = client.responses.create(model="demo", input="x")
     second = client.responses.create(model="demo", input="y", previous_response_id=first.id)
-    assert Response.model_validate(get(endpoint, first.id), strict=True).output_text == "Hi"
+    response = openai.types.responses.Response
+    assert response.model_validate(get(endpoint, first.id), strict=True).output_text == "Hi"
     assert client.responses.retrieve(first.id).output_text == "Hi"
     assert len(client.responses.input_items.list(second.id, order="asc").data) == 3
     client.responses.delete(first.id)
