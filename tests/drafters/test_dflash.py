@@ -223,7 +223,6 @@ def test_a_wrong_reading_moves_a_number(name, monkeypatch, tmp_path):
 
 # --- what config.json says
 
-SPECULATORS = {"speculators_model_type": "dflash", "dflash_config": None}
 CAUSAL: list[tuple[dict[str, Any], list[bool]]] = [
     ({}, [True, False]),
     ({"is_causal": False}, [False, False]),

@@ -99,7 +99,7 @@ class Chip:
 
 M1, M1_MAX, M2_ULTRA = Chip(13), Chip(13, "s"), Chip(14, "d")
 M3, M3_MAX, M3_ULTRA, M4 = Chip(15), Chip(15, "s"), Chip(15, "d"), Chip(16)
-M5, M5_MAX = Chip(17), Chip(17, "s")
+M5 = Chip(17)
 
 
 @contextmanager

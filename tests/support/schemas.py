@@ -185,12 +185,6 @@ SCHEMAS: list[Schema] = [
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Titled", **record(a=WHOLE)},
     record(description={"type": "string", "description": "what it does", "maxLength": 12}),
 ]
-FUNCTION = record(
-    function=one_of("zip", "map", "filter"), module=one_of("builtins", "os", "json"), is_builtin=YES, pure=YES
-)
-CITY = record(city=one_of("Rome", "Oslo"), temperature_unit=one_of("celsius", "fahrenheit"), ok=YES)
-RESULT = record(result=record(kind=one_of("function", "class"), pure=YES), confidence=one_of("low", "high"))
-RECORDS: list[Schema] = [FUNCTION, CITY, RESULT]  # as classification and extraction ask for
 WORDS = "name kind size color unit count city user note tag value state level from to".split()
 DRAWN_PATTERNS = [
     "^[a-z]{2,6}$",
