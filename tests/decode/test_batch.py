@@ -173,7 +173,11 @@ def assert_texts_alone(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_is_that_alone(kind: str) -> None:
     assert_texts_alone(kind, None, seed=1, most=4, steps=32)
-    assert_texts_alone(kind, None, seed=2, most=2, steps=10, samplings=1)  # one argmax chooses all tokens
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_one_argmax_chooses_the_tokens_of_all(kind: str) -> None:
+    assert_texts_alone(kind, None, seed=2, most=2, steps=10, samplings=1)
 
 
 @pytest.mark.parametrize("name", SOURCES)
