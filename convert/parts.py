@@ -16,10 +16,11 @@ from mlx_lm.utils import quantize_model
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
-from mlx_spec.checkpoint.families import mlx_lm_module, tower_names
+from mlx_spec.checkpoint.families import mlx_lm_module
 from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES, model_classes
 from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
+from mlx_spec.checkpoint.owners import tower_names
 from mlx_spec.checkpoint.weights import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
 from mlx_spec.model.read import read_model

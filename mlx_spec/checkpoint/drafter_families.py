@@ -13,6 +13,7 @@ from mlx_spec.checkpoint.config import integer
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.checkpoint.headers import Tensors
+from mlx_spec.checkpoint.owners import MTP, owner_of
 from mlx_spec.checkpoint.weights import target_shape
 from mlx_spec.errors import BadCheckpoint
 
@@ -100,22 +101,16 @@ def marks(words: str, keys: Collection[str] = (), tensor: str = r"\A\Z") -> Reco
 MEDUSA_TENSOR = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.weight$")
 
 
-def is_mtp(name: str) -> bool:
-    """Return True if a tensor of this name belongs to a multi-token head."""
-    mtp_parts = ("mtp.", ".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # of names of tensors
-    return any(part in name for part in mtp_parts)
-
-
 def is_head(name: str) -> bool:
     """Return True if a tensor of this name belongs to a head that drafts inside a target."""
-    return is_mtp(name) or MEDUSA_TENSOR.match(name) is not None
+    return owner_of(name) == MTP or MEDUSA_TENSOR.match(name) is not None
 
 
 def _is_mtp(words: str, config: Config, tensors: Collection[str]) -> bool:
     """Return True if the words name an MTP head, or the checkpoint holds only multi-token heads."""
-    heads = [name for name in tensors if is_mtp(name)]
+    heads = [name for name in tensors if owner_of(name) == MTP]
     layers = tuple({match[0] for name in heads if (match := re.match(r"(.*\.)?layers\.\d+\.", name))})
-    alone = bool(heads) and all(is_mtp(name) or name.startswith(layers) for name in tensors)
+    alone = bool(heads) and all(owner_of(name) == MTP or name.startswith(layers) for name in tensors)
     return alone or any(word.endswith("mtp") for word in words.split())
 
 

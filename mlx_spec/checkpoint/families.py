@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mlx_spec.checkpoint.headers import Tensors
+from typing import Any
 
 Config = Mapping[str, Any]
 
@@ -60,46 +56,3 @@ def mlx_lm_module(model_type: str) -> str | None:
     places = (package and package.submodule_search_locations) or ()
     files = [Path(place) / "models" / f"{module}.py" for place in places]
     return module if any(file.is_file() for file in files) else None
-
-
-# --- vision towers
-
-
-def _towers() -> dict[str, tuple[str, ...]]:
-    """Return the prefixes of the tower's tensor names by model type, without "model."."""
-    return {
-        "gemma3": ("vision_tower.", "multi_modal_projector."),
-        "gemma4": ("vision_tower.", "embed_vision."),
-        "gemma4_unified": ("vision_embedder.", "embed_vision."),
-        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("visual.", "vision_tower.")),
-    }
-
-
-def tower_names(config: Config, names: Iterable[str]) -> list[str]:
-    """Return the tensors of a vision tower of a known family; none if config.json names no tower."""
-    prefixes = _towers().get(str(config.get("model_type"))) if config.get("vision_config") else None
-    if prefixes is None:
-        return []
-    # Tensors that are computed from config.json, or that belong to unused parts.
-    unused = r"rotary_emb|inv_freq|position_ids$|vision_model\.head\."
-    return [n for n in names if n.removeprefix("model.").startswith(prefixes) and not re.search(unused, n)]
-
-
-def tower_bytes(config: Config, tensors: Tensors) -> int:
-    """Return the bytes of a vision tower of a known family, 0 if there is none."""
-    return sum(tensors[name].nbytes for name in tower_names(config, tensors))
-
-
-def missing_tower(config: Config, tensors: Tensors) -> str | None:
-    """Return why a checkpoint reads no pictures; None if it holds a tower that is known here."""
-    if "gguf" in config:
-        return "a GGUF file holds no vision tower; the file beside it (mmproj) is not read"
-    if not config.get("vision_config"):
-        return "it is a text model: its config.json names no vision tower"
-    if (kind := config.get("model_type")) not in _towers():
-        return f"the vision tower of {kind} is not read here; those of {', '.join(_towers())} are"
-    if not tower_bytes(config, tensors):
-        return (
-            "its config.json names a vision tower, but the checkpoint holds none: it was converted for text"
-        )
-    return None

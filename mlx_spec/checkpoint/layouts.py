@@ -17,8 +17,9 @@ from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.left_out import check_dropped
-from mlx_spec.checkpoint.quantizers import ACTIVATIONS, SCALES
-from mlx_spec.checkpoint.repairs import HEAD, OTHER_PARTS, TABLE
+from mlx_spec.checkpoint.owners import is_of_language, owner_of
+from mlx_spec.checkpoint.quantizers import SCALES
+from mlx_spec.checkpoint.repairs import HEAD, TABLE
 
 Weights = dict[str, mx.array]
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -100,7 +101,7 @@ def _after(model: nn.Module, config: Mapping[str, Any], weights: Weights) -> Wei
     weights = {
         name: array
         for name, array in weights.items()
-        if not OTHER_PARTS.search(name) or f"{name.rpartition('.')[0]}.weight" in expected or name in expected
+        if is_of_language(name) or f"{name.rpartition('.')[0]}.weight" in expected or name in expected
     }
     weights = _stacked(weights, {name for name in expected if ".switch_mlp." in name})
     head = next((name for name in expected if HEAD.search(name) and name not in weights), None)
@@ -127,7 +128,7 @@ def _dequantized(config: Mapping[str, Any], weights: Weights) -> Weights:
                 result.pop(name + end, None)
     if len(result) == len(weights):
         return weights
-    return {name: array for name, array in result.items() if not ACTIVATIONS.search(name)}
+    return {name: array for name, array in result.items() if owner_of(name) != "scale"}
 
 
 def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:

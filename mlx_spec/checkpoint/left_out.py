@@ -12,22 +12,7 @@ import mlx.core as mx
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import shortened
-from mlx_spec.checkpoint.quantizers import ACTIVATIONS
-
-HEAD = "a multi-token head"
-LEFT_OUT = (
-    (
-        re.compile(
-            r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio)"
-        ),
-        "images and sound: the language model alone is converted",
-    ),
-    (re.compile(r"rotary_emb|rope\.freqs|inv_freq"), "computed from config.json"),
-    (re.compile(r"\.(input|output)_(max|min)$"), "ranges seen in training"),
-    (ACTIVATIONS, "scales of FP8 activations, which are not quantized here"),
-    (re.compile(r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"), "the causal mask"),
-    (re.compile(r"(^|\.)(mtp|nextn)(\.|_)|\.(eh_proj|enorm|hnorm|shared_head)\."), HEAD),
-)
+from mlx_spec.checkpoint.owners import MULTI_TOKEN_HEAD, OWNERS, owner_of
 
 
 def layer_of(name: str) -> int:
@@ -38,16 +23,15 @@ def layer_of(name: str) -> int:
 
 def reason_left_out(name: str, config: Config) -> str | None:
     """Return why a language model does not need a tensor; None if no reason is known."""
-    for pattern, reason in LEFT_OUT:
-        if pattern.search(name):
-            return reason
+    if (part := owner_of(name)) is not None:
+        return OWNERS[part][1]
     text = text_config(config)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
     if name.endswith("lm_head.weight") and tied:
         return "a copy of the embedding table"
     layers = int(text.get("num_hidden_layers") or sys.maxsize)
     if layer_of(name) >= layers:
-        return HEAD
+        return MULTI_TOKEN_HEAD
     owner = re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
     if owner and int(owner[1]) >= layers - int(text.get("num_kv_shared_layers") or 0):
         return "a layer that reuses K and V of an earlier one"

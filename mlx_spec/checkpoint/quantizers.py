@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from mlx_spec.checkpoint.families import Config, mlx_lm_module
@@ -29,7 +28,7 @@ NAMES = {
 }
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
-ACTIVATIONS = re.compile(r"\.(input|activation|output|k|v|q|prob)_scale(_ub)?$")  # scales of activations
+ACTIVATION_SCALE = r"\.(?:input|activation|output|k|v|q|prob)_scale(?:_ub)?$"  # names of tensors
 
 
 def foreign_settings(config: Config) -> Config:

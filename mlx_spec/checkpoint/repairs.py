@@ -12,13 +12,11 @@ from typing import Any
 
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
+from mlx_spec.checkpoint.owners import is_of_language
 
 # Keys under which configs keep the language model. `layer_config` is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")
 # --- names of tensors
-OTHER_PARTS = re.compile(
-    r"(^|[._])(vision|visual|image|audio|speech|video|mm|multi_modal|multimodal|mtp|nextn)([._]|$)"
-)
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.(weight|scales)$")
 TABLE = re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in|embeddings)\.weight$")
 
@@ -116,7 +114,7 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
     own = str(text.get("model_type") or TEXT_TYPES.get(kind, kind))
     if part is not None and kind in TEXT_TYPES:
         part.setdefault("model_type", TEXT_TYPES[kind])
-    language = {name: info for name, info in (tensors or {}).items() if not OTHER_PARTS.search(name)}
+    language = {name: info for name, info in (tensors or {}).items() if is_of_language(name)}
     _fill(text, _sizes(text, language))
     _fill(text, {key: text[old] for key, old in RENAMED.get(own, {}).items() if old in text})
     if "hidden_size" in text:  # a fragment of a config is not completed

@@ -11,8 +11,8 @@ from typing import Any
 from mlx_spec.checkpoint.config import Checkpoint, integer, read_checkpoint, text_config
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
+from mlx_spec.checkpoint.owners import is_of_language
 from mlx_spec.checkpoint.quantizers import FP8, SCALES
-from mlx_spec.checkpoint.repairs import OTHER_PARTS
 from mlx_spec.device import memory_for_models
 
 # --- formats of safetensors and of quantizers
@@ -117,7 +117,7 @@ def _is_on_cpu(config: Config) -> bool:
 def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: Checkpoint) -> int:
     """Return the bytes of a tensor in memory. FP8 is dequantized; images and sound are not loaded."""
     tensors, config = checkpoint.headers.tensors, checkpoint.config
-    if OTHER_PARTS.search(name):
+    if not is_of_language(name):
         return 0
     if is_dequantized(config):
         return 4 * _parameters(name, tensor, tensors, config)
@@ -170,11 +170,7 @@ def precision(tensors: Tensors, config: Config) -> str:
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
     """Return the share of a tensor that one token reads."""
-    images_and_sound = (
-        "vision_tower audio_tower vision_model vision_encoder visual audio_encoder embed_vision embed_audio "
-        "multi_modal_projector"
-    ).split()
-    if not parts.isdisjoint(images_and_sound) or "embed_tokens_per_layer" in parts:
+    if "embed_tokens_per_layer" in parts:
         return 0.0  # a token reads one row of the table
     if parts & EXPERTS:
         num_experts = ("num_experts", "num_local_experts", "n_routed_experts")

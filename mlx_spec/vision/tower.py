@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.families import tower_names
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
+from mlx_spec.checkpoint.owners import tower_names
 from mlx_spec.errors import BadCheckpoint, NoVision
 from mlx_spec.vision import gemma3, gemma4, qwen
 

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
-from mlx_spec.checkpoint.families import missing_tower, tower_bytes
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
+from mlx_spec.checkpoint.owners import missing_tower, tower_bytes
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.prompt import LazyRows, Prompt, Span
 from mlx_spec.tokenizer import Tokenizer

@@ -24,9 +24,9 @@ from support.lossless import emitted
 import mlx_spec
 from mlx_spec.apps.models import description
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
-from mlx_spec.checkpoint.families import tower_bytes
 from mlx_spec.checkpoint.headers import read_headers
 from mlx_spec.checkpoint.left_out import sources_of
+from mlx_spec.checkpoint.owners import tower_bytes
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert import write
