@@ -63,16 +63,16 @@ def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
         lines.append(f"{out}: {_describe_part('drafter', manifest)}")
         notes = manifest["parts"]["drafter"].get("notes") or ()
         lines += [f"drafter: {note}" for note in notes if note.startswith("rotary embedding")]
-    found = manifest["self_test"]
-    if found["result"] != "passed":
+    test = manifest["self_test"]
+    if test["result"] != "passed":
         return [*lines, "self-test: not run (--no-self-test)"]
-    ratio = found["perplexity"]["ratio"]
+    ratio = test["perplexity"]["ratio"]
     lines.append(f"self-test: passed; perplexity {ratio:.4f} times the original's")
-    acceptance = found.get("acceptance")
+    acceptance = test.get("acceptance")
     if acceptance:
         lines.append(_describe_acceptance(acceptance))
         lines.append(
-            f"greedy text with the drafter is the target's own on {found['lossless']['prompts']} prompts"
+            f"greedy text with the drafter is the target's own on {test['lossless']['prompts']} prompts"
         )
     return lines
 
@@ -85,15 +85,16 @@ def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
     return f"{name} {part['name']}, {part['family']}, {kind}, {human_bytes(size)}"
 
 
-def _describe_acceptance(found: Mapping[str, Any]) -> str:
-    now = f"acceptance of the first draft token: {found['first']:.1%}, {found['length']:.2f} tokens a round"
-    if "first_with_rope_of_target" in found:
-        other = f"{found['first_with_rope_of_target']:.1%}"
+def _describe_acceptance(acceptance: Mapping[str, Any]) -> str:
+    first, length = acceptance["first"], acceptance["length"]
+    now = f"acceptance of the first draft token: {first:.1%}, {length:.2f} tokens a round"
+    if "first_with_rope_of_target" in acceptance:
+        other = f"{acceptance['first_with_rope_of_target']:.1%}"
         now += f'; {other} with the target\'s rotary embedding, "rope": "target" in its config.json'
-    if "first_before" not in found:
+    if "first_before" not in acceptance:
         return now
-    before = f"before: {found['first_before']:.1%}, {found['length_before']:.2f}"
-    loss = f", loss {found['loss_percent']:.1f} %" if "loss_percent" in found else ""
+    before = f"before: {acceptance['first_before']:.1%}, {acceptance['length_before']:.2f}"
+    loss = f", loss {acceptance['loss_percent']:.1f} %" if "loss_percent" in acceptance else ""
     return f"{now} ({before}{loss})"
 
 

@@ -40,9 +40,9 @@ def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, An
         plan = _make_plan(options, folder, progress)
         target, drafter = _write(plan, progress, allow_unknown=options.skip_test)
         skipped = {"result": "not run", "why": "--no-self-test"}
-        found = skipped if options.skip_test else _self_test(plan, progress)
+        test = skipped if options.skip_test else _self_test(plan, progress)
         progress.end()
-        return write_manifest(folder, target, drafter, options.dtype, found)
+        return write_manifest(folder, target, drafter, options.dtype, test)
 
 
 def _make_plan(options: ConversionOptions, folder: Path, progress: StageProgress) -> ConversionPlan:
@@ -90,15 +90,15 @@ def _find_drafter(
                 "with a repository or a folder, or --drafter none"
             ) from error
     drafter = open_source(chosen)
-    found = family_or_model(drafter)
-    if found is None:
+    family = family_or_model(drafter)
+    if family is None:
         difference = differing_token(drafter.checkpoint, target.checkpoint, tokenizer)
         if difference is not None:
             raise Mismatch(
                 f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
                 f"the target with --drafter none, then give {drafter.name} beside it as the drafter"
             )
-    return drafter, found
+    return drafter, family
 
 
 def _write(
@@ -179,9 +179,9 @@ def _self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     if plan.drafter is not None and plan.family is not None and plan.drafter_quantization is not None:
         drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)
         _write_folder(plan.unquantized_folder, None, drafter.config, drafter.tensors, progress)
-    found = self_test(plan, progress)
+    figures = self_test(plan, progress)
     shutil.rmtree(plan.folder / UNQUANTIZED, ignore_errors=True)
-    return found
+    return figures
 
 
 def _size(tensors: Mapping[str, mx.array]) -> int:

@@ -21,7 +21,7 @@ from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES, model_classes
 from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
 from mlx_spec.checkpoint.owners import tower_names
-from mlx_spec.checkpoint.weights import precision
+from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
 from mlx_spec.model.read import read_model
 from mlx_spec.vision.tower import read_tower, tower_tensors

@@ -61,11 +61,11 @@ class SelfTestFailed(SpecError):
 
 def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
-    found: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(plan, progress)}
-    found |= _check_target(plan, progress)
+    figures: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(plan, progress)}
+    figures |= _check_target(plan, progress)
     if plan.drafter is not None:
-        found |= _check_drafter(plan, progress)
-    return found
+        figures |= _check_drafter(plan, progress)
+    return figures
 
 
 def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
     progress.stage("computing the original on built-in texts")
     original, expected = measure(plan.target.checkpoint, plan.reference_dtype(), tokens)
     progress.stage("computing the converted target on the same texts")
-    converted, found = measure(read_checkpoint(plan.folder / TARGET), None, tokens)
+    converted, logits = measure(read_checkpoint(plan.folder / TARGET), None, tokens)
     # In standard deviations of the original logits.
-    difference = float(np.abs(found - expected).max()) / (float(expected.std()) or 1.0)
+    difference = float(np.abs(logits - expected).max()) / (float(expected.std()) or 1.0)
     narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
     tolerance = None if plan.quantization else 0.5 if narrows else 1e-4  # quantization changes logits anyway
     if tolerance is not None and not difference <= tolerance:
@@ -118,11 +118,11 @@ def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: Sta
     count, wrong, infinite = len(expected), [], []
     for name in sorted(expected):
         source, stem = expected.pop(name), name.removesuffix("weight")
-        found = {part: written.pop(stem + part, None) for part in ("scales", "biases") if name != stem}
+        scaling = {part: written.pop(stem + part, None) for part in ("scales", "biases") if name != stem}
         weight = written.pop(name, None)
         if weight is None:
             wrong.append(name)
-        elif found.get("scales") is None:
+        elif scaling.get("scales") is None:
             floats = bool(mx.issubdtype(source.dtype, mx.floating))
             same = weight.dtype == source.dtype and bool(mx.array_equal(weight, source, equal_nan=floats))
             wrong += [] if same else [name]
@@ -130,7 +130,7 @@ def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: Sta
         else:
             own = config["quantization"].get(stem.removesuffix("."))
             settings = config["quantization"] | (own if isinstance(own, dict) else {})
-            errors[name] = _error(source, weight, found, settings)
+            errors[name] = _error(source, weight, scaling, settings)
             # A wrong tensor has an error of 1.4, a tensor with 4 bits has 0.1.
             wrong += [] if errors[name] < 0.5 else [name]  # also for nan
         progress.advance()
@@ -150,10 +150,10 @@ def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: Sta
 
 
 def _error(
-    source: mx.array, weight: mx.array, found: Mapping[str, mx.array | None], settings: Mapping[str, Any]
+    source: mx.array, weight: mx.array, scaling: Mapping[str, mx.array | None], settings: Mapping[str, Any]
 ) -> float:
     """Return the root mean square error of a quantized tensor, divided by its root mean square."""
-    scales = found["scales"]
+    scales = scaling["scales"]
     assert scales is not None
     mx.eval(source)
     # About 2^24 elements are compared at a time.
@@ -162,7 +162,7 @@ def _error(
     lost, size = 0.0, 0.0
     for start in range(0, source.shape[0], step):
         rows = slice(start, start + step)
-        biases = None if found["biases"] is None else found["biases"][rows]
+        biases = None if scaling["biases"] is None else scaling["biases"][rows]
         original = source[rows].astype(mx.float32)
         restored = mx.dequantize(weight[rows], scales[rows], biases, **form).astype(mx.float32)
         lost += float(mx.square(restored - original).sum())
@@ -353,14 +353,14 @@ def check_lossless(
 ) -> dict[str, Any]:
     """Compare `drafted` texts to the target's `plain` continuations. Raises SelfTestFailed."""
     ties = 0
-    for prompt, expected, found in zip(prompts, plain, drafted, strict=True):
-        if found == expected:
+    for prompt, expected, text in zip(prompts, plain, drafted, strict=True):
+        if text == expected:
             continue
         model = load_lazily(read_checkpoint(target), None)
-        difference = first_difference(partial(LMTarget, model), text_prompt(prompt), expected, found)
+        difference = first_difference(partial(LMTarget, model), text_prompt(prompt), expected, text)
         if difference is None:
             raise SelfTestFailed(
-                f"the pair writes {len(found)} tokens where the target alone writes {len(expected)}, so "
+                f"the pair writes {len(text)} tokens where the target alone writes {len(expected)}, so "
                 "speculation is not lossless here: nothing was written; please report this"
             )
         noise = _noise(model, [*prompt, *expected[: difference.position]])

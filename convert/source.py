@@ -60,8 +60,8 @@ class Source:
         """Return the files to copy: tokenizer, chat template, generation settings."""
         copied = "*.json *.jinja *chat_templates/*.jinja *.txt *.jsonl *.tiktoken tokenizer.model".split()
         left = ("config.json", "*.safetensors.index.json", "*.bin.index.json", "pair.json")
-        found = {file for pattern in copied for file in self.folder.glob(pattern)}
-        return sorted(f for f in found if not any(f.match(pattern) for pattern in left))
+        files = {file for pattern in copied for file in self.folder.glob(pattern)}
+        return sorted(f for f in files if not any(f.match(pattern) for pattern in left))
 
 
 def open_source(name: str, q6k_bits: int | None = None) -> Source:

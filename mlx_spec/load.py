@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, read_checkpoint, vocab_size
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from mlx_spec.distributed.ranks import Ranks
     from mlx_spec.drafters import DrafterSource
-    from mlx_spec.pair import Pair
+    from mlx_spec.pair import Pair, PairInfo
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.vision.vision import Vision
@@ -81,7 +81,7 @@ def load(
     if exact == "float32" and ranks is not None:
         raise InvalidValue("--exact float32 needs the whole target on this machine: leave one of them out")
     shown, paths = _located(spec)
-    checkpoint = _open_target(paths, ranks)
+    checkpoint = _open_target(paths.target, ranks)
     config, size = checkpoint.config, int(sizes_of(checkpoint, 0).held)
     import mlx.core as mx
 
@@ -101,13 +101,15 @@ def load(
     if ranks is not None and source is not None and source.needs.shared_kv:
         shown, source = _without_shared_kv(shown, checkpoint, tokenizer, is_named=drafter is not None)
     vision = _vision(checkpoint, tokenizer, ranks)
-    sizes = (
-        size // (1 if ranks is None else ranks.size),
-        int(sizes_of(source.checkpoint, 0).held) if source and source.checkpoint else 0,
-        0 if isinstance(vision, NoVision) else vision.nbytes,
+    info = PairInfo(
+        shown.target,
+        None if shown.drafter == NONE else shown.drafter,
+        _vocab_size(config, tokenizer),
+        checkpoint.context,
+        target_bytes=size // (1 if ranks is None else ranks.size),
+        drafter_bytes=int(sizes_of(source.checkpoint, 0).held) if source and source.checkpoint else 0,
+        vision_bytes=0 if isinstance(vision, NoVision) else vision.nbytes,
     )
-    name = None if shown.drafter == NONE else shown.drafter
-    info = PairInfo(shown.target, name, _vocab_size(config, tokenizer), checkpoint.context, *sizes)
     if draft_ranks is not None:
         _check_same_drafter(draft_ranks, shown, source)
     offered = _offered(source, spec, draft_ranks)
@@ -119,7 +121,7 @@ def load(
         info = replace(info, target_bytes=sum(array.nbytes for array in arrays_of(model)))
         for network in (each.network for each in offered if each.network is not None):
             network.set_dtype(mx.float32)
-    memory = _memory(checkpoint, source, spec, ranks, info.target_bytes + sum(sizes[1:]))
+    memory = _memory(checkpoint, source, spec, ranks, info)
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
     _prepare(pair, checkpoint, quantization, spec, is_whole=ranks is None)
     return pair
@@ -160,12 +162,12 @@ def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, 
 
 
 def _memory(
-    target: Checkpoint, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, weights: int
+    target: Checkpoint, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, info: PairInfo
 ) -> ContextMemory:
-    """Return what conversations of a pair with these bytes of weights take in memory."""
+    """Return what the conversations of a pair take in memory."""
     checkpoints = [target, source.checkpoint] if source and source.checkpoint else [target]
     memory = context_memory(checkpoints, spec.kv_bits, 1 if ranks is None else ranks.size)
-    return replace(memory, weights=weights)
+    return replace(memory, weights=info.target_bytes + info.drafter_bytes + info.vision_bytes)
 
 
 def _check(pair: Pair, target: Checkpoint, lengths: list[int], kv_bits: int | None) -> mx.Dtype:
@@ -212,7 +214,7 @@ def _measure(pair: Pair) -> None:
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
     use_device()
-    checkpoint = _open_target(_located(PairSpec(target, NONE))[1], ranks)
+    checkpoint = _open_target(_located(PairSpec(target, NONE))[1].target, ranks)
     bound_freed_buffers(int(sizes_of(checkpoint, 0).held) // ranks.size)
     _load_target(checkpoint, "auto", ranks)
     return ranks.follow()
@@ -251,10 +253,17 @@ def folders(spec: PairSpec) -> tuple[str, str | None]:
     return paths.target, None if paths.drafter in (LOOKUP, NONE) else paths.drafter
 
 
-def _located(spec: PairSpec) -> tuple[PairSpec, PairSpec]:
-    """Return the pair twice: with names to show, and with paths or repositories to load.
+class Paths(NamedTuple):
+    """What is loaded: folders, files or repositories."""
 
-    If no drafter is named, both have the target's own. A drafter without a checkpoint is "lookup" or "none".
+    target: str
+    drafter: str  # or "lookup" or "none", which have no checkpoint
+
+
+def _located(spec: PairSpec) -> tuple[PairSpec, Paths]:
+    """Return a pair with the names to show, and what is loaded.
+
+    If no drafter is named, both have the target's own.
     """
     resolved, drafter = resolve(spec.target), spec.drafter
     target = resolved.target
@@ -275,7 +284,7 @@ def _located(spec: PairSpec) -> tuple[PairSpec, PairSpec]:
     chosen = own or LOOKUP if drafter is None else drafter
     is_bundled = target in (DEMO, SMOLLM2) and drafter is None
     shown = replace(spec, target=target, drafter=target if is_bundled else chosen)
-    return shown, replace(spec, target=path, drafter=chosen)
+    return shown, Paths(path, chosen)
 
 
 def _from_manifest(target: str) -> tuple[str, str | None]:
@@ -290,9 +299,9 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
     return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
 
 
-def _open_target(paths: PairSpec, ranks: Ranks | None) -> Checkpoint:
+def _open_target(path: str, ranks: Ranks | None) -> Checkpoint:
     """Open a target, and check that it is complete. Ends all ranks if theirs differ."""
-    checkpoint = read_checkpoint(find(paths.target))
+    checkpoint = read_checkpoint(find(path))
     checkpoint.check_weights()
     checkpoint.check_model_type()
     if ranks is not None:
@@ -328,14 +337,14 @@ def _check_values(spec: PairSpec) -> None:
 
 
 def _open_drafter(
-    shown: PairSpec, path: str | None, target: Checkpoint, tokenizer: Tokenizer
+    shown: PairSpec, path: str, target: Checkpoint, tokenizer: Tokenizer
 ) -> DrafterSource | None:
     """Return the drafter at a path for a target; None if there is to be none."""
     import mlx.core as mx
 
     from mlx_spec.drafters.lookup import lookup_source
 
-    if path in (None, NONE, LOOKUP):
+    if path in (NONE, LOOKUP):
         return lookup_source() if path == LOOKUP else None
     try:
         folder = find(path)

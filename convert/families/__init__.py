@@ -20,6 +20,6 @@ def family_of(config: Mapping[str, Any], names: Collection[str]) -> DrafterFamil
     family = family or next((each for each in FAMILIES if each.is_inside(config, names)), None)
     if family is not None:
         return family
-    found = f"model_type {config.get('model_type')!r} and tensors such as {shortened(sorted(names))}"
+    stated = f"model_type {config.get('model_type')!r} and tensors such as {shortened(sorted(names))}"
     known = ", ".join(each.kind for each in FAMILIES)
-    raise BadCheckpoint(f"no drafter family has {found}: known are {known}")
+    raise BadCheckpoint(f"no drafter family has {stated}: known are {known}")

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import shortened
+from mlx_spec.checkpoint.quantizers import dequantized_fp8
 from mlx_spec.drafters.checkpoint import KEY, Conventions, number_of, required
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -24,8 +25,6 @@ from mlx_spec.errors import BadCheckpoint, Mismatch
 Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
 Config = Mapping[str, Any]  # of a config.json
 Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
-
-FP8_SCALE = "_scale_inv"  # ends the name of the factors of an FP8 weight, one for each block (DeepSeek-V3)
 
 
 def all_but(*kept: str) -> Callable[[str], bool]:
@@ -84,8 +83,8 @@ class PublishedTensors:
             )
 
     def _as_published(self, name: str) -> str:
-        found = (theirs + name.removeprefix(ours) for theirs, ours in self.own if name.startswith(ours))
-        return next(found, name)
+        names = (theirs + name.removeprefix(ours) for theirs, ours in self.own if name.startswith(ours))
+        return next(names, name)
 
 
 def read(
@@ -97,7 +96,7 @@ def read(
     *,
     in_target: bool = False,
 ) -> PublishedTensors:
-    """Return the tensors of a checkpoint by our names. FP8 tensors with block factors become bfloat16.
+    """Return the tensors of a checkpoint by our names. FP8 tensors with scales become bfloat16.
 
     In each name all `spellings` are replaced, then the first prefix of `own` that it has. With `in_target`,
     names without such a prefix belong to the target. Raises BadCheckpoint if two tensors get one name, and
@@ -117,8 +116,10 @@ def read(
     for name in [name for name in source.names if "rotary_emb.inv_freq" in name]:
         source.drop(name, "computed from config.json")
     _unpack(source, config)
+    dense = dequantized_fp8(source.tensors, mx.bfloat16)
+    source.tensors.clear()
+    source.tensors.update(dense)
     _refuse_quantized(source)
-    _widen(source, config)
     return source
 
 
@@ -140,11 +141,11 @@ def finish(
 
     Raises BadCheckpoint for tensors that are missing, have another shape, or are left over.
     """
-    found, expected = source.tensors, dict(tree_flatten(network.parameters()))
-    source.refuse_missing(expected.keys() - found.keys(), len(expected))
-    wrong = [name for name, array in expected.items() if array.shape != found[name].shape]
+    tensors, expected = source.tensors, dict(tree_flatten(network.parameters()))
+    source.refuse_missing(expected.keys() - tensors.keys(), len(expected))
+    wrong = [name for name, array in expected.items() if array.shape != tensors[name].shape]
     if wrong:
-        shape, said = list(found[wrong[0]].shape), list(expected[wrong[0]].shape)
+        shape, said = list(tensors[wrong[0]].shape), list(expected[wrong[0]].shape)
         turned = ", as if transposed" if shape == said[::-1] else ""
         more = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
         name = source.names.get(wrong[0], wrong[0])
@@ -152,7 +153,7 @@ def finish(
             f"{source.title} has {name} of shape {shape}{turned}, by the configs it is {said}{more}: weights "
             "and config.json belong to different models"
         )
-    left = sorted(source.names.get(name, name) for name in found.keys() - expected.keys())
+    left = sorted(source.names.get(name, name) for name in tensors.keys() - expected.keys())
     if left:
         raise BadCheckpoint(
             f"{source.title} has tensors that its family {config['model_type']} does not know, "
@@ -160,7 +161,7 @@ def finish(
             "this version"
         )
     used = frozenset(source.names.values()) - source.dropped.keys()
-    return Converted(config, found, used, source.dropped, quantizable, notes)
+    return Converted(config, tensors, used, source.dropped, quantizable, notes)
 
 
 def _unpack(source: PublishedTensors, config: Config) -> None:
@@ -185,7 +186,7 @@ def _unpack(source: PublishedTensors, config: Config) -> None:
 def _refuse_quantized(source: PublishedTensors) -> None:
     tensors = source.tensors
     integers = {name for name, tensor in tensors.items() if mx.issubdtype(tensor.dtype, mx.integer)}
-    packed = {name for name in integers if name.endswith(".weight") and name + FP8_SCALE not in tensors}
+    packed = {name for name in integers if name.endswith(".weight")}
     # Names of other quantizers. They are refused, because quantizing twice loses twice.
     ends = (".scales", ".qweight", ".weight_packed", ".weight_scale")
     marks = [source.names[name] for name in tensors if name.endswith(ends) or name in packed]
@@ -194,19 +195,6 @@ def _refuse_quantized(source: PublishedTensors) -> None:
             f"{source.title} is quantized already ({shortened(sorted(marks))}): "
             "convert it from the original repository, in full precision"
         )
-
-
-def _widen(source: PublishedTensors, config: Config) -> None:
-    """Replace FP8 weights by their product with the factors of their blocks, in bfloat16."""
-    quantization = config.get("quantization_config")
-    blocks = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
-    block = int(blocks[0]) if blocks else 128
-    for name in [name for name in source.tensors if name + FP8_SCALE in source.tensors]:
-        tensor, scales = source.tensors[name], source.tensors.pop(name + FP8_SCALE)
-        rows, columns = tensor.shape
-        factors = mx.repeat(mx.repeat(scales, block, axis=0), block, axis=1)[:rows, :columns]
-        wide = mx.from_fp8(tensor, dtype=mx.float32) * factors
-        source.tensors[name] = wide.astype(mx.bfloat16)
 
 
 # --- configs

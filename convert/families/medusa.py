@@ -32,11 +32,11 @@ def recognizes(config: Config, names: Collection[str]) -> bool:
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a Medusa drafter. Raises BadCheckpoint and Mismatch."""
     vllm = any(VLLM.fullmatch(name) for name in tensors)
-    found = [match for match in map((VLLM if vllm else REFERENCE).fullmatch, tensors) if match]
-    heads = sorted({int(match[1]) for match in found})
+    matches = [match for match in map((VLLM if vllm else REFERENCE).fullmatch, tensors) if match]
+    heads = sorted({int(match[1]) for match in matches})
     if heads != list(range(len(heads))):
         raise BadCheckpoint(f"{TITLE} has the heads {heads}, some between are missing: download it again")
-    depth = 1 + max((int(match[2]) for match in found if match[2]), default=0)
+    depth = 1 + max((int(match[2]) for match in matches if match[2]), default=0)
     sizes = {f"{key}_size": common.target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
     common.check_fit(TITLE, {key: config[key] for key in sizes if key in config}, target)
     own: list[tuple[str, str]] = []

@@ -72,9 +72,9 @@ def _dim(config: Config, key: str, gated: bool) -> int:
 
 def _ours(name: str) -> str:
     """Return our name of a tensor. Arctic's names have an additional ".0"."""
-    found = re.fullmatch(r"(\w+)\.(\d+)(?:\.0)?\.(weight|bias)", name)
-    part = {"forget_emb": "emb", "state_ln": "ln"}.get(found[1], found[1]) if found else ""
-    return f"{part}.{found[2]}.{found[3]}" if found else name
+    match = re.fullmatch(r"(\w+)\.(\d+)(?:\.0)?\.(weight|bias)", name)
+    part = {"forget_emb": "emb", "state_ln": "ln"}.get(match[1], match[1]) if match else ""
+    return f"{part}.{match[2]}.{match[3]}" if match else name
 
 
 def _merge_gates(source: PublishedTensors) -> None:

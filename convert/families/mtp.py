@@ -213,8 +213,8 @@ def _nextn_of(config: Config, names: Collection[str]) -> str | None:
     text = text_config(config)
     kinds = {config.get("model_type"), text.get("model_type")}
     promised = bool(text.get(NEXTN_KEY)) or any(name.endswith("eh_proj.weight") for name in names)
-    found = (name for name, (_, _, model_types) in NEXTN.items() if kinds & set(model_types))
-    return next(found, None) if promised else None
+    ours = (name for name, (_, _, model_types) in NEXTN.items() if kinds & set(model_types))
+    return next(ours, None) if promised else None
 
 
 def _convert_nextn(

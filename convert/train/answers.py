@@ -176,15 +176,15 @@ def write_answer(file: Path, answer: RecordedAnswer) -> None:
 
 def read_answer(file: Path) -> RecordedAnswer:
     """Read a recorded answer. Raises BadCheckpoint for a damaged file."""
-    found, metadata = read_arrays(file)
-    kinds = [name.removeprefix(KEYS) for name in found if name.startswith(KEYS)]
+    arrays, metadata = read_arrays(file)
+    kinds = [name.removeprefix(KEYS) for name in arrays if name.startswith(KEYS)]
     if not kinds:
         raise damaged(file, ValueError("it holds no K/V"))
     try:
-        shared = {kind: KVRows(found[KEYS + kind], found[VALUES + kind]) for kind in kinds}
+        shared = {kind: KVRows(arrays[KEYS + kind], arrays[VALUES + kind]) for kind in kinds}
         greedy = metadata["greedy"] == str(True)
         return RecordedAnswer(
-            metadata["kind"], greedy, found["tokens"], found["hidden"], shared, found["logsumexp"]
+            metadata["kind"], greedy, arrays["tokens"], arrays["hidden"], shared, arrays["logsumexp"]
         )
     except KeyError as error:
         raise damaged(file, error) from error

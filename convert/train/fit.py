@@ -265,9 +265,9 @@ class Fit:
             rows = batch_of([answer], self._window, mx.float32)
             steps = unroll(self.network, rows, DEPTH, self._heads, self._embed)
             ours, expected = round_tokens(steps, rows.tokens, self._heads.ids)
-            into, found = (greedy, ours) if answer.greedy else (sampled, expected)
-            into[0], into[1] = into[0] + float(found.sum()), into[1] + found.size
-            left -= found.size
+            into, scores = (greedy, ours) if answer.greedy else (sampled, expected)
+            into[0], into[1] = into[0] + float(scores.sum()), into[1] + scores.size
+            left -= scores.size
         return greedy[0] / max(greedy[1], 1), sampled[0] / max(sampled[1], 1)
 
     def _schedule(self, peak: float) -> Callable[[mx.array], mx.array]:

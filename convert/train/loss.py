@@ -88,11 +88,11 @@ def round_tokens(steps: Sequence[Step], tokens: mx.array, ids: mx.array) -> tupl
 
 def _entropy_and_softmax(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Return the cross entropy [..] of logits [.., C] with probabilities [.., C], and the softmax [.., C]."""
-    found = weights(logits)
-    sums = total(found)
+    weighed = weights(logits)
+    sums = total(weighed)
     log_sum = logits.max(axis=-1) + mx.log(sums[..., 0])
     entropy = log_sum * target.sum(axis=-1) - (target * logits).sum(axis=-1)
-    return entropy, found / sums
+    return entropy, weighed / sums
 
 
 _cross_entropy = mx.custom_function(_entropy_and_softmax)

@@ -60,8 +60,8 @@ def _expand(text: str, chance: random.Random, chosen: dict[str, str], *, held_ou
 
 def rules(name: str, *, held_out: bool) -> list[str]:
     """Return the texts that a slot may have."""
-    found: list[str] = _grammar()["held_out" if held_out else "train"][name]
-    return found
+    texts: list[str] = _grammar()["held_out" if held_out else "train"][name]
+    return texts
 
 
 @cache

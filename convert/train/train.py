@@ -128,11 +128,11 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
     if not file.exists():
         write_atomically(file, json.dumps(wanted, indent=2) + "\n")
         return
-    found = read_object(file)
+    stored = read_object(file)
     for key in wanted:
-        if found.get(key) != wanted[key]:
+        if stored.get(key) != wanted[key]:
             raise InvalidValue(
-                f"{file.parent} holds a run with {key} {found.get(key)}, this one has {wanted[key]}: give "
+                f"{file.parent} holds a run with {key} {stored.get(key)}, this one has {wanted[key]}: give "
                 "the same options to go on, or remove that folder, or give another OUT"
             )
 
@@ -140,16 +140,16 @@ def _check_settings(file: Path, wanted: Mapping[str, Any]) -> None:
 def _fitting(prompts: Sequence[TrainingPrompt], pair: Pair) -> tuple[TrainingPrompt, ...]:
     """Return the prompts that fit the target's context. Raises InvalidValue if only one fits."""
     limit = pair.info.context_length
-    found = tuple(each for each in prompts if limit is None or len(encode(pair.tokenizer, each)) < limit)
-    if len(found) < len(prompts):
+    fitting = tuple(each for each in prompts if limit is None or len(encode(pair.tokenizer, each)) < limit)
+    if len(fitting) < len(prompts):
         print(
-            f"{len(prompts) - len(found)} of {len(prompts)} prompts do not fit the context of {limit} tokens "
-            "and are left out",
+            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts do not fit the context of {limit} "
+            "tokens and are left out",
             file=sys.stderr,
         )
-    if prompts and len(found) < 2:
+    if prompts and len(fitting) < 2:
         raise InvalidValue("one prompt is held out to test with, so at least two are needed: give more")
-    return found
+    return fitting
 
 
 def _answer_bytes(target: LMTarget, options: TrainingOptions) -> int:
@@ -328,8 +328,8 @@ def _test(
                 done += result.finish_reason is not None
             progress.show(f"test at temperature {name}", done, len(prompts))
         if counts:  # else no answer was long enough for a draft
-            found = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
-            results[name] = found
+            lengths = {kind: round(n / rounds, 3) for kind, (n, rounds) in counts.items()}
+            results[name] = lengths
     return results
 
 

@@ -197,14 +197,14 @@ def read_checkpoint(folder: Path, header_reader: Callable[[Path], Headers] = rea
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the part of a config.json that describes the language model."""
-    found = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping) and config[key])
-    return dict(next(found, config))
+    parts = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping) and config[key])
+    return dict(next(parts, config))
 
 
 def integer(config: Mapping[str, Any], *keys: str) -> int | None:
     """Return the first integer among the values of `keys`, None if there is none."""
-    found = (config.get(key) for key in keys)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def vocab_size(config: Config) -> int | None:
@@ -223,7 +223,7 @@ def context_length(config: Config) -> int | None:
         "max_position_embeddings n_positions max_seq_len seq_length max_sequence_length max_seq_length "
         "max_context_length seq_len"
     ).split()
-    lengths = [[found for key in keys if (found := integer(part, key))] for part in (text, config)]
+    lengths = [[length for key in keys if (length := integer(part, key))] for part in (text, config)]
     longest = min(lengths[0] or lengths[1], default=None)
     if stated := integer(text, "model_max_length") or integer(config, "model_max_length"):
         return stated
@@ -249,8 +249,8 @@ def critical_lengths(config: Config) -> list[int]:
     """Return the shortest texts that a model may compute otherwise than shorter ones, and the longest."""
     context, ropes = context_length(config), stated_ropes(text_config(config)).values()
     limits = {rope[f"{key}max_position_embeddings"] for rope in ropes for key in ("original_", "")}
-    found = {context, *(limit + 1 for limit in limits if isinstance(limit, int))}
-    return sorted(n for n in found if n is not None and 16 <= n <= (context or n))
+    lengths = {context, *(limit + 1 for limit in limits if isinstance(limit, int))}
+    return sorted(n for n in lengths if n is not None and 16 <= n <= (context or n))
 
 
 def has_weights(folder: Path) -> bool:

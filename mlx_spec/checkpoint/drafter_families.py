@@ -119,8 +119,8 @@ def _is_mtp(words: str, config: Config, tensors: Collection[str]) -> bool:
 
 def _axis(tensors: Tensors, name: str, axis: int) -> int | None:
     """Return the length of an axis of a vector or matrix, None if there is none."""
-    found = tensors.get(name)
-    return found.shape[axis] if found and axis < len(found.shape) <= 2 else None
+    tensor = tensors.get(name)
+    return tensor.shape[axis] if tensor and axis < len(tensor.shape) <= 2 else None
 
 
 def _same_size(config: Config, tensors: Tensors, layers: str = "") -> TargetShape:
@@ -151,8 +151,8 @@ def _medusa(config: Config, tensors: Tensors) -> TargetShape:
 
 def _first(sizes: object) -> int | None:
     """Return the first of sizes such as "4096.4096"."""
-    found = re.match(r"\d+", str(sizes))
-    return int(found[0]) if found else None
+    match = re.match(r"\d+", str(sizes))
+    return int(match[0]) if match else None
 
 
 def _projector(config: Config) -> str:
@@ -337,5 +337,5 @@ OPENED_AS = {model_type: family for family in FAMILIES for model_type in family.
 def _function(package: str, path: str) -> Callable[..., Any]:
     """Import the function of "file:function" from a package of mlx_spec."""
     file, _, name = path.partition(":")
-    found: Callable[..., Any] = vars(import_module(f"mlx_spec.{package}.{file}"))[name]
-    return found
+    function: Callable[..., Any] = vars(import_module(f"mlx_spec.{package}.{file}"))[name]
+    return function

@@ -73,10 +73,10 @@ def read_optional(file: Path) -> dict[str, Any]:
 def read_pair(file: Path) -> tuple[str | None, str | None] | None:
     """Return the target and the drafter in a file that a program wrote; None if it cannot be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        pair = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    match found:
+    match pair:
         case {"target": str() | None as target, "drafter": str() | None as drafter}:
             return target, drafter
     return None

@@ -52,22 +52,22 @@ class GenerationConfig:
 
 def read_generation_config(checkpoint: Checkpoint, eos: Collection[int] = ()) -> GenerationConfig:
     """Return the settings of a checkpoint. A word of one token that is in `eos` is not bad, as there."""
-    found = checkpoint.json("generation_config.json")
-    words = found.get("bad_words_ids") or []
+    config = checkpoint.json("generation_config.json")
+    words = config.get("bad_words_ids") or []
     words = [word for word in words if isinstance(word, list)] if isinstance(words, list) else []
     bad = [word[0] for word in words if len(word) == 1 and word[0] not in list(eos)]
-    names = [key for key, neutral in NO_EFFECT.items() if _is_set(found, key, neutral)]
+    names = [key for key, neutral in NO_EFFECT.items() if _is_set(config, key, neutral)]
     if any(len(word) > 1 for word in words):
         names.append("bad_words_ids")
     return GenerationConfig(
-        _tokens([*_listed(found.get("suppress_tokens")), *bad]),
-        _tokens(_listed(found.get("begin_suppress_tokens"))),
-        _sampling(found),
-        tuple(f"{name} {str(found[name])[:40]}" for name in names),
+        _tokens([*_listed(config.get("suppress_tokens")), *bad]),
+        _tokens(_listed(config.get("begin_suppress_tokens"))),
+        _sampling(config),
+        tuple(f"{name} {str(config[name])[:40]}" for name in names),
     )
 
 
-def _sampling(found: Mapping[str, Any]) -> dict[str, float]:
+def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling settings that are stated and not neutral. Without sampling, the text is greedy."""
     neutral = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
     bounds = {
@@ -76,10 +76,10 @@ def _sampling(found: Mapping[str, Any]) -> dict[str, float]:
         "min_p": (0, 1),
         "repetition_penalty": (0.01, 100),
     }
-    stated = {key: found[key] for key in neutral if _is_number(found.get(key))}
-    if found.get("do_sample") is False:
+    stated = {key: config[key] for key in neutral if _is_number(config.get(key))}
+    if config.get("do_sample") is False:
         stated = {key: value for key, value in stated.items() if key == "repetition_penalty"}
-    elif found.get("do_sample") or stated.keys() - {"repetition_penalty"}:
+    elif config.get("do_sample") or stated.keys() - {"repetition_penalty"}:
         stated = {"temperature": 1.0, **stated}
     if "top_k" in stated:
         stated["top_k"] = max(int(stated["top_k"]), 0)
@@ -87,8 +87,8 @@ def _sampling(found: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in within.items() if value != neutral[key]}
 
 
-def _is_set(found: Mapping[str, Any], key: str, neutral: tuple[Any, ...]) -> bool:
-    return found.get(key) is not None and found[key] is not False and found[key] not in neutral
+def _is_set(config: Mapping[str, Any], key: str, neutral: tuple[Any, ...]) -> bool:
+    return config.get(key) is not None and config[key] is not False and config[key] not in neutral
 
 
 def _is_number(value: Any) -> bool:

@@ -117,7 +117,7 @@ def read_gguf(file: Path) -> GGUF:
         if version not in (2, 3):
             raise BadCheckpoint(f"{file} is GGUF of version {version}, versions 2 and 3 are read: {AGAIN}")
         metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(keys)}
-        found = [reader.tensor() for _ in range(count)]
+        entries = [reader.tensor() for _ in range(count)]
         alignment = operator.index(metadata.get("general.alignment", 0)) or 32  # bytes between tensors
     except (
         struct.error,
@@ -130,13 +130,15 @@ def read_gguf(file: Path) -> GGUF:
     ) as error:
         raise BadCheckpoint(f"{file} ends inside its header, or the header is damaged: {AGAIN}") from error
     start = -(-reader.place // alignment) * alignment
-    unread = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in found if kind not in TYPES})
+    unread = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in entries if kind not in TYPES})
     if unread:
         raise BadCheckpoint(
             f"{file} holds tensors of type {', '.join(unread)}, which are not read: get it as "
             "Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0 or F16, or its original in safetensors"
         )
-    tensors = {name: StoredTensor(TYPES[kind], shape, start + offset) for name, shape, kind, offset in found}
+    tensors = {
+        name: StoredTensor(TYPES[kind], shape, start + offset) for name, shape, kind, offset in entries
+    }
     promised = max((tensor.start + tensor.nbytes for tensor in tensors.values()), default=0)
     if promised > len(content):
         raise BadCheckpoint(f"{file} has {len(content)} bytes, its header promises {promised}: {AGAIN}")

@@ -81,8 +81,8 @@ def _runs_of_spaces() -> str:
 # --- the table
 
 PRE_TOKENIZERS = {
-    name: found
-    for names, found in (
+    name: cut
+    for names, cut in (
         (
             "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling",
             PreTokenizer((GPT2,)),

@@ -48,7 +48,7 @@ def read_gguf_tokenizer(
         ]
     tokenizer = KINDS[kind](file, metadata, tokens)
     for special, wanted in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
-        names = [token for token, found in zip(tokens, types, strict=True) if found == wanted]
+        names = [token for token, number in zip(tokens, types, strict=True) if number == wanted]
         if kind != "gpt2" and not special:  # runs of spaces and lines are merged like others
             names = [name for name in names if name.strip(SPACE + "\n\t")]
         added = [AddedToken(name, special=special, normalized=False) for name in names]
@@ -89,16 +89,16 @@ def _closing(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by their names."""
-    found = {key: text for key, text in metadata.items() if isinstance(text, str)}
+    texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     unnamed = "tokenizer.chat_template"  # others follow it after a point
-    named = {key.removeprefix(f"{unnamed}."): text for key, text in found.items() if f"{unnamed}." in key}
-    return ({"default": found[unnamed]} if unnamed in found else {}) | named
+    named = {key.removeprefix(f"{unnamed}."): text for key, text in texts.items() if f"{unnamed}." in key}
+    return ({"default": texts[unnamed]} if unnamed in texts else {}) | named
 
 
 def _named(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
     """Return the id of a named token, None if the vocabulary has none: some files say -1, in 32 bits."""
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return found if isinstance(found, int) and 0 <= found < len(tokens) else None
+    token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return token if isinstance(token, int) and 0 <= token < len(tokens) else None
 
 
 def _cut(metadata: Mapping[str, Any]) -> str:
@@ -169,15 +169,15 @@ def _ranks(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
 
 def _merges_by_rank(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
     """Return all pairs that merge into a token, sorted by its rank, then by the ids of the pair."""
-    found, lengths = [], sorted({0, *map(len, vocab)})
+    merges, lengths = [], sorted({0, *map(len, vocab)})
     for token, index in vocab.items():
         # Parts are no longer than the longest shorter token: one of a million letters takes no time.
         longest = lengths[max(bisect_left(lengths, len(token)) - 1, 0)]
         for cut in range(max(len(token) - longest, 1), min(len(token), longest + 1)):
             left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
             if left is not None and right is not None:
-                found.append((ranks[index], left, right, token[:cut], token[cut:]))
-    return [(left, right) for *_, left, right in sorted(found)]
+                merges.append((ranks[index], left, right, token[:cut], token[cut:]))
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}

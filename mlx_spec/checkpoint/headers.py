@@ -94,28 +94,28 @@ def read_headers(folder: Path) -> Headers:
 
 
 def choose_files(
-    place: str, found: Mapping[str, Collection[str]], index: Mapping[str, Any]
+    place: str, tensors: Mapping[str, Collection[str]], index: Mapping[str, Any]
 ) -> tuple[list[str], list[str], str | None]:
     """Return the files of a model to read, the missing files, and the reason if none can be chosen.
 
-    `found` has the tensors of each file, `index` the file of each tensor. An index whose files all exist
+    `tensors` has the tensors of each file, `index` the file of each tensor. An index whose files all exist
     decides. An index that names other files is left over from another checkpoint, and ignored: then files
     without common tensors are read. A variant such as model.fp16.safetensors is not read beside the main one.
     """
     named = {str(name) for name in index.values()}
-    groups = _groups(found)
-    if named and named <= found.keys():
+    groups = _groups(tensors)
+    if named and named <= tensors.keys():
         groups = {"": sorted(named), **{key: files for key, files in groups.items() if not named & {*files}}}
     chosen: list[str] = []
     missing: list[str] = []
     owner: dict[str, str] = {}
     for key, files in groups.items():
-        shared = next((name for file in files for name in found[file] if name in owner), None)
+        shared = next((name for file in files for name in tensors[file] if name in owner), None)
         lacking = _lacking(files) if key else []
         if shared is None:
             missing += lacking
             chosen += files
-            owner |= {name: file for file in files for name in found[file]}
+            owner |= {name: file for file in files for name in tensors[file]}
         elif not (lacking or "" in groups) and all(map(MAIN.fullmatch, files)):
             return (
                 [],

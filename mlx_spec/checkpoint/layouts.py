@@ -17,8 +17,8 @@ from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.left_out import check_dropped
-from mlx_spec.checkpoint.owners import is_of_language, owner_of
-from mlx_spec.checkpoint.quantizers import SCALES
+from mlx_spec.checkpoint.owners import is_of_language
+from mlx_spec.checkpoint.quantizers import dequantized_fp8
 from mlx_spec.checkpoint.repairs import HEAD, TABLE
 
 Weights = dict[str, mx.array]
@@ -89,7 +89,10 @@ def _own_head(model_class: Any) -> dict[str, Any]:
 def _before(config: Mapping[str, Any], weights: Weights) -> Weights:
     """Dequantize and rename tensors before mlx-lm's own `sanitize`, which expects other names."""
     kind = str(config["model_type"])
-    weights = _dequantized(config, weights)
+    if config.get("quantization_config") is None and config.get("quantization") is None:
+        said = str(config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype"))
+        dtype = DTYPES.get(said.removeprefix("torch.").lower(), mx.bfloat16)
+        weights = dequantized_fp8(weights, dtype)
     for old, new in RENAMED.get(kind, ()):
         weights = {name.replace(old, new): array for name, array in weights.items()}
     return BY_TYPE[kind](text_config(config), weights) if kind in BY_TYPE else weights
@@ -113,42 +116,6 @@ def _after(model: nn.Module, config: Mapping[str, Any], weights: Weights) -> Wei
     return weights
 
 
-def _dequantized(config: Mapping[str, Any], weights: Weights) -> Weights:
-    """Return FP8 weights as dense ones in the model's type, multiplied in float32 as in transformers."""
-    if config.get("quantization_config") is not None or config.get("quantization") is not None:
-        return weights
-    said = str(config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype"))
-    dtype = DTYPES.get(said.removeprefix("torch.").lower(), mx.bfloat16)
-    result = dict(weights)
-    for name, array in weights.items():
-        scale = next((weights[name + end] for end in SCALES if name + end in weights), None)
-        if scale is not None and array.dtype == mx.uint8:
-            result[name] = (mx.from_fp8(array, mx.float32) * _spread(scale, array.shape)).astype(dtype)
-            for end in SCALES:
-                result.pop(name + end, None)
-    if len(result) == len(weights):
-        return weights
-    return {name: array for name, array in result.items() if owner_of(name) != "scale"}
-
-
-def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """Return scales that broadcast to `shape`, from a scale for a tensor, for rows or for blocks."""
-    if scale.dtype == mx.uint8:  # an exponent
-        scale = mx.left_shift(scale.astype(mx.uint32), mx.array(23, mx.uint32)).view(mx.float32)
-    scale = scale.astype(mx.float32)
-    if scale.size == 1:
-        return scale.reshape(())
-    if scale.ndim < len(shape):
-        scale = scale.reshape(*scale.shape, *[1] * (len(shape) - scale.ndim))
-    for axis in (-2, -1):
-        block = -(-shape[axis] // scale.shape[axis])
-        if scale.shape[axis] > 1 and block > 1:
-            usual = 128  # rows or columns of a block, unless the shapes contradict it
-            block = usual if -(-shape[axis] // usual) == scale.shape[axis] else block
-            scale = mx.repeat(scale, block, axis)
-    return scale[..., : shape[-2], : shape[-1]]
-
-
 def _heads(weights: Weights, head: str) -> Weights:
     """Return the tensors of an LM head that is tied to the embedding."""
     table = next((name for name in weights if TABLE.search(name)), "").removesuffix(".weight")
@@ -158,13 +125,13 @@ def _heads(weights: Weights, head: str) -> Weights:
 
 def _stacked(weights: Weights, expected: set[str]) -> Weights:
     """Stack experts that are stored one by one, if the model has one tensor for all of them."""
-    found: dict[str, dict[int, str]] = {}
+    numbered: dict[str, dict[int, str]] = {}
     for name in weights:
         if match := re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)", name):
             before, number, layer, part = match.groups()
             if f"{before}.switch_mlp.{layer}.weight" in expected:
-                found.setdefault(f"{before}.switch_mlp.{layer}.{part}", {})[int(number)] = name
-    stacks = {name: [parts[i] for i in sorted(parts)] for name, parts in found.items()}
+                numbered.setdefault(f"{before}.switch_mlp.{layer}.{part}", {})[int(number)] = name
+    stacks = {name: [parts[i] for i in sorted(parts)] for name, parts in numbered.items()}
     used = {part for parts in stacks.values() for part in parts}
     rest = {name: array for name, array in weights.items() if name not in used}
     return rest | {name: mx.stack([weights[part] for part in parts]) for name, parts in stacks.items()}

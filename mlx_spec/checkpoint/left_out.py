@@ -17,8 +17,8 @@ from mlx_spec.checkpoint.owners import MULTI_TOKEN_HEAD, OWNERS, owner_of
 
 def layer_of(name: str) -> int:
     """Return the decoder layer that a tensor belongs to, -1 for none."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def reason_left_out(name: str, config: Config) -> str | None:
@@ -72,13 +72,13 @@ def sources_of(
     One call of MLX's export can name `named_at_once` arrays.
     """
     unchanged = {id(array) for array in results} & {id(array) for array in seen.values()}
-    found = {name for name, array in seen.items() if id(array) in unchanged}
+    sources = {name for name, array in seen.items() if id(array) in unchanged}
     # The comparison gives each result a consumer: a source that is returned unchanged would have none.
     computed = [array == array for array in results if id(array) not in unchanged]
-    others = [name for name in seen if name not in found] if computed else []
+    others = [name for name in seen if name not in sources] if computed else []
     for start in range(0, len(others), named_at_once):
         graph = io.StringIO()
         named = {f"source:{name}": seen[name] for name in others[start : start + named_at_once]}
         mx.export_to_dot(graph, *computed, **named)
-        found.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
-    return frozenset(found)
+        sources.update(re.findall(r'^"source:(.*)" ->', graph.getvalue(), re.MULTILINE))
+    return frozenset(sources)

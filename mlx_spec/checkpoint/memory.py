@@ -120,13 +120,13 @@ def memory_need(
     Each of `ranks` machines has a part of the target. The conversation has `reserved` tokens, at most as many
     as the target's context holds. Several machines read no pictures.
     """
-    found, target = context_memory(checkpoints, kv_bits, ranks), checkpoints[0]
+    memory, target = context_memory(checkpoints, kv_bits, ranks), checkpoints[0]
     context = min(target.context or reserved, reserved)
     vision = 0 if ranks > 1 else tower_bytes(target.config, target.headers.tensors)
     chunk = 0
     with suppress(ImportError):  # models are listed without MLX
-        chunk = found.chunk(context)
-    return MemoryNeed(found.weights, found.caches(context), context, vision, chunk)
+        chunk = memory.chunk(context)
+    return MemoryNeed(memory.weights, memory.caches(context), context, vision, chunk)
 
 
 def total_need(needs: Iterable[MemoryNeed]) -> MemoryNeed:

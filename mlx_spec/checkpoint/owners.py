@@ -24,7 +24,7 @@ def _words(words: str) -> str:
 OWNERS = {
     VISION: (_words(r"vision|visual|image|video|multi_?modal|mm(?=[._]|$)"), IMAGES_AND_SOUND),
     AUDIO: (_words("audio|speech"), IMAGES_AND_SOUND),
-    MTP: (r"(?:^|[._])(?:mtp|nextn)(?:[._]|$)|\.(?:eh_proj|enorm|hnorm|shared_head)\.", MULTI_TOKEN_HEAD),
+    MTP: (r"(?:^|\.)(?:mtp|nextn)[._]|\.(?:eh_proj|enorm|hnorm|shared_head)\.", MULTI_TOKEN_HEAD),
     "config": (r"rotary_emb|rope\.freqs|inv_freq", "computed from config.json"),
     "training": (r"\.(?:input|output)_(?:max|min)$", "ranges seen in training"),
     "scale": (ACTIVATION_SCALE, "scales of FP8 activations, which are not quantized here"),

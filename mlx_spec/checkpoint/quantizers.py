@@ -1,11 +1,17 @@
-"""Say which program quantized a checkpoint, and whether its weights can be read."""
+"""Recognize how weights are quantized, count them, and dequantize those that mlx-lm does not read."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from mlx_spec.checkpoint.families import Config, mlx_lm_module
-from mlx_spec.checkpoint.headers import Tensors
+from mlx_spec.checkpoint.headers import TensorInfo, Tensors
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 # Method in config.json -> name for users. Other methods keep their name in config.json.
 NAMES = {
@@ -27,6 +33,8 @@ NAMES = {
     "vptq": "VPTQ",
 }
 FP8 = "F8_E4M3"
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
+DEFAULT_GROUP_SIZE = 64  # of mlx
 SCALES = ("_scale_inv", "_scale")  # after the name of a weight; both multiply it
 ACTIVATION_SCALE = r"\.(?:input|activation|output|k|v|q|prob)_scale(?:_ub)?$"  # names of tensors
 
@@ -34,8 +42,8 @@ ACTIVATION_SCALE = r"\.(?:input|activation|output|k|v|q|prob)_scale(?:_ub)?$"  #
 def foreign_settings(config: Config) -> Config:
     """Return the `quantization_config` that transformers reads, empty if there is none."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    found = (part["quantization_config"] for part in parts if part.get("quantization_config"))
-    settings: object = next(found, {})
+    stated = (part["quantization_config"] for part in parts if part.get("quantization_config"))
+    settings: object = next(stated, {})
     if not isinstance(settings, Mapping):
         return {}
     inner = settings.get("quantization")  # ModelOpt nests it, in a separate file
@@ -108,3 +116,132 @@ def obstacle(config: Config, tensors: Tensors) -> str | None:
         f"is quantized{how} by {name}, which MLX cannot read: get the model in full precision, which "
         "`mlx-spec convert` quantizes, or a copy that mlx-lm quantized, such as mlx-community has"
     )
+
+
+# --- weights
+
+
+def count_parameters(tensors: Tensors, config: Config) -> int:
+    """Return the parameters of a model; tables of indices do not count."""
+    return sum(parameters_of(name, tensor, tensors, config) for name, tensor in tensors.items())
+
+
+def precision(tensors: Tensors, config: Config) -> str:
+    """Return the quantization, or the dtype of most parameters, as users read it."""
+    ours = config.get("quantization")
+    if isinstance(ours, Mapping):
+        return _mlx_precision(ours)
+    theirs = foreign_settings(config)
+    if theirs:
+        return _foreign_precision(theirs)
+    most = common_dtype(tensors)
+    return DTYPE_NAMES.get(most, most)
+
+
+def common_dtype(tensors: Tensors) -> str:
+    """Return the dtype of floats that takes most bytes, "unknown" if there is none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if is_float(tensor.dtype):
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "unknown"
+
+
+def parameters_of(name: str, tensor: TensorInfo, tensors: Tensors, config: Config) -> int:
+    """Return the parameters in a tensor, also where several share an integer; 0 for a scale or an index."""
+    stem, _, last = name.rpartition(".")
+    scales = tensors.get(f"{stem}.scales")
+    if last == "weight" and tensor.dtype == "U32" and scales is not None:
+        return scales.size * _group_size(stem, config)
+    if last == "qweight" or (last == "weight_packed" and tensor.dtype == "I32"):
+        return tensor.size * 32 // _bits(foreign_settings(config))
+    if tensor.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
+        return tensor.size * 2  # two values of 4 bits
+    # Other tensors that belong to quantized weights are not parameters.
+    others = (
+        "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv "
+        "weight_scale_2 weight_global_scale weight_zero_point weight_shape"
+    )
+    if last in others.split() or last.endswith(("_scales", "_scale_inv")):
+        return 0
+    return tensor.size if is_float(tensor.dtype) or (last, tensor.dtype) == ("weight", "I8") else 0
+
+
+def is_float(dtype: str) -> bool:
+    """Return True for the name of a type of floats in safetensors."""
+    return dtype.startswith(("F", "BF"))
+
+
+def _group_size(stem: str, config: Config) -> int:
+    """Return how many parameters of layer `stem` share a scale; a layer may have its own settings."""
+    settings = config.get("quantization") or foreign_settings(config)
+    for own in (settings.get(stem), settings):
+        if isinstance(own, Mapping) and isinstance(size := own.get("group_size"), int):
+            return size
+    return DEFAULT_GROUP_SIZE
+
+
+def _bits(settings: Config) -> int:
+    """Return the bits of a weight in a `quantization_config`, 4 if it does not say."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    stated = [settings.get("bits"), settings.get("w_bit"), 8 if settings.get("load_in_8bit") else None]
+    stated += [each.get("num_bits") for each in weights if each]
+    return next((bits for bits in stated if isinstance(bits, int) and bits in (2, 3, 4, 5, 6, 8)), 4)
+
+
+def _mlx_precision(settings: Config) -> str:
+    bits, mode = settings.get("bits"), settings.get("mode", "affine")
+    layers = [own["bits"] for own in settings.values() if isinstance(own, Mapping) and "bits" in own]
+    others = sorted({own for own in layers if own != bits})
+    kind = f"{bits}-bit" if mode == "affine" else str(mode)
+    mixed = f", some layers {' and '.join(map(str, others))}-bit" if others else ""
+    return f"{kind} MLX, groups of {settings.get('group_size', DEFAULT_GROUP_SIZE)}{mixed}"
+
+
+def _foreign_precision(settings: Config) -> str:
+    if "quant_method" not in settings and "bits" in settings:
+        return _mlx_precision(settings)
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
+    name = NAMES.get(method.lower(), method)
+    kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
+    return name if name in ("FP8", "MXFP4") else f"{name} {kind}"
+
+
+# --- FP8
+
+
+def dequantized_fp8(weights: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Return FP8 weights that have scales as dense ones, multiplied in float32 as in transformers."""
+    import mlx.core as mx
+
+    result = dict(weights)
+    for name, array in weights.items():
+        scale = next((weights[name + end] for end in SCALES if name + end in weights), None)
+        if scale is not None and array.dtype == mx.uint8:
+            result[name] = (mx.from_fp8(array, mx.float32) * _spread(scale, array.shape)).astype(dtype)
+            for end in SCALES:
+                result.pop(name + end, None)
+    if len(result) == len(weights):
+        return result
+    return {name: array for name, array in result.items() if not re.search(ACTIVATION_SCALE, name)}
+
+
+def _spread(scale: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Return scales that broadcast to `shape`, from a scale for a tensor, for rows or for blocks."""
+    import mlx.core as mx
+
+    if scale.dtype == mx.uint8:  # an exponent
+        scale = mx.left_shift(scale.astype(mx.uint32), mx.array(23, mx.uint32)).view(mx.float32)
+    scale = scale.astype(mx.float32)
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.ndim < len(shape):
+        scale = scale.reshape(*scale.shape, *[1] * (len(shape) - scale.ndim))
+    for axis in (-2, -1):
+        block = -(-shape[axis] // scale.shape[axis])
+        if scale.shape[axis] > 1 and block > 1:
+            usual = 128  # rows or columns of a block, unless the shapes contradict it
+            block = usual if -(-shape[axis] // usual) == scale.shape[axis] else block
+            scale = mx.repeat(scale, block, axis)
+    return scale[..., : shape[-2], : shape[-1]]

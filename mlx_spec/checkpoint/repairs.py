@@ -156,26 +156,26 @@ def _count(config: dict[str, Any]) -> None:
 
 def _sizes(text: Config, tensors: Tensors) -> dict[str, int]:
     """Return the sizes that the weights of the language model show, even if `text` has others."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     norm = r"(^|(model|transformer|backbone|gpt_neox)\.)(norm|ln_f|norm_f|final_layer_?norm)\.weight$"
     feed_forward = r"layers\.0\.mlp\.(up_proj|gate_proj|fc1)\.weight$"
     for key, pattern in (("vocab_size", TABLE), ("hidden_size", norm), ("intermediate_size", feed_forward)):
         if (length := _axis(tensors, pattern)) is not None:  # the first axis is never packed
-            found[key] = length
+            sizes[key] = length
     matches = (re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name) for name in tensors)
     layers = [int(match[1]) for match in matches if match]
     if layers:
-        found["num_hidden_layers"] = max(layers) + 1 - int(text.get("num_nextn_predict_layers") or 0)
+        sizes["num_hidden_layers"] = max(layers) + 1 - int(text.get("num_nextn_predict_layers") or 0)
     keys, output = _axis(tensors, r"\.k_proj\.weight$"), _axis(tensors, r"self_attn\.o_proj\.weight$", -1)
-    known = {**found, **{key: value for key, value in text.items() if isinstance(value, int) and value > 0}}
+    known = {**sizes, **{key: value for key, value in text.items() if isinstance(value, int) and value > 0}}
     size, kv_heads, heads = (known.get(k) for k in ("head_dim", "num_key_value_heads", "num_attention_heads"))
     if keys and not size:
         size = keys // kv_heads if kv_heads else (output // heads if output and heads else None)
-        found |= {"head_dim": size} if size else {}
+        sizes |= {"head_dim": size} if size else {}
     if keys and size:
-        found |= {"num_key_value_heads": keys // size}
-        found |= {"num_attention_heads": output // size} if output else {}
-    return found
+        sizes |= {"num_key_value_heads": keys // size}
+        sizes |= {"num_attention_heads": output // size} if output else {}
+    return sizes
 
 
 def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> int | None:
@@ -183,8 +183,8 @@ def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> in
 
     Quantized weights are packed along all axes but the first, so those axes are unknown.
     """
-    found = [info for name, info in tensors.items() if re.search(pattern, name) and info.shape]
-    lengths = {info.shape[axis] for info in found if axis == 0 or info.dtype.startswith(("F", "BF"))}
+    matching = [info for name, info in tensors.items() if re.search(pattern, name) and info.shape]
+    lengths = {info.shape[axis] for info in matching if axis == 0 or info.dtype.startswith(("F", "BF"))}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -195,7 +195,7 @@ def _tie(config: dict[str, Any], text: dict[str, Any], tensors: Tensors) -> None
     the key, the weights decide.
     """
     key = "tie_word_embeddings"
-    said = [found for part in (config, text) if (found := part.get(key)) is not None]
+    said = [value for part in (config, text) if (value := part.get(key)) is not None]
     if not any(map(TABLE.search, tensors)):
         has_head = True  # not known
     else:
@@ -210,24 +210,24 @@ def _spread_rope(config: dict[str, Any]) -> None:
     rope, kind = config.get("rope_parameters"), config.get("model_type")
     if not isinstance(rope, dict):
         return
-    found: dict[str, Any] = {}
+    older: dict[str, Any] = {}
     # Model types that mlx-lm reads in their old form, with one rope for each kind of attention.
     two_ropes = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "olmo3")
     if kind in two_ropes and isinstance(rope.get("full_attention"), dict):
-        found["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
+        older["rope_local_base_freq"] = (rope.get("sliding_attention") or {}).get("rope_theta", 10_000.0)
         rope = rope["full_attention"]
     if "rope_theta" not in rope:
         return
     scaled = rope.get("rope_type", "default") != "default"
-    found["rope_scaling"] = {"type": rope["rope_type"], **rope} if scaled else None
-    found["rope_theta"] = rope["rope_theta"]
+    older["rope_scaling"] = {"type": rope["rope_type"], **rope} if scaled else None
+    older["rope_theta"] = rope["rope_theta"]
     if "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        older["partial_rotary_factor"] = rope["partial_rotary_factor"]
     layers = config.get("layer_types") or []
     periodic = ("gemma3", "gemma3_text", "cohere2")  # mlx-lm reads the period of their layers
     if kind in periodic and "full_attention" in layers:
-        found["sliding_window_pattern"] = layers.index("full_attention") + 1
-    config |= {key: value for key, value in found.items() if config.get(key) is None}
+        older["sliding_window_pattern"] = layers.index("full_attention") + 1
+    config |= {key: value for key, value in older.items() if config.get(key) is None}
 
 
 # --- one model type
@@ -282,7 +282,7 @@ def _kimi_linear(text: dict[str, Any]) -> None:
     if not isinstance(layers, list) or "linear_num_heads" not in text:
         return
     linear = [i + 1 for i, kind in enumerate(layers) if kind == "linear_attention"]
-    found = {
+    linear_config = {
         "kda_layers": linear,
         "full_attn_layers": [i + 1 for i in range(len(layers)) if i + 1 not in linear],
         "num_heads": text["linear_num_heads"],
@@ -290,7 +290,7 @@ def _kimi_linear(text: dict[str, Any]) -> None:
         "short_conv_kernel_size": text["linear_conv_kernel_dim"],
     }
     dense = [kind == "dense" for kind in text.get("mlp_layer_types") or []]
-    _fill(text, {"linear_attn_config": found, "rope_theta": 1e4, "mla_use_nope": True})
+    _fill(text, {"linear_attn_config": linear_config, "rope_theta": 1e4, "mla_use_nope": True})
     _fill(text, {"first_k_dense_replace": sum(dense)} if dense else {})
 
 

@@ -61,7 +61,7 @@ def stated_ropes(text: Config) -> dict[str | None, dict[str, Any]]:
     flat = _mapping(text.get("rope_scaling")) or parameters
     given: Mapping[Any, Any] = parameters if is_nested else {None: flat}
     longest = text.get("max_position_embeddings")
-    found: dict[str | None, dict[str, Any]] = {}
+    ropes: dict[str | None, dict[str, Any]] = {}
     for layers, each in given.items():
         if not isinstance(each, Mapping):
             continue
@@ -74,8 +74,8 @@ def stated_ropes(text: Config) -> dict[str | None, dict[str, Any]]:
         rope["original_max_position_embeddings"] = (
             original or each.get("original_max_position_embeddings") or longest
         )
-        found[layers] = rope
-    return found
+        ropes[layers] = rope
+    return ropes
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

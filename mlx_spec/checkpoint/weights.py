@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,12 @@ from mlx_spec.checkpoint.config import Checkpoint, integer, read_checkpoint, tex
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.owners import is_of_language
-from mlx_spec.checkpoint.quantizers import FP8, SCALES
+from mlx_spec.checkpoint.quantizers import DTYPE_NAMES, FP8, SCALES, common_dtype, is_float, parameters_of
 from mlx_spec.device import memory_for_models
 
 # --- formats of safetensors and of quantizers
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "BOOL": 8}
 BITS |= {"U64": 64, "U32": 32, "U16": 16, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
-DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "FP8"}
-DEFAULT_GROUP_SIZE = 64  # of mlx
 EXPERTS = frozenset(("experts", "switch_mlp", "switch_glu"))  # parts of tensor names, between dots
 
 
@@ -120,8 +117,8 @@ def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: Checkpoint) -> int:
     if not is_of_language(name):
         return 0
     if is_dequantized(config):
-        return 4 * _parameters(name, tensor, tensors, config)
-    if (dtype := gguf_dtype(config)) and _is_float(tensor.dtype):
+        return 4 * parameters_of(name, tensor, tensors, config)
+    if (dtype := gguf_dtype(config)) and is_float(tensor.dtype):
         return tensor.size * (4 if dtype == "float32" else 2)
     if not checkpoint.is_fp8:
         return tensor.nbytes
@@ -151,23 +148,6 @@ def target_shape(config: Config) -> TargetShape:
     )
 
 
-def count_parameters(tensors: Tensors, config: Config) -> int:
-    """Return the parameters of a model; tables of indices do not count."""
-    return sum(_parameters(name, tensor, tensors, config) for name, tensor in tensors.items())
-
-
-def precision(tensors: Tensors, config: Config) -> str:
-    """Return the quantization, or the dtype of most parameters, as users read it."""
-    ours = config.get("quantization")
-    if isinstance(ours, Mapping):
-        return _mlx_precision(ours)
-    theirs = _foreign_quantization(config)
-    if theirs:
-        return _foreign_precision(theirs)
-    most = _common_dtype(tensors)
-    return DTYPE_NAMES.get(most, most)
-
-
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
     """Return the share of a tensor that one token reads."""
     if "embed_tokens_per_layer" in parts:
@@ -194,22 +174,13 @@ def _ratio(part: int | None, whole: int | None) -> float:
 
 def _format(config: Config, tensors: Tensors) -> WeightFormat:
     """Return the format of most weights."""
-    found = config.get("quantization") or config.get("quantization_config")
-    if isinstance(found, Mapping):
-        bits, group_size = integer(found, "bits"), integer(found, "group_size")
+    settings = config.get("quantization") or config.get("quantization_config")
+    if isinstance(settings, Mapping):
+        bits, group_size = integer(settings, "bits"), integer(settings, "group_size")
         if bits and group_size and bits > 0 < group_size:
-            return WeightFormat(bits, group_size, str(found.get("mode", "affine")))
-    dtype = _common_dtype(tensors)
+            return WeightFormat(bits, group_size, str(settings.get("mode", "affine")))
+    dtype = common_dtype(tensors)
     return WeightFormat(BITS[dtype] if dtype in DTYPE_NAMES and dtype != "F8_E4M3" else 16)
-
-
-def _common_dtype(tensors: Tensors) -> str:
-    """Return the dtype of floats that takes most bytes, "unknown" if there is none."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors.values():
-        if _is_float(tensor.dtype):
-            sizes[tensor.dtype] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "unknown"
 
 
 @dataclass(frozen=True)
@@ -252,69 +223,3 @@ def kv_layers(text: Config, kv_bits: int | None = None) -> KVLayers:
         sliding * windows[0],
         sliding * windows[1],
     )
-
-
-def _parameters(name: str, tensor: TensorInfo, tensors: Tensors, config: Config) -> int:
-    stem, _, last = name.rpartition(".")
-    scales = tensors.get(f"{stem}.scales")
-    if last == "weight" and tensor.dtype == "U32" and scales is not None:
-        return scales.size * _group_size(stem, config)
-    if last == "qweight" or (last == "weight_packed" and tensor.dtype == "I32"):
-        return tensor.size * 32 // _bits(_foreign_quantization(config))
-    if tensor.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
-        return tensor.size * 2  # two values of 4 bits
-    # Other tensors that belong to quantized weights are not parameters.
-    others = (
-        "scales biases qzeros g_idx input_scale input_global_scale weight_scale weight_scale_inv "
-        "weight_scale_2 weight_global_scale weight_zero_point weight_shape"
-    )
-    if last in others.split() or last.endswith(("_scales", "_scale_inv")):
-        return 0
-    return tensor.size if _is_float(tensor.dtype) or (last, tensor.dtype) == ("weight", "I8") else 0
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("F", "BF"))
-
-
-def _group_size(stem: str, config: Config) -> int:
-    """Return how many parameters of layer `stem` share a scale; a layer may have its own settings."""
-    settings = config.get("quantization") or _foreign_quantization(config)
-    for found in (settings.get(stem), settings):
-        if isinstance(found, Mapping) and (size := integer(found, "group_size")) is not None:
-            return size
-    return DEFAULT_GROUP_SIZE
-
-
-def _foreign_quantization(config: Config) -> Config:
-    """Return the `quantization_config` that transformers reads, empty if there is none."""
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _bits(settings: Config) -> int:
-    """Return the bits of a weight in a `quantization_config`, 4 if it does not say."""
-    groups = settings.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    found = [settings.get("bits"), settings.get("w_bit"), 8 if settings.get("load_in_8bit") else None]
-    found += [each.get("num_bits") for each in weights if each]
-    return next((bits for bits in found if isinstance(bits, int) and bits in (2, 3, 4, 5, 6, 8)), 4)
-
-
-def _mlx_precision(settings: Config) -> str:
-    bits, mode = settings.get("bits"), settings.get("mode", "affine")
-    layers = [own["bits"] for own in settings.values() if isinstance(own, Mapping) and "bits" in own]
-    others = sorted({own for own in layers if own != bits})
-    kind = f"{bits}-bit" if mode == "affine" else str(mode)
-    mixed = f", some layers {' and '.join(map(str, others))}-bit" if others else ""
-    return f"{kind} MLX, groups of {settings.get('group_size', DEFAULT_GROUP_SIZE)}{mixed}"
-
-
-def _foreign_precision(settings: Config) -> str:
-    if "quant_method" not in settings and "bits" in settings:
-        return _mlx_precision(settings)
-    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
-    quantizer_names = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "modelopt": "ModelOpt"}
-    name = quantizer_names.get(method.lower(), method)
-    kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
-    return name if name in ("FP8", "MXFP4") else f"{name} {kind}"

@@ -65,12 +65,12 @@ def find(name: str) -> Path:
     line on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before
     it downloads.
     """
-    found = on_disk(name)
-    if found is None:
+    folder = on_disk(name)
+    if folder is None:
         download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
-        found = fetch(download)
-    return found
+        folder = fetch(download)
+    return folder
 
 
 def on_disk(name: str) -> Path | None:
@@ -247,10 +247,10 @@ def _fetch(download: Download) -> Path:
                 f"{file} of {name} arrived with {size} bytes instead of {download.sizes[file]} and was "
                 "deleted: download it again"
             )
-        if expected is not None and (found := sha256(blob)) != expected:
+        if expected is not None and (digest := sha256(blob)) != expected:
             blob.unlink()
             raise BadCheckpoint(
-                f"{file} of {name} arrived with the SHA-256 {found} instead of {expected} and was deleted: "
+                f"{file} of {name} arrived with the SHA-256 {digest} instead of {expected} and was deleted: "
                 "download it again"
             )
         for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes

@@ -31,7 +31,8 @@ from mlx_spec.checkpoint.memory import (
     total_need,
 )
 from mlx_spec.checkpoint.owners import missing_tower, tower_bytes
-from mlx_spec.checkpoint.weights import BITS, count_parameters, precision, sizes_of, target_shape
+from mlx_spec.checkpoint.quantizers import count_parameters, precision
+from mlx_spec.checkpoint.weights import BITS, sizes_of, target_shape
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
 from mlx_spec.hub.download import cached, explain, local_folder, plan
@@ -170,8 +171,8 @@ def _inspect_remote(name: str) -> CheckpointInfo:
     api = HfApi()
 
     def tensors_of(file: str) -> dict[str, TensorInfo]:
-        found = api.parse_safetensors_file_metadata(name, file, revision=download.commit).tensors
-        return {key: TensorInfo(t.dtype, tuple(t.shape), *t.data_offsets) for key, t in found.items()}
+        stored = api.parse_safetensors_file_metadata(name, file, revision=download.commit).tensors
+        return {key: TensorInfo(t.dtype, tuple(t.shape), *t.data_offsets) for key, t in stored.items()}
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -248,10 +249,10 @@ def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInf
     if not isinstance(place, str):
         return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
     try:
-        found = inspect_checkpoint(folder / place, str(folder / place))
+        info = inspect_checkpoint(folder / place, str(folder / place))
     except (SpecError, OSError) as error:  # also a name that no disk can hold
         return None, one_line(error)
-    return found, found.problem
+    return info, info.problem
 
 
 def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
@@ -289,17 +290,17 @@ def _holds_template(checkpoint: Checkpoint) -> bool:
 
 def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...]:
     """Return the published targets of a drafter, by name, config.json and shape."""
-    found = [MADE_FOR[name]] if name in MADE_FOR else []
+    targets = [MADE_FOR[name]] if name in MADE_FOR else []
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
     named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     named = named or config.get("base_model_name_or_path")
     if isinstance(named, str) and named:
-        found.append(named)
+        targets.append(named)
     if needs.hidden_size and needs.vocab_size:
         fitting = [base for base, shape in SHAPES.items() if not misfits(needs, shape)]
-        found += [MADE_FOR[DRAFTERS[base]] for base in fitting]
-    return tuple(dict.fromkeys(found))
+        targets += [MADE_FOR[DRAFTERS[base]] for base in fitting]
+    return tuple(dict.fromkeys(targets))
 
 
 def _drafters_of(name: str, shape: TargetShape) -> tuple[str, ...]:

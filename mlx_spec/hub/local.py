@@ -122,11 +122,11 @@ def plan_removal(name: str) -> Removal:
 def _described(name: str, origin: Literal["bundled", "converted"], folder: Path, used: Path) -> LocalModel:
     size, last_used = disk_size(folder), _last_used(used)
     try:
-        found = inspect(name)
+        info = inspect(name)
     except SpecError as error:
         return LocalModel(name, origin, folder, size, last_used, None, str(error))
-    size = found.size if origin == "bundled" else size
-    return LocalModel(name, origin, folder, size, last_used, found, found.problem)
+    size = info.size if origin == "bundled" else size
+    return LocalModel(name, origin, folder, size, last_used, info, info.problem)
 
 
 def _pairs_in(folder: Path) -> list[LocalModel]:
@@ -153,18 +153,18 @@ def _repository(folder: Path) -> LocalModel | None:
             return None
         if "model_type" not in read_checkpoint(place).config:
             return None
-        found = inspect_folder(place, name)
+        info = inspect_folder(place, name)
     except NotFound:  # no repository can have this name
         return None
     except (SpecError, OSError, ValueError) as error:
         return LocalModel(name, "cached", folder, disk_size(folder), 0.0, None, one_line(error))
-    if not isinstance(found, CheckpointInfo) or not (found.kind or mlx_lm_module(found.family)):
+    if not isinstance(info, CheckpointInfo) or not (info.kind or mlx_lm_module(info.family)):
         return None
     is_partial = any(folder.glob("blobs/*.incomplete"))
     if not (whole or is_partial) and other_format(place, [file.name for file in place.iterdir()]):
         return None
-    problem = found.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
-    return LocalModel(name, "cached", folder, disk_size(folder), _last_used(place), found, problem)
+    problem = info.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
+    return LocalModel(name, "cached", folder, disk_size(folder), _last_used(place), info, problem)
 
 
 def _snapshot(folder: Path) -> Path | None:

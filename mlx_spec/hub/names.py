@@ -35,8 +35,8 @@ def resolve(name: str) -> PairSpec:
     converted = _same(name, _entries(default_folder()))
     if converted is not None:
         return PairSpec(str(default_folder() / converted))
-    if found := find_alias(name):
-        return found
+    if pair := find_alias(name):
+        return pair
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         cached = [entry.removeprefix(PREFIX).replace("--", "/") for entry in _entries(cache_folder())]
         published = [repo for pair in aliases().values() for repo in (pair.target, pair.drafter) if repo]

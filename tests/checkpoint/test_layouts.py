@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from support.pairs import TOKENIZER
 
 from mlx_spec import load
-from mlx_spec.checkpoint import layouts
+from mlx_spec.checkpoint import quantizers
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.left_out import reason_left_out
 from mlx_spec.checkpoint.memory import memory_need
@@ -331,7 +331,7 @@ def test_the_last_block_of_scales_may_be_smaller(scales: tuple[int, int], block:
     """Blocks have 128 rows and columns, unless the number of scales contradicts that."""
     scale = np.arange(1, 1 + scales[0] * scales[1], dtype=np.float32).reshape(scales)
     expected = np.kron(scale, np.ones(block, np.float32))[:200, :130]
-    found = mx.broadcast_to(layouts._spread(mx.array(scale), (200, 130)), (200, 130))
+    found = mx.broadcast_to(quantizers._spread(mx.array(scale), (200, 130)), (200, 130))
     assert np.array_equal(np.array(found), expected)
 
 

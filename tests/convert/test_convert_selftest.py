@@ -20,6 +20,7 @@ from support.drafting import GOLDEN
 from support.golden_pairs import converted, refusal
 
 import mlx_spec
+from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
@@ -167,7 +168,7 @@ def test_files_that_are_not_the_source(
     )
     expected = convert_model(open_source(str(GOLDEN / PAIR / "target")), None, None).tensors
     with pytest.raises(BadCheckpoint, match=STEM + named):
-        compare(out / "target", expected, QUIET)
+        compare(read_checkpoint(out / "target"), expected, QUIET)
 
 
 def test_other_logits(tmp_path: Path) -> None:
