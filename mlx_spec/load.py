@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, read_checkpoint, vocab_size
@@ -80,16 +80,16 @@ def load(
     _check_values(spec)
     if exact == "float32" and ranks is not None:
         raise InvalidValue("--exact float32 needs the whole target on this machine: leave one of them out")
-    shown, paths = _located(spec)
-    checkpoint = _open_target(paths.target, ranks)
-    config, size = checkpoint.config, int(sizes_of(checkpoint, 0).held)
+    shown, target_path, drafter_path = _located(spec)
+    checkpoint = _open_target(target_path, ranks)
+    config = checkpoint.config
     import mlx.core as mx
 
     from mlx_spec.model.probe import arrays_of
-    from mlx_spec.pair import Pair, PairInfo
+    from mlx_spec.pair import Pair
     from mlx_spec.tokenizer import read_tokenizer
 
-    bound_freed_buffers(size)
+    bound_freed_buffers(_weights(checkpoint))
     model = None
     if is_dequantized(config) and ranks is None:
         model = _load_target(checkpoint, exact)
@@ -97,19 +97,11 @@ def load(
     tokenizer = read_tokenizer(checkpoint)
     if unread := tokenizer.generation.without_effect:
         print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
-    source = _open_drafter(shown, paths.drafter, checkpoint, tokenizer)
+    source = _open_drafter(shown, drafter_path, checkpoint, tokenizer)
     if ranks is not None and source is not None and source.needs.shared_kv:
         shown, source = _without_shared_kv(shown, checkpoint, tokenizer, is_named=drafter is not None)
     vision = _vision(checkpoint, tokenizer, ranks)
-    info = PairInfo(
-        shown.target,
-        None if shown.drafter == NONE else shown.drafter,
-        _vocab_size(config, tokenizer),
-        checkpoint.context,
-        target_bytes=size // (1 if ranks is None else ranks.size),
-        drafter_bytes=int(sizes_of(source.checkpoint, 0).held) if source and source.checkpoint else 0,
-        vision_bytes=0 if isinstance(vision, NoVision) else vision.nbytes,
-    )
+    info = _info(shown, checkpoint, source, vision, _vocab_size(config, tokenizer), ranks)
     if draft_ranks is not None:
         _check_same_drafter(draft_ranks, shown, source)
     offered = _offered(source, spec, draft_ranks)
@@ -125,6 +117,32 @@ def load(
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
     _prepare(pair, checkpoint, quantization, spec, is_whole=ranks is None)
     return pair
+
+
+def _info(
+    shown: PairSpec,
+    target: Checkpoint,
+    source: DrafterSource | None,
+    vision: Vision | NoVision,
+    vocab_size: int,
+    ranks: Ranks | None,
+) -> PairInfo:
+    from mlx_spec.pair import PairInfo
+
+    return PairInfo(
+        shown.target,
+        None if shown.drafter == NONE else shown.drafter,
+        vocab_size,
+        target.context,
+        target_bytes=_weights(target) // (1 if ranks is None else ranks.size),
+        drafter_bytes=_weights(source.checkpoint) if source and source.checkpoint else 0,
+        vision_bytes=0 if isinstance(vision, NoVision) else vision.nbytes,
+    )
+
+
+def _weights(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the weights in memory."""
+    return int(sizes_of(checkpoint, 0).held)
 
 
 def _without_shared_kv(
@@ -214,8 +232,8 @@ def _measure(pair: Pair) -> None:
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
     use_device()
-    checkpoint = _open_target(_located(PairSpec(target, NONE))[1].target, ranks)
-    bound_freed_buffers(int(sizes_of(checkpoint, 0).held) // ranks.size)
+    checkpoint = _open_target(_located(PairSpec(target, NONE))[1], ranks)
+    bound_freed_buffers(_weights(checkpoint) // ranks.size)
     _load_target(checkpoint, "auto", ranks)
     return ranks.follow()
 
@@ -226,10 +244,10 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
     from mlx_spec.tokenizer import read_tokenizer
 
     use_device()
-    shown, paths = _located(spec)
-    target = read_checkpoint(find(paths.target))
+    shown, path, drafter = _located(spec)
+    target = read_checkpoint(find(path))
     tokenizer = read_tokenizer(target)
-    source = _check_same_drafter(ranks, shown, _open_drafter(shown, paths.drafter, target, tokenizer))
+    source = _check_same_drafter(ranks, shown, _open_drafter(shown, drafter, target, tokenizer))
     return draft_for_rank_0(ranks, source, _vocab_size(target.config, tokenizer))
 
 
@@ -249,21 +267,14 @@ def folders(spec: PairSpec) -> tuple[str, str | None]:
     The drafter is None if there is none, or if it has no checkpoint. Raises BadCheckpoint for a damaged
     pair.json.
     """
-    _, paths = _located(spec)
-    return paths.target, None if paths.drafter in (LOOKUP, NONE) else paths.drafter
+    _, target, drafter = _located(spec)
+    return target, None if drafter in (LOOKUP, NONE) else drafter
 
 
-class Paths(NamedTuple):
-    """What is loaded: folders, files or repositories."""
+def _located(spec: PairSpec) -> tuple[PairSpec, str, str]:
+    """Return a pair with the names to show, and the folders, files or repositories of target and drafter.
 
-    target: str
-    drafter: str  # or "lookup" or "none", which have no checkpoint
-
-
-def _located(spec: PairSpec) -> tuple[PairSpec, Paths]:
-    """Return a pair with the names to show, and what is loaded.
-
-    If no drafter is named, both have the target's own.
+    If no drafter is named, it is the target's own. One without a checkpoint is "lookup" or "none".
     """
     resolved, drafter = resolve(spec.target), spec.drafter
     target = resolved.target
@@ -284,7 +295,7 @@ def _located(spec: PairSpec) -> tuple[PairSpec, Paths]:
     chosen = own or LOOKUP if drafter is None else drafter
     is_bundled = target in (DEMO, SMOLLM2) and drafter is None
     shown = replace(spec, target=target, drafter=target if is_bundled else chosen)
-    return shown, Paths(path, chosen)
+    return shown, path, chosen
 
 
 def _from_manifest(target: str) -> tuple[str, str | None]:

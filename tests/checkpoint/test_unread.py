@@ -148,5 +148,5 @@ def test_reading_a_model_with_windows_at_other_layers_names_their_kinds(
         for c in model.make_cache()
     ]
     for name, layers in (("right", kinds), ("other", kinds[::-1])):
-        read_model(pairs.save(model, tmp_path / name, layer_types=layers))
+        read_model(read_checkpoint(pairs.save(model, tmp_path / name, layer_types=layers)))
         assert ("does not read layer_types" in capsys.readouterr().err) == (name == "other")
