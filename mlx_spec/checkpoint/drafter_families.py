@@ -13,7 +13,7 @@ from mlx_spec.checkpoint.config import integer
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.checkpoint.headers import Tensors
-from mlx_spec.checkpoint.owners import MTP, owner_of
+from mlx_spec.checkpoint.owners import owner_of
 from mlx_spec.checkpoint.weights import target_shape
 from mlx_spec.errors import BadCheckpoint
 
@@ -103,14 +103,14 @@ MEDUSA_TENSOR = re.compile(r"^(medusa_head\.|heads\.)?\d+\.(0\.linear|res\.0)\.w
 
 def is_head(name: str) -> bool:
     """Return True if a tensor of this name belongs to a head that drafts inside a target."""
-    return owner_of(name) == MTP or MEDUSA_TENSOR.match(name) is not None
+    return owner_of(name) == "mtp" or MEDUSA_TENSOR.match(name) is not None
 
 
 def _is_mtp(words: str, config: Config, tensors: Collection[str]) -> bool:
     """Return True if the words name an MTP head, or the checkpoint holds only multi-token heads."""
-    heads = [name for name in tensors if owner_of(name) == MTP]
+    heads = [name for name in tensors if owner_of(name) == "mtp"]
     layers = tuple({match[0] for name in heads if (match := re.match(r"(.*\.)?layers\.\d+\.", name))})
-    alone = bool(heads) and all(owner_of(name) == MTP or name.startswith(layers) for name in tensors)
+    alone = bool(heads) and all(owner_of(name) == "mtp" or name.startswith(layers) for name in tensors)
     return alone or any(word.endswith("mtp") for word in words.split())
 
 

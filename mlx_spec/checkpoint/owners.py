@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Literal, cast
 
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.quantizers import ACTIVATION_SCALE
 
-VISION, AUDIO, MTP = "vision", "audio", "mtp"
+Owner = Literal["vision", "audio", "mtp", "config", "training", "scale", "mask"]
 MULTI_TOKEN_HEAD = "a multi-token head"
 IMAGES_AND_SOUND = "images and sound: the language model alone is converted"
 
@@ -21,10 +22,10 @@ def _words(words: str) -> str:
 
 
 # Owner -> the names of its tensors, and why a language model is without them.
-OWNERS = {
-    VISION: (_words(r"vision|visual|image|video|multi_?modal|mm(?=[._]|$)"), IMAGES_AND_SOUND),
-    AUDIO: (_words("audio|speech"), IMAGES_AND_SOUND),
-    MTP: (r"(?:^|\.)(?:mtp|nextn)[._]|\.(?:eh_proj|enorm|hnorm|shared_head)\.", MULTI_TOKEN_HEAD),
+OWNERS: dict[Owner, tuple[str, str]] = {
+    "vision": (_words(r"vision|visual|image|video|multi_?modal|mm(?=[._]|$)"), IMAGES_AND_SOUND),
+    "audio": (_words("audio|speech"), IMAGES_AND_SOUND),
+    "mtp": (r"(?:^|\.)(?:mtp|nextn)[._]|\.(?:eh_proj|enorm|hnorm|shared_head)\.", MULTI_TOKEN_HEAD),
     "config": (r"rotary_emb|rope\.freqs|inv_freq", "computed from config.json"),
     "training": (r"\.(?:input|output)_(?:max|min)$", "ranges seen in training"),
     "scale": (ACTIVATION_SCALE, "scales of FP8 activations, which are not quantized here"),
@@ -33,20 +34,20 @@ OWNERS = {
 _OWNER = re.compile("|".join(f"(?P<{owner}>{pattern})" for owner, (pattern, _) in OWNERS.items()))
 
 
-def owner_of(name: str) -> str | None:
+def owner_of(name: str) -> Owner | None:
     """Return the owner of a tensor in `OWNERS`; None if it belongs to the language model."""
     return _owner_of(re.sub(r"\d+", "0", name))  # layers and experts are alike: a model has a hundred kinds
 
 
 @lru_cache(4096)
-def _owner_of(name: str) -> str | None:
+def _owner_of(name: str) -> Owner | None:
     match = _OWNER.search(name)
-    return match.lastgroup if match else None
+    return cast(Owner, match.lastgroup) if match else None
 
 
 def is_of_language(name: str) -> bool:
     """Return True unless a tensor belongs to another modality, or to a head for several tokens."""
-    return owner_of(name) not in (VISION, AUDIO, MTP)
+    return owner_of(name) not in ("vision", "audio", "mtp")
 
 
 # --- vision towers
@@ -60,7 +61,7 @@ def tower_names(config: Config, names: Iterable[str]) -> list[str]:
         return []
     # Tensors that are computed from config.json, or that belong to unused parts.
     unused = re.compile(r"rotary_emb|inv_freq|position_ids$|vision_model\.head\.")
-    return [name for name in names if owner_of(name) == VISION and not unused.search(name)]
+    return [name for name in names if owner_of(name) == "vision" and not unused.search(name)]
 
 
 def tower_bytes(config: Config, tensors: Tensors) -> int:
