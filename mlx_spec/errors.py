@@ -61,6 +61,10 @@ class NotFinite(SpecError):
         )
 
 
+class DraftsGrow(SpecError):
+    """The drafters of an answer keep more memory than their caches."""
+
+
 def caught(error: BaseException) -> Exception:
     """Return an error that was caught, as an Exception: Rust code that panics raises none.
 
@@ -69,3 +73,9 @@ def caught(error: BaseException) -> Exception:
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
     return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return True for errors of Python and of MLX that say that memory ran out."""
+    words = ("Unable to allocate", "Insufficient Memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)

@@ -27,7 +27,7 @@ from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
 from mlx_spec.drafters.lookup import MatchRange
 from mlx_spec.drafters.model_free import for_request
-from mlx_spec.errors import InvalidValue, NoVision, PromptTooLong, SpecError, caught
+from mlx_spec.errors import DraftsGrow, InvalidValue, NoVision, PromptTooLong, SpecError, caught
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.row_bits import measure_rows
@@ -98,6 +98,7 @@ class Pair:
         self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
         self._measuring: Generator[Slice, None, None] | None = None  # an unfinished `calibrate`
         self._next_pass: Slice | None = None  # of that measurement
+        self._growths = set[DraftsGrow]()  # of drafters that took memory without end
 
     def generate(
         self,
@@ -181,6 +182,9 @@ class Pair:
     def _open_drafters(self, parts: SequenceParts) -> None:
         """Give a sequence new drafters. Without those that fail, its next answer has no drafts."""
         target = parts.target
+        if len(self._growths) > 1:
+            parts.drop_drafters(next(iter(self._growths)))
+            return
         try:
             made = [source.make(target.parts).proposals() for source in self._drafters]
         except SpecError:  # loading refuses them
@@ -200,8 +204,16 @@ class Pair:
         parts.drafters, parts.draft_error = drafters, None
 
     def _drop_drafters(self, parts: SequenceParts, error: Exception) -> DraftLengthPolicy:
-        """Drop the drafters of a sequence. Return the policy of the rest of its answer."""
+        """Drop the drafters of a sequence. Return the policy of the rest of its answer.
+
+        The next answer has new ones, unless they took memory without end twice.
+        """
         parts.drop_drafters(error)
+        if isinstance(error, DraftsGrow) and error not in self._growths:
+            self._growths.add(error)
+            until = "the model is loaded again" if len(self._growths) > 1 else "the next answer"
+            names = ", ".join(self.drafter_names)
+            _log.error("drafts (%s) take memory without end: off until %s", names, until)
         return self.policies.plain()
 
     def check(self, lengths: Sequence[int] = ()) -> mx.Dtype:
@@ -335,6 +347,7 @@ class Pair:
             self._suppressed,
             None if self._memory is None else self._memory.attention,
             partial(self._drop_drafters, parts),
+            max(2**28, self.budget() // 16),  # all that caches do not count is far less
         )
         if parts.draft_error is not None:
             running.stop_drafting(parts.draft_error)

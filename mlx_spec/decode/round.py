@@ -18,8 +18,8 @@ import mlx.core as mx
 
 from mlx_spec.decode.blocks import Accepted, bounded, chain_of, limited, matched, round_of, rows_of, strays
 from mlx_spec.decode.running import Ending, RunningSequence
-from mlx_spec.device import resident
-from mlx_spec.errors import NotFinite, caught
+from mlx_spec.device import most_resident, resident
+from mlx_spec.errors import DraftsGrow, NotFinite, caught, lacks_memory
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
@@ -50,6 +50,7 @@ class Group:
         self._misses = 0  # rounds in a row in which a draft was wanted and no drafter had one
         self._doubt: str | None = None  # `Round.doubt` of the last pass
         self._has_draft = False  # the last pass verified a draft
+        self._drafting_took = 0  # bytes by which the process grew while the last round drafted
 
     def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
         """Decode one round of every sequence: draft, verify, accept, commit.
@@ -57,15 +58,18 @@ class Group:
         Returns the round of each, or the error that ended it. Without a draft a round is one plain token, and
         the device begins the next one if `may_queue`. Without `may_probe`, a batch drafts only if it pays.
         A pass of one sequence that fails is tried again once, without a draft. An error of a shared pass is
-        raised, and so is an error of the second try.
+        raised, and so is an error of the second try. Drafters that take memory without end are turned off.
         """
         try:
-            return self._step(may_queue, may_probe)
+            held, self._drafting_took = mx.get_active_memory(), 0
+            rounds = self._step(may_queue, may_probe)
+            self._bound_drafters(max(mx.get_active_memory() - held, self._drafting_took))
+            return rounds
         except BaseException as error:
             if len(self.sequences) > 1:
                 raise
             (sequence,), failure = self.sequences, caught(error)
-            if self._has_draft:
+            if self._has_draft or (sequence.is_drafting and lacks_memory(failure)):
                 sequence.stop_drafting(failure)
             self.queued, self._shortlisted = None, []
             mx.clear_cache()  # the pass may have lacked memory
@@ -143,7 +147,9 @@ class Group:
             return none
         if self.queued is not None and self._misses < MAX_MISSES:
             return none
+        before = most_resident()
         drafts = self._drafts_of([list(decision.choices) for decision in decisions])
+        self._drafting_took = most_resident() - before
         self._misses = 0 if any(draft.tokens.size for draft in drafts) else self._misses + 1
         return drafts if self.queued is None else none
 
@@ -348,6 +354,25 @@ class Group:
                 for sequence in self.sequences:
                     sequence.stop_drafting(caught(error))
         return done
+
+    def _bound_drafters(self, taken: int) -> None:
+        """Count the bytes that a round took. Turn drafters off that keep far more than their caches."""
+        memories = [sequence.draft_memory for sequence in self.sequences if sequence.is_drafting]
+        for memory in memories:
+            memory.taken += taken // len(memories)
+        total, most = sum(memory.taken for memory in memories), min((m.most for m in memories), default=0)
+        if total <= most:
+            return
+        caches = self.targets.nbytes + sum(sequence.drafter_bytes for sequence in self.sequences)
+        excess = total - max(0, caches - sum(memory.counted for memory in memories))
+        if excess > most:
+            error = DraftsGrow(f"drafters keep {excess} bytes beside their caches")
+            for sequence in self.sequences:
+                if sequence.is_drafting:
+                    sequence.stop_drafting(error)
+            mx.clear_cache()
+        for memory in memories:
+            memory.taken, memory.counted = max(0, excess // len(memories)), caches // len(memories)
 
     def _cost(self, sequence: RunningSequence, decision: Decision, longest: Round) -> Cost | None:
         """Return the cost in passes of one row: users compare with those, even if plain passes have two."""

@@ -143,13 +143,23 @@ def _observe_in_parts(
         raise
 
 
+@dataclass
+class DraftMemory:
+    """The memory that the drafters of one answer take and keep beside the caches that they count."""
+
+    most: int  # bytes; beyond them drafts are turned off
+    taken: int = 0  # bytes that rounds took, with those by which caches grew
+    counted: int = 0  # bytes of the caches when `taken` was 0
+
+
 class RunningSequence:
     """One sequence: its history, target, drafters, policy and sampler.
 
     `read_prompt` replaces `prefill` if reading the prompt does more, such as scoring its tokens. `on_end`
     gets the tokens of the answer when it ends, also if it is incomplete. The scores of `attention` limit the
     passes that read the prompt. If a drafter or the policy fails, the answer goes on without drafts, with the
-    policy that `on_draft_error` returns.
+    policy that `on_draft_error` returns. So it does if they keep more than `most_draft_bytes` beside their
+    caches.
     """
 
     def __init__(
@@ -167,6 +177,7 @@ class RunningSequence:
         suppressed: Suppressed | None = None,
         attention: FullAttention | None = None,
         on_draft_error: Callable[[Exception], DraftLengthPolicy] | None = None,
+        most_draft_bytes: int = 2**62,
     ) -> None:
         if not prompt:
             raise InvalidValue("the prompt is empty: give at least one token")
@@ -187,6 +198,7 @@ class RunningSequence:
         self._on_end = on_end
         self._attention = attention
         self._on_draft_error = on_draft_error
+        self.draft_memory = DraftMemory(most_draft_bytes)
         self._emitted = 0
         self._drafting = sampler.drafting
 
@@ -232,6 +244,7 @@ class RunningSequence:
     def begin(self) -> None:
         """Begin the answer: the prompt has been read."""
         self.try_drafting(partial(self.policy.begin, self._request_drafters), None)
+        self.draft_memory.counted = self.target.nbytes
 
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
@@ -271,9 +284,20 @@ class RunningSequence:
             place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames)
             kind = f"{type(error).__name__}{place}"
             _log.warning("a drafter failed, and an answer goes on without drafts: %s", kind)
-            self.draft_error = error
+            self.draft_error = error.with_traceback(None)  # whose frames would keep the drafter
+            self._drafters = ()  # so that what they keep goes back
             plain = FixedPolicy(0, Reason.FAILED)
             self.policy = plain if self._on_draft_error is None else self._on_draft_error(error)
+
+    @property
+    def is_drafting(self) -> bool:
+        """Return True if it has drafters, and none of them failed."""
+        return bool(self._drafters)
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Return the bytes of the caches that its drafters count."""
+        return self.try_drafting(lambda: sum(drafter.nbytes for drafter in self._drafters), 0)
 
     def recover(self, size: int) -> None:
         """Hold at most the first `size` tokens of the history after a pass that failed.

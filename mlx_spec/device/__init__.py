@@ -12,7 +12,14 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from mlx_spec.device.blas import use_blas
-from mlx_spec.device.memory import Stay, bound_freed_buffers, memory_for_models, most_scores, resident
+from mlx_spec.device.memory import (
+    Stay,
+    bound_freed_buffers,
+    memory_for_models,
+    most_resident,
+    most_scores,
+    resident,
+)
 from mlx_spec.errors import InvalidValue, SpecError
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "install_command",
     "keep_attention_order",
     "memory_for_models",
+    "most_resident",
     "most_scores",
     "require_backend",
     "resident",

@@ -9,6 +9,7 @@ recommended set takes that memory from all other programs, and under pressure th
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,12 @@ def memory_for_models() -> int:
 def most_scores() -> int:
     """Return the bytes that the scores of attention in one pass may take: a twentieth of the memory."""
     return memory_for_models() // 20
+
+
+def most_resident() -> int:
+    """Return the most bytes that this process has had in memory."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10  # kilobytes on Linux
 
 
 def bound_freed_buffers(weights: int) -> None:

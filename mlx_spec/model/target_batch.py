@@ -37,6 +37,11 @@ class SingleTarget:
         self.doubt: str | None = None  # why the last pass may not have the bits of plain decoding
 
     @property
+    def nbytes(self) -> int:
+        """Return the bytes of the caches."""
+        return self.target.nbytes
+
+    @property
     def most_drafted(self) -> int:
         """Return the most draft tokens of the next pass, so that it has the bits of plain decoding."""
         return max(self.target.most_rows - 1, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -61,7 +63,7 @@ def texts_of(kind: str) -> list[list[int]]:
 def in_a_batch(pair: Pair, opened: Sequence[SequenceParts]) -> tuple[list[list[Round]], dict[int, Exception]]:
     """Return the rounds of each prompt, and the errors by prompt."""
     batch, found, errors = pair.batch(4), [list[Round]() for _ in opened], dict[int, Exception]()
-    for parts, prompt, sampling in zip(opened, PROMPTS, SAMPLINGS, strict=True):
+    for parts, prompt, sampling in zip(opened, PROMPTS, SAMPLINGS, strict=False):
         batch.add(pair.prepare(parts, prompt, sampling=sampling, max_tokens=COUNT))
     for id, round in batch.run():
         if isinstance(round, Exception):
@@ -130,6 +132,94 @@ def test_the_next_answer_drafts_again(draft_errors: list[str]) -> None:
     assert drafted[1] > drafted[0]
     assert len(draft_errors) == 1
     draft_errors.clear()
+
+
+class Growing:
+    """A drafter that keeps 64 MB more with each draft, in arrays or in the memory of Python."""
+
+    def __init__(self, part: Any, make: Callable[[], object]) -> None:
+        self.part, self.make = part, make
+        self.kept = list[object]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+    def draft(self, *given: Any) -> Any:
+        self.kept.append(self.make())
+        return self.part.draft(*given)
+
+    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [each.drafter.draft(each.history, each.limit, each.sampler) for each in requests]
+
+
+def an_array() -> mx.array:
+    array = mx.zeros((64 << 20,), mx.uint8)
+    mx.eval(array)
+    return array
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_drafters_that_take_memory_without_end_are_off(
+    draft_errors: list[str], caplog: pytest.LogCaptureFixture, is_batch: bool
+) -> None:
+    pair, held, texts, made = make_pair("sliding"), mx.get_active_memory(), texts_of("sliding"), list[int]()
+    pair.budget = lambda: 0
+
+    def growing() -> mx.array:
+        made.append(mx.get_active_memory() - held)
+        return an_array()
+
+    for calls in (5, 10, 10):
+        opened = [pair.open() for _ in PROMPTS[: 3 if is_batch else 1]]
+        for parts in opened:
+            parts.drafters = tuple(Growing(drafter, growing) for drafter in parts.drafters)
+        found, errors = in_a_batch(pair, opened)
+        assert not errors and [emitted(rounds) for rounds in found] == texts[: len(found)]
+        assert {rounds[-1].reason for rounds in found} == {Reason.FAILED}
+        assert len(made) <= calls + 6 * is_batch and max(made) < 10 * (64 << 20)
+        assert mx.get_active_memory() < held + (64 << 20), "what they kept has gone back"
+    log = [line for line in caplog.messages if "(same) take memory without end" in line]
+    assert "until the next answer" in log[0] and "until the model is loaded again" in log[1] and len(log) == 2
+    draft_errors.clear()
+
+
+def test_growth_of_caches_is_not_the_drafters() -> None:
+    pair = make_pair("full")
+    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=300)
+    sequence.draft_memory.most = 1 << 16  # bytes
+    rounds = list(decode(sequence))
+    assert sequence.draft_error is None and sum(round.drafted for round in rounds) > 100
+
+
+# MLX's CPU allocator ends the process where malloc fails, so the drafter takes the memory of Python.
+WITHOUT_MEMORY = """
+import resource
+from mlx_spec import load
+from mlx_spec.types import Reason
+pair = load("demo", num_draft_tokens=4)
+kind, prompt = type(pair.open().drafters[0]), pair.tokenizer.encode("What does zip do?")
+good, texts = kind.draft, []
+
+def draft(self, *given):
+    self.kept = [*getattr(self, "kept", ()), bytearray(200 << 20)]
+    return good(self, *given)
+
+for kind.draft in (good, draft, draft):
+    rounds = list(pair.generate(prompt, max_tokens=30))
+    texts.append([token for round in rounds for token in round.tokens])
+    most = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (900 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+print(texts[0] == texts[1] == texts[2], rounds[-1].reason is Reason.FAILED)
+"""
+
+
+def test_a_drafter_that_takes_all_memory_costs_its_drafts() -> None:
+    if sys.platform != "linux":  # which has a limit of the address space
+        return
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr[-2000:]
+    assert done.stderr.count("without drafts: MemoryError") == 2
 
 
 def test_a_drafter_that_cannot_be_opened_or_saved_costs_no_answer(draft_errors: list[str]) -> None:
