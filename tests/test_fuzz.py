@@ -18,7 +18,7 @@ from support import pairs, tiny
 from support.checkpoints import edit_config
 
 from mlx_spec.apps.server.protocols.stored_responses import ResponseStore
-from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.convert.train.answers import read_answer
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.grammar.json_schema import enforced
@@ -119,7 +119,10 @@ def test_config(changes: dict[str, Any], tmp_path: Path) -> None:
 
 FILES = {
     "added_tokens.json": [{"<a>": None, "<b>": float("nan")}, {"<a>": float("inf")}],
-    "generation_config.json": [{"bad_words_ids": [[[3]], [{}]], "top_k": float("nan")}],
+    "generation_config.json": [
+        {"bad_words_ids": [[[3]], [{}]], "top_k": float("nan")},
+        {"top_k": 10**400, "temperature": -(10**400)},
+    ],
 }
 
 
@@ -165,6 +168,23 @@ def test_a_stored_response_that_continues_a_list(tmp_path: Path, caplog: pytest.
     }
     (tmp_path / f"{id}.json").write_text(json.dumps(stored))
     assert ResponseStore(tmp_path).of("").store.find("", id) is None and "damaged" in caplog.text
+
+
+def test_tensors_whose_names_are_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    mx.save_safetensors(str(file), {"abc": mx.zeros(3)})
+    file.write_bytes(file.read_bytes().replace(b'"abc"', b'"\xed\xa0\x80"'))
+    refuse(BadCheckpoint, Checkpoint(tmp_path).tensors)
+
+
+def test_a_token_beyond_31_bits(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    bos = next(token for token in written["added_tokens"] if token["content"] == "<bos>")
+    bos["id"] = written["model"]["vocab"]["<bos>"] = 2**31 + 5
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    read = read_tokenizer(read_checkpoint(folder))
+    assert 2**31 + 5 in read.prompt([{"role": "user", "content": "Hi<bos>"}])
 
 
 def test_recorded_answers(tmp_path: Path) -> None:

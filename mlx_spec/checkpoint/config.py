@@ -160,7 +160,7 @@ class Checkpoint:
         for file in self.headers.files:
             try:
                 loaded = mx.load(str(file))
-            except RuntimeError as error:  # such as for a type that MLX does not have
+            except (RuntimeError, ValueError) as error:  # such as for a type that MLX does not have
                 raise BadCheckpoint(f"{file} cannot be read ({one_line(error)}): {AGAIN}") from error
             assert isinstance(loaded, dict)
             tensors |= loaded

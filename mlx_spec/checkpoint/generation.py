@@ -6,7 +6,7 @@ take its sampling settings as defaults, and settings that have no effect are nam
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +92,8 @@ def _is_set(config: Mapping[str, Any], key: str, neutral: tuple[Any, ...]) -> bo
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # No text of an integer is too long, but no float holds one of 400 digits.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _listed(value: Any) -> list[Any]:

@@ -107,7 +107,7 @@ class RecentEncodings:
         known, common = self._recent.longest(scope, text)
         cut = 0 if known is None else bisect_right(known.places, common - self._reach)
         if known is None or not cut:
-            start, tokens, places, indices = 0, array("i"), list[int](), list[int]()
+            start, tokens, places, indices = 0, array("I"), list[int](), list[int]()
         else:
             start, index = known.places[cut - 1], known.indices[cut - 1]
             tokens, places, indices = (

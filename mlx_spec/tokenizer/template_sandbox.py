@@ -6,6 +6,7 @@ but not from a loop without end or a text of gigabytes.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,15 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_SIZE = 2**24  # characters of a text, or 16 for each item of a list; no context holds as much
+GROWING = frozenset(  # filters whose arguments say how large the result is
+    "batch center format indent int join replace round slice sum tojson wordwrap".split()
+)
+# Filters whose time and memory are a small multiple of a text. Others are for lists, or search a text again
+# and again.
+OF_TEXTS = frozenset(
+    "capitalize center count d default e escape first float format indent int last length lower replace safe "
+    "string title tojson trim truncate upper urlencode wordcount".split()
+)
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -40,6 +50,7 @@ class _Budget:
     def __init__(self, steps: int = 1_000_000, cpu_s: float = 10.0) -> None:
         self._most_steps, self._most_s = steps, cpu_s
         self._steps, self._chars, self._end = 0, 0, time.thread_time() + cpu_s
+        self._is_due = False  # a large value was made since the last look at the clock
         self._sizes: dict[int, tuple[Any, int]] = {}  # by id; values of a template never change
 
     def spend(self) -> None:
@@ -47,19 +58,26 @@ class _Budget:
         self._steps += 1
         if self._steps > self._most_steps:
             raise TemplateLimit(f"it takes more than {self._most_steps} steps")
-        if self._steps % 64 == 0 and time.thread_time() > self._end:
-            raise TemplateLimit(f"it takes more than {self._most_s:g} s")
+        if self._is_due or self._steps % 64 == 0:
+            self._is_due = False
+            if time.thread_time() > self._end:
+                raise TemplateLimit(f"it takes more than {self._most_s:g} s")
 
     def make(self, count: int) -> None:
         """Count the characters of a new text. Raises TemplateLimit."""
         self._chars += count
+        self._is_due = self._is_due or count > 2**14
         if count > MAX_SIZE or self._chars > 16 * MAX_SIZE:  # all of them may be in memory
             _check_size(self._chars)
+
+    def knows(self, value: Any) -> bool:
+        """Return True if the size of a value is known."""
+        return id(value) in self._sizes
 
     def size(self, value: Any) -> int:
         """Return the size of a value written out: one that is in a list twice counts twice."""
         item = 16  # as many characters as a reference and a number take bytes
-        if isinstance(value, str):
+        if isinstance(value, (str, bytes)):
             return item + len(value)
         if not isinstance(value, (list, tuple, dict)):
             return item
@@ -91,15 +109,19 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(finalize=_shown, **options)
+        del self.globals["lipsum"]  # texts at random, as many as it is asked for
         own = {"_step": _stepped, "_join": _joined, "_built": _checked}  # which only `_Bounding` writes
         self.filters = {**{name: bounded_filter(name, made) for name, made in self.filters.items()}, **own}
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join the pieces of an output: of the template, a macro or a block."""
-        pieces = list(parts)
-        _check_size(sum(map(len, pieces)))
+        pieces, size = list[str](), 0
+        for part in parts:
+            pieces.append(part)
+            size += len(part)
+            _check_size(size)
         return "".join(pieces)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -124,18 +146,29 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method of a value."""
         _budget.get().spend()
-        if type(__obj) is BuiltinMethodType and isinstance(__obj.__self__, str):
+        owner = __obj.__self__ if type(__obj) is BuiltinMethodType else None
+        if isinstance(owner, bytes) and __obj.__name__ != "decode":
+            raise TemplateLimit("a prompt is text, not bytes")
+        if isinstance(owner, str):
+            if __obj.__name__ == "join" and len(args) == 1:
+                args = (_listed(args[0]),)
             kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)  # for functions with a context
             _check_call(__obj.__name__, __obj.__self__, args, kwargs)
             return _checked(__obj(*args, **kwargs))  # the sandbox lets all of them pass
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return the sandbox's own `format` of a text."""
-        is_method = isinstance(value, BuiltinMethodType) and isinstance(value.__self__, str)
-        if is_method and value.__name__ in ("format", "format_map"):
-            _check_call(value.__name__, value.__self__, (), {})
-        return super().wrap_str_format(value)
+        """Return the sandbox's own `format` of a text, with a bound."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded_format(*args: Any, **kwargs: Any) -> str:
+            held = args[0].values() if args and isinstance(args[0], dict) else ()
+            _check_widths(value.__self__, _largest((*args, *kwargs.values(), *held)))
+            return wrapped(*args, **kwargs)
+
+        return bounded_format
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operation whose result may be larger than its operands."""
@@ -145,13 +178,13 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             case "*", int(), int():
                 _check_size(max(left.bit_length(), right.bit_length()) * 2**14)
             case "**", int(), int():
-                _check_size(left.bit_length() * abs(right))
+                _check_bits(left.bit_length() * abs(right))
             case "*", int(), _:
                 _check_size(left * _budget.get().size(right))
             case "*", _, int():
                 _check_size(_budget.get().size(left) * right)
-            case "%", str(), _:
-                _check_call("format", left, (), {})
+            case "%", str() | bytes(), _:
+                _check_widths(left, _largest(right if isinstance(right, (tuple, list)) else (right,)))
         return _checked(super().call_binop(context, operator, left, right))
 
     def call_filter(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,13 +192,20 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _budget.get().spend()
         return super().call_filter(name, value, *args, **kwargs)
 
+    def call_test(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a test by its name, as `select` does."""
+        _budget.get().spend()
+        return super().call_test(name, value, *args, **kwargs)
+
 
 class _Bounding(NodeTransformer):
     """Adds to a template the checks that its operations do not pass otherwise."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
-        """Count each round of a loop."""
+        """Count each round of a loop, and each item that its condition passes over."""
         self.generic_visit(node)
+        if node.test is not None:
+            node.test = _filtered(node.test, "_step", node)
         node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(0), "_step", node)))
         return node
 
@@ -181,8 +221,13 @@ class _Bounding(NodeTransformer):
 
     visit_Dict = visit_List
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        """Bound what is cut out of a text or a list. It is a copy."""
+        self.generic_visit(node)
+        return _filtered(node, "_built", node) if isinstance(node.arg, nodes.Slice) else node
 
-def _filtered(value: nodes.Expr, name: str, at: nodes.Node) -> nodes.Filter:
+
+def _filtered(value: nodes.Node, name: str, at: nodes.Node) -> nodes.Filter:
     filtered = nodes.Filter(value, name, [], [], None, None)
     return filtered.set_lineno(at.lineno)  # type: ignore[return-value]
 
@@ -190,6 +235,21 @@ def _filtered(value: nodes.Expr, name: str, at: nodes.Node) -> nodes.Filter:
 def _stepped(value: Any) -> Any:
     _budget.get().spend()
     return value
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as it is written into an output."""
+    budget = _budget.get(None)  # None while jinja2 compiles constants
+    if type(value) is str or budget is None:
+        return value
+    text = str(value)
+    budget.make(len(text))
+    return text
+
+
+def _listed(items: Any) -> Any:
+    """Return the items of an iterator in a list, whose size is known."""
+    return items if isinstance(items, (str, list, tuple, dict)) else list(items)
 
 
 def _joined(parts: tuple[Any, ...]) -> str:
@@ -202,14 +262,21 @@ def _joined(parts: tuple[Any, ...]) -> str:
 
 def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that refuses large numbers and results."""
-    grows = name in ("batch", "center", "format", "indent", "join", "replace", "slice", "tojson", "wordwrap")
+    grows = name in GROWING
+    is_checked = grows or name not in OF_TEXTS
+    contexts = Context | EvalContext | jinja2.Environment
 
     @wraps(made)
     def checked_filter(*args: Any, **kwargs: Any) -> Any:
-        if grows:
-            contexts = Context | EvalContext | jinja2.Environment
-            value, *others = (arg for arg in args if not isinstance(arg, contexts))
-            _check_call(name, value, tuple(others), kwargs)
+        if is_checked:
+            place = next((i for i, arg in enumerate(args) if not isinstance(arg, contexts)), len(args))
+            if place < len(args):
+                if name in ("join", "sum"):
+                    args = (*args[:place], _listed(args[place]), *args[place + 1 :])
+                if name not in OF_TEXTS and isinstance(args[place], (str, bytes)):
+                    _check_size(len(args[place]) << 7)
+                if grows:
+                    _check_call(name, args[place], args[place + 1 :], kwargs)
         return _checked(made(*args, **kwargs))
 
     return checked_filter
@@ -217,30 +284,79 @@ def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_call(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TemplateLimit for a call whose result may be much larger than its arguments."""
-    most = 10**6  # of an argument, such as a width or a count of repetitions
-    # A width in a format, as in %9999999d.
-    if any(isinstance(each, (int, float)) and abs(each) > most for each in (*args, *kwargs.values())) or (
-        name in ("format", "format_map") and re.search(r"\d{7}", str(value))
-    ):
+    # Of an argument: a width, a count of repetitions, places of a number, or spaces for each level.
+    most = {"round": 400, "tojson": 64, "int": math.inf, "sum": math.inf}.get(name, 10**6)
+    given = (*args, *kwargs.values())
+    numbers = _largest(given)
+    if numbers > most:
         raise TemplateLimit(f"an argument is more than {most}")
+    if name in ("format", "format_map"):
+        _check_widths(value, numbers)
+    texts = [len(each) for each in given if isinstance(each, str)]
     match name, value, args:
         case "replace", str(), (str(old), str(new), *_):
             _check_size(len(value) + value.count(old) * len(new))
-        case "join", str(), (list() | tuple() | dict() as items, *_):
-            _check_size(len(value) * len(items) + _budget.get().size(items))
-        case "join", list() | tuple(), (str(glue), *_):
-            _check_size(len(glue) * len(value))
+        case "join", str() | list() | tuple() | dict(), _:  # the method of a text, or the filter of a list
+            others = [each for each in given if isinstance(each, (str, list, tuple, dict))]
+            _check_size(len(value) * max(map(len, others), default=0))
+            _check_size(sum(map(_budget.get().size, (value, *others))))
+        case "expandtabs", str(), _:
+            _check_size(len(value) + value.count("\t") * (numbers or 8))
+        case "translate", str(), (dict() as table, *_):
+            longest = max((len(new) for new in table.values() if isinstance(new, str)), default=1)
+            _check_size(len(value) * longest)
+        case "split" | "rsplit", str(), (str(mark), *_) if mark:
+            _check_size(16 * value.count(mark))
+        case "split" | "rsplit" | "splitlines", str(), _:
+            _check_size(4 * len(value))
+        case "indent", str(), _:
+            _check_size(len(value) + (value.count("\n") + 1) * max([numbers or 4, *texts]))
+        case "wordwrap", str(), _:
+            _check_size(len(value) * max([1, *texts]))
+        case "sum", list() | tuple(), _ if not isinstance(
+            kwargs.get("start", [*args, 0, 0][1]), (int, float)
+        ):
+            _check_size(len(value) << 14)  # a list is copied for each of them
+        case "int", str(), _:
+            _check_size(len(value) << 10)
 
 
 def _checked(result: Any) -> Any:
     """Return a value. Raises TemplateLimit if it is too large."""
     if type(result) is str:  # most values
         _budget.get().make(len(result))
-    elif isinstance(result, (str, list, tuple, dict)):
-        _check_size(_budget.get().size(result))
+    elif isinstance(result, (str, bytes, list, tuple, dict)):
+        budget = _budget.get()
+        if not budget.knows(result):
+            budget.make(8 * len(result))  # it is kept with its size
+        _check_size(budget.size(result))
+    elif type(result) is int:
+        _check_bits(result.bit_length())
     return result
 
 
-def _check_size(size: int) -> None:
+def _largest(values: Iterable[Any]) -> float:
+    return max((abs(each) for each in values if isinstance(each, (int, float))), default=0)
+
+
+def _check_widths(text: Any, largest: float) -> None:
+    """Raise TemplateLimit if the widths in a format, as in %999999d or {:999999}, make a text too large.
+
+    `largest` is the largest number that a width may be read from, as in %*d.
+    """
+    form = str(text)
+    fields = " ".join(re.findall(r"%[-#0 +.*\d]*|\{[^{}]*\{?", form))
+    widths = sum(int(each[:9]) for each in re.findall(r"\d+", fields))
+    read = len(re.findall(r"\*|\S\{", fields))
+    _check_size(widths + int(read * min(largest, 2 * MAX_SIZE)))
+
+
+def _check_bits(bits: int) -> None:
+    """Raise TemplateLimit for a number that takes long to divide."""
+    if bits > 2**16:
+        raise TemplateLimit("it makes a number of more than 2**16 bits")
+
+
+def _check_size(size: float) -> None:
     if size > MAX_SIZE:
         raise TemplateLimit(f"it makes a value of more than {MAX_SIZE} characters")

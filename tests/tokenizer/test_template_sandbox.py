@@ -39,6 +39,31 @@ HOSTILE = {
     "replace": "{{ ('a' * 9999999).replace('a', 'b' * 9999) }}",
     "join": "{{ ('a' * 9999999).join(['b'] * 9999) }}",
     "zero": "{{ 1 // 0 }}",
+    "texts at random": "{{ lipsum(999999) }}",
+    "tabs": "{{ ('\t' * 900000).expandtabs(99999) }}",
+    "join of a text": "{{ ('x' * 900000).join('y' * 900000) }}",
+    "join of an iterator": "{{ range(99999) | map('string') | join('y' * 900000) }}",
+    "bytes": "{{ ('a'.encode() * 900000) * 999999 }}",
+    "indent": "{{ ('\n' * 99999) | indent(99999) }}",
+    "indent by a text": "{{ ('\n' * 99999) | indent('a' * 99999, true, true) }}",
+    "indent of JSON": "{{ ([1] * 99999) | tojson(indent=999999) }}",
+    "wrap": "{{ ('a ' * 60000) | wordwrap(1, wrapstring='a' * 999999) }}",
+    "many widths": "{{ ('%999999s' * 9999) % ((1,) * 9999) }}",
+    "many widths of a filter": "{{ ('%999999s' * 9999) | format(*([1] * 9999)) }}",
+    "a width that is read": "{{ '%*d' % (9999999999, 1) }}",
+    "nested widths": "{{ ('{:{w}}' * 9999).format(*([1] * 9999), w=999999) }}",
+    "widths of a map": "{{ ('{a:{w}}' * 9999).format_map({'a': 1, 'w': 999999}) }}",
+    "a sum of lists": "{{ ([[1]] * 300000) | sum(start=[]) }}",
+    "tags": "{{ ('<!-- -->' * 99999) | striptags }}",
+    "a quotient": "{{ (3 ** 800000) // (3 ** 400000) }}",
+    "a number of many digits": "{{ ('f' * 900000) | int(base=16) }}",
+    "places": "{{ 1 | round(-9900000) }}",
+    "a text in lists": "{{ ('a' * 900000) | batch(1) | list }}",
+    "translate": "{{ ('a' * 900000).translate({97: 'b' * 999999}) }}",
+    "parts": "{% set b = 'a' * 900000 %}" + RANGE + "{{ b[1:] }}{% endfor %}",
+    "lists in an output": "{% set b = [[1]] * 200000 %}" + RANGE + "{{ b }}{% endfor %}",
+    "copies of a list": "{% set b = [1] * 900000 %}" + RANGE + "{% set x = b | list %}{% endfor %}",
+    "a loop with a condition": RANGE + "{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
 }
 
 
@@ -52,6 +77,31 @@ def test_a_template_without_bounds_is_refused(name: str) -> None:
     with pytest.raises(InvalidValue):
         template.render(HI, thinking=False)
     assert time.thread_time() - began < 15
+
+
+USUAL = {
+    "{{ ['a', 'b'] | join(', ') }}{{ '%05.1f' % 2.5 }}{{ '{:>4}'.format(7) }}{{ '%s' | format('x') }}": (
+        "a, b002.5   7x"
+    ),
+    "{{ ','.join(messages | map(attribute='role')) }}{{ 'a b'.split(' ')[1] }}{{ 'abc'[1:] ~ [1, 2][:1] }}": (
+        "userbbc[1]"
+    ),
+    "{{ [1.5, 2] | sum }}{{ [[1], [2]] | sum(start=[]) }}{{ 2.34 | round(1) }}{{ 'ff' | int(base=16) }}": (
+        "3.5[1, 2]2.3255"
+    ),
+    "{{ messages | tojson(indent=2) | length }}{{ 'a\nb' | indent(2) }}{{ none }}{{ true }}{{ 2 ** 10 }}": (
+        "51a\n  bNoneTrue1024"
+    ),
+    "{{ 'order %d of 20241128' % 1234567890 }}{{ 'hé'.encode().decode() }}{{ x }}": (
+        "order 1234567890 of 20241128hé"
+    ),
+    "{% for m in messages if m.role == 'user' %}{{ m.content * 2 }}{{ loop.length }}{% endfor %}": "hihi1",
+}
+
+
+@pytest.mark.parametrize("source", USUAL)
+def test_usual_operations_are_not_refused(source: str) -> None:
+    assert ChatTemplate(source, {}).render(HI, thinking=False) == USUAL[source]
 
 
 def test_a_long_conversation_spoils_no_template() -> None:
