@@ -61,7 +61,7 @@ class NotFinite(SpecError):
         )
 
 
-class DraftsGrow(SpecError):
+class DraftsGrow(MemoryError):
     """The drafters of an answer keep more memory than their caches."""
 
 

@@ -98,7 +98,7 @@ class Pair:
         self.earlier = EarlierAnswers(ring_tokens(memory_for_models()))
         self._measuring: Generator[Slice, None, None] | None = None  # an unfinished `calibrate`
         self._next_pass: Slice | None = None  # of that measurement
-        self._growths = set[DraftsGrow]()  # of drafters that took memory without end
+        self._growths: list[DraftsGrow] = []
 
     def generate(
         self,
@@ -182,10 +182,9 @@ class Pair:
     def _open_drafters(self, parts: SequenceParts) -> None:
         """Give a sequence new drafters. Without those that fail, its next answer has no drafts."""
         target = parts.target
-        if len(self._growths) > 1:
-            parts.drop_drafters(next(iter(self._growths)))
-            return
         try:
+            if len(self._growths) > 1:
+                raise self._growths[0]
             made = [source.make(target.parts).proposals() for source in self._drafters]
         except SpecError:  # loading refuses them
             raise
@@ -204,16 +203,11 @@ class Pair:
         parts.drafters, parts.draft_error = drafters, None
 
     def _drop_drafters(self, parts: SequenceParts, error: Exception) -> DraftLengthPolicy:
-        """Drop the drafters of a sequence. Return the policy of the rest of its answer.
-
-        The next answer has new ones, unless they took memory without end twice.
-        """
+        """Drop the drafters of a sequence, until the next answer. Return the policy of the rest."""
         parts.drop_drafters(error)
         if isinstance(error, DraftsGrow) and error not in self._growths:
-            self._growths.add(error)
-            until = "the model is loaded again" if len(self._growths) > 1 else "the next answer"
-            names = ", ".join(self.drafter_names)
-            _log.error("drafts (%s) take memory without end: off until %s", names, until)
+            self._growths.append(error)
+            _log.error("drafts (%s) grow without end: off after twice", ", ".join(self.drafter_names))
         return self.policies.plain()
 
     def check(self, lengths: Sequence[int] = ()) -> mx.Dtype:
@@ -347,7 +341,7 @@ class Pair:
             self._suppressed,
             None if self._memory is None else self._memory.attention,
             partial(self._drop_drafters, parts),
-            max(2**28, self.budget() // 16),  # all that caches do not count is far less
+            max(2**28, self.budget() // 16),
         )
         if parts.draft_error is not None:
             running.stop_drafting(parts.draft_error)

@@ -178,8 +178,7 @@ def test_drafters_that_take_memory_without_end_are_off(
         assert {rounds[-1].reason for rounds in found} == {Reason.FAILED}
         assert len(made) <= calls + 6 * is_batch and max(made) < 10 * (64 << 20)
         assert mx.get_active_memory() < held + (64 << 20), "what they kept has gone back"
-    log = [line for line in caplog.messages if "(same) take memory without end" in line]
-    assert "until the next answer" in log[0] and "until the model is loaded again" in log[1] and len(log) == 2
+    assert sum("drafts (same) grow without end" in line for line in caplog.messages) == 2
     draft_errors.clear()
 
 
@@ -201,14 +200,13 @@ kind, prompt = type(pair.open().drafters[0]), pair.tokenizer.encode("What does z
 good, texts = kind.draft, []
 
 def draft(self, *given):
-    self.kept = [*getattr(self, "kept", ()), bytearray(200 << 20)]
+    self.kept = [*getattr(self, "kept", ()), bytearray(3 << 30)]
     return good(self, *given)
 
 for kind.draft in (good, draft, draft):
     rounds = list(pair.generate(prompt, max_tokens=30))
     texts.append([token for round in rounds for token in round.tokens])
-    most = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (900 << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
 print(texts[0] == texts[1] == texts[2], rounds[-1].reason is Reason.FAILED)
 """
 
