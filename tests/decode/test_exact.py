@@ -33,7 +33,10 @@ def statistics_of(pair: Pair, **options: object) -> Statistics:
     return found
 
 
-def test_the_class_is_measured_once(half: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_class_is_measured_once(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlx_spec.policy.saved_costs.folder", lambda: tmp_path)
     first = load(half, "none").rows
     assert "measuring what passes of" in capsys.readouterr().err
     assert first.most == MAX_DRAFT_TOKENS + 1 and first.doubt is None
