@@ -182,7 +182,6 @@ def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, 
 def _memory(
     target: Checkpoint, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, info: PairInfo
 ) -> ContextMemory:
-    """Return what the conversations of a pair take in memory."""
     checkpoints = [target, source.checkpoint] if source and source.checkpoint else [target]
     memory = context_memory(checkpoints, spec.kv_bits, 1 if ranks is None else ranks.size)
     return replace(memory, weights=info.target_bytes + info.drafter_bytes + info.vision_bytes)
@@ -445,7 +444,6 @@ def _policies(
 
 
 def _key(target: Checkpoint, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:
-    """Return the conditions that measured costs or row classes hold for."""
     from mlx_spec.device import device_name
     from mlx_spec.policy import Key
 

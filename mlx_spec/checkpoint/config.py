@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_spec.checkpoint.families import MANIFEST, Config, mlx_lm_module
-from mlx_spec.checkpoint.files import AGAIN, one_line, parse_object, read_file, read_object
+from mlx_spec.checkpoint.files import AGAIN, one_line, parse_object, read_file, read_object, read_optional
 from mlx_spec.checkpoint.headers import GGUF, WEIGHTS, Headers, read_headers
-from mlx_spec.checkpoint.quantizers import is_fp8, obstacle, quantizer
+from mlx_spec.checkpoint.quantizers import is_fp8, obstacle
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
 from mlx_spec.checkpoint.ropes import ALWAYS_LONG, is_split, stated_ropes, stretch_of
 from mlx_spec.errors import BadCheckpoint, NotFound
@@ -38,8 +38,7 @@ class Checkpoint:
     def json(self, name: str) -> dict[str, Any]:
         """Return a copy of the JSON object in a file, empty without it. Raises BadCheckpoint."""
         if name not in self._objects:
-            file = self.folder / name
-            self._objects[name] = read_object(file) if file.is_file() else {}
+            self._objects[name] = read_optional(self.folder / name)
         return dict(self._objects[name])
 
     @cached_property
@@ -66,11 +65,6 @@ class Checkpoint:
     def is_fp8(self) -> bool:
         """Return True if the weights are FP8 and are dequantized when they are read."""
         return is_fp8(self.published, self.headers.tensors)
-
-    @property
-    def quantizer(self) -> str | None:
-        """Return the program that quantized the weights; None for mlx-lm, or if they are not quantized."""
-        return quantizer(self.published, self.headers.tensors)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -107,11 +101,6 @@ class Checkpoint:
     def context(self) -> int | None:
         """Return the longest context in tokens, None if it is not known."""
         return context_length(self.config)
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Return the number of columns of the logits, padding included, None if it is not known."""
-        return vocab_size(self.config)
 
     def check_weights(self) -> int:
         """Return the bytes of the weights. Raises BadCheckpoint unless they are complete."""

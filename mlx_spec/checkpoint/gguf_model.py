@@ -349,7 +349,6 @@ def _names(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
 
 
 def _weights(gguf: GGUF) -> int:
-    """Return the number of weights."""
     return sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
 
 

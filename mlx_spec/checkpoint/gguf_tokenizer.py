@@ -88,7 +88,6 @@ def _closing(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by their names."""
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     unnamed = "tokenizer.chat_template"  # others follow it after a point
     named = {key.removeprefix(f"{unnamed}."): text for key, text in texts.items() if f"{unnamed}." in key}

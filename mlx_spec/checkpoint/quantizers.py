@@ -128,14 +128,18 @@ def count_parameters(tensors: Tensors, config: Config) -> int:
 
 def precision(tensors: Tensors, config: Config) -> str:
     """Return the quantization, or the dtype of most parameters, as users read it."""
-    ours = config.get("quantization")
+    ours, theirs = config.get("quantization"), foreign_settings(config)
     if isinstance(ours, Mapping):
         return _mlx_precision(ours)
-    theirs = foreign_settings(config)
-    if theirs:
-        return _foreign_precision(theirs)
-    most = common_dtype(tensors)
-    return DTYPE_NAMES.get(most, most)
+    if not theirs:
+        most = common_dtype(tensors)
+        return DTYPE_NAMES.get(most, most)
+    if "quant_method" not in theirs and "bits" in theirs:
+        return _mlx_precision(theirs)
+    name = quantizer(config, tensors) or "unknown"
+    return (
+        name if name in ("FP8", "MXFP4") else f"{name} {theirs.get('quant_algo') or f'{_bits(theirs)}-bit'}"
+    )
 
 
 def common_dtype(tensors: Tensors) -> str:
@@ -197,15 +201,6 @@ def _mlx_precision(settings: Config) -> str:
     kind = f"{bits}-bit" if mode == "affine" else str(mode)
     mixed = f", some layers {' and '.join(map(str, others))}-bit" if others else ""
     return f"{kind} MLX, groups of {settings.get('group_size', DEFAULT_GROUP_SIZE)}{mixed}"
-
-
-def _foreign_precision(settings: Config) -> str:
-    if "quant_method" not in settings and "bits" in settings:
-        return _mlx_precision(settings)
-    method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown")
-    name = NAMES.get(method.lower(), method)
-    kind = settings.get("quant_algo") or f"{_bits(settings)}-bit"
-    return name if name in ("FP8", "MXFP4") else f"{name} {kind}"
 
 
 # --- FP8

@@ -140,7 +140,6 @@ def decode_floats(value: Any) -> Any:
 
 
 def _fill(config: dict[str, Any], values: Config) -> None:
-    """Add `values` for keys that `config` lacks."""
     config |= {key: copy.deepcopy(value) for key, value in values.items() if config.get(key) is None}
 
 

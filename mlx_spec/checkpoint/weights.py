@@ -149,7 +149,6 @@ def target_shape(config: Config) -> TargetShape:
 
 
 def _share_read(parts: frozenset[str], config: Config, text: Config, *, has_head: bool) -> float:
-    """Return the share of a tensor that one token reads."""
     if "embed_tokens_per_layer" in parts:
         return 0.0  # a token reads one row of the table
     if parts & EXPERTS:
@@ -173,7 +172,6 @@ def _ratio(part: int | None, whole: int | None) -> float:
 
 
 def _format(config: Config, tensors: Tensors) -> WeightFormat:
-    """Return the format of most weights."""
     settings = config.get("quantization") or config.get("quantization_config")
     if isinstance(settings, Mapping):
         bits, group_size = integer(settings, "bits"), integer(settings, "group_size")

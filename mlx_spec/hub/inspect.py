@@ -289,7 +289,6 @@ def _holds_template(checkpoint: Checkpoint) -> bool:
 
 
 def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...]:
-    """Return the published targets of a drafter, by name, config.json and shape."""
     targets = [MADE_FOR[name]] if name in MADE_FOR else []
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
@@ -304,7 +303,6 @@ def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...
 
 
 def _drafters_of(name: str, shape: TargetShape) -> tuple[str, ...]:
-    """Return the published drafters of a target, by name and shape."""
     own = made_for(name)
     made = [drafter for drafter, target in MADE_FOR.items() if target == name]
     same = [DRAFTERS[base] for base, known in SHAPES.items() if known == shape]

@@ -206,7 +206,6 @@ def disk_size(folder: Path) -> int:
 
 
 def _last_used(folder: Path) -> float:
-    """Return when the checkpoint was last read or written."""
     times = [0.0]
     for file in (*folder.glob(WEIGHTS), folder / "target" / "config.json", folder / "config.json"):
         if file.is_file():

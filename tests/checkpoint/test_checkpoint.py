@@ -12,6 +12,7 @@ from support import sparse
 
 from mlx_spec.checkpoint.config import context_length, has_weights, read_checkpoint, vocab_size
 from mlx_spec.checkpoint.headers import INDEX, choose_files, read_headers
+from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.convert.source import open_source
 from mlx_spec.errors import BadCheckpoint, NotFound
@@ -298,10 +299,9 @@ def test_quantizers_that_mlx_lm_reads(tmp_path: Path, settings: Any) -> None:
 def test_the_settings_of_modelopt_may_have_their_own_file(tmp_path: Path) -> None:
     stored = sparse.checkpoint(tmp_path, LLAMA, {WEIGHT: (F32, (4, 4))})
     (stored / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    found = read_checkpoint(stored)
-    assert found.quantizer == "ModelOpt" and "quantization_config" in found.config
+    assert precision({}, read_checkpoint(stored).config) == "ModelOpt NVFP4"
     (stored / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "awq"}}))
-    assert read_checkpoint(stored).quantizer == "AWQ"  # config.json counts first
+    assert precision({}, read_checkpoint(stored).config) == "AWQ 4-bit"  # config.json counts first
 
 
 def test_an_adapter_names_its_base(tmp_path: Path) -> None:
