@@ -26,7 +26,7 @@ class DrafterFamily:
 
     kind: str  # name for users
     model_types: tuple[str, ...]  # in config.json of converted checkpoints
-    opener: str  # in drafters/: (folder, config.json, the target's) -> DrafterSource
+    opener: str  # in drafters/: (checkpoint, config.json, the target's) -> DrafterSource
     converter: str  # in convert/families/: (tensors, config.json, the target's) -> Converted
     # (words of model_type and architectures, config.json, names of tensors) -> True for a published drafter
     recognizes: Recognizer
