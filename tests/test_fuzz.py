@@ -159,6 +159,10 @@ def test_schemas(schema: str) -> None:
     refuse(InvalidValue, lambda: enforced(schema))
 
 
+def test_bounds_that_no_float_holds() -> None:
+    enforced(json.dumps({"type": "number", "maximum": 10**400, "minimum": -(10**400)}))
+
+
 def test_a_stored_response_that_continues_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     id = f"resp_{1:032x}"
     stored = {

@@ -358,7 +358,7 @@ def _is_rounded(value: Any) -> bool:
 def _inward(bound: float, direction: int, largest: float) -> float:
     """Return a bound that llguidance does not round, and that allows no more values."""
     if abs(bound) > largest:
-        return int(math.copysign(largest, bound))
+        return int(largest) if bound > 0 else -int(largest)
     if isinstance(bound, int) and abs(bound) > MAX_EXACT:
         rounded = float(bound)
         if (int(rounded) - bound) * direction < 0:

@@ -54,10 +54,14 @@ class Removal:
     parts: Sequence[Path]  # in the order of removal
 
     def carry_out(self) -> None:
-        """Remove the folder. Raises NotOurs if the disk does not allow it."""
+        """Remove the folder. Raises NotOurs if the disk does not allow it.
+
+        If it is killed, no model lacks a file and looks whole: config.json and the revision go first.
+        """
         try:
             for part in self.parts:
                 if part.is_dir() and not part.is_symlink():
+                    (part / "config.json").unlink(missing_ok=True)
                     shutil.rmtree(part)
                 else:
                     part.unlink(missing_ok=True)
@@ -112,7 +116,7 @@ def plan_removal(name: str) -> Removal:
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
     if not is_pair and not folder.is_dir():
         raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
-    parts = _parts(folder) if is_pair else list(folder.iterdir())
+    parts = _parts(folder) if is_pair else sorted(folder.iterdir(), key=lambda part: part.name != "refs")
     return Removal(name, folder, disk_size(folder), parts)
 
 
@@ -224,6 +228,8 @@ def _parts(folder: Path) -> list[Path]:
     place = folder.resolve()
     if place.is_relative_to(demo.TARGET.parent.resolve()):
         raise NotOurs(f"{folder} is part of mlx_spec: uninstall the package to remove it")
+    if place.is_dir() and not any(place.iterdir()):  # as a removal that was killed leaves it
+        return []
     if not (place / MANIFEST).is_file():
         raise NotOurs(f"{folder} holds no {MANIFEST}, so it is not a converted pair: remove it by hand")
     manifest = read_object(place / MANIFEST)

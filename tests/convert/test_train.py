@@ -18,11 +18,13 @@ import pytest
 from mlx.utils import tree_flatten
 from support.checkpoints import full_disk
 from support.commands import run
+from support.faults import Writer, sweep
 from support.vocabularies import byte_level
 from tokenizers import processors
 
 import mlx_spec
 from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.files import new_folder, read_object
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.command import _describe_training, long_run, run_training
 from mlx_spec.convert.options import TrainingOptions
@@ -346,6 +348,42 @@ def test_a_full_disk_ends_in_one_line(demo: Pair, tmp_path: Path) -> None:
         list(record(demo, [question], 20, 1))
     assert not question.file.exists()
     assert list(record(demo, [question], 20, 1)) == [20]
+
+
+def test_the_nth_write_of_a_training_fails(
+    demo: Pair, answers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of settings, the state with the optimizer's, and the drafter. `test_nth_write.py` has the answers."""
+    network, ids = new_network(answers, demo), frequent_tokens(answers, 300, 2816)
+
+    def fit(folder: Path) -> Fit:
+        files = (answers[:2], answers[-1:])
+        return Fit(network, demo.parts, ids, files, folder, window=64, epochs=2, fine_tunes=False, seed=1)
+
+    def save(folder: Path, step: int) -> None:
+        state = fit(folder)
+        state.progress.step = step
+        state.save()
+
+    def write(folder: Path) -> None:
+        train._check_settings(folder / "run.json", {"epochs": 2})
+        save(folder, 2)
+        if not (folder / "out").exists():
+            with new_folder(folder / "out") as place:
+                train._write(place, network, train._network(demo, SMALL)[1], {"step": 2})
+
+    def check(folder: Path, done: bool) -> None:
+        settings = folder / "run.json"
+        assert read_object(settings) == {"epochs": 2} if settings.exists() else not done
+        assert fit(folder).progress.step in ([2] if done else [1, 2])
+        out = folder / "out"
+        assert out.exists() or not done
+        if out.exists():
+            assert read_object(out / "training.json") == {"step": 2}
+            assert len(read_checkpoint(out).tensors()) == len(tree_flatten(network.parameters()))
+
+    writer = Writer(write, check, lambda folder: save(folder, 1), places=12)
+    assert sweep(writer, tmp_path) >= 12
 
 
 @pytest.mark.parametrize("parent", ["file", "nowhere"])

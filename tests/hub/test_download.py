@@ -28,6 +28,7 @@ from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.files import sha256
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.download import published_hash
+from mlx_spec.hub.local import local_models
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -240,6 +241,23 @@ def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.Capture
     assert f"incomplete: `mlx-spec pull {E2B}` fetches the rest" in capsys.readouterr().out
     served.breaks.set()
     assert run("pull", "gemma-4-e2b") == 0 and partials(cache) == []
+
+
+@pytest.mark.parametrize("sent", [100, 60_000, 190_000])
+def test_killed(served: Hub, cache: Path, tmp_path: Path, sent: int) -> None:
+    """After these bytes of weights. What is there is not taken for whole, and the next download ends well."""
+    served.breaks.clear()
+    served.cut_after, served.cuts = sent, 1
+    command = [sys.executable, "-m", "mlx_spec", "pull", "gemma-4-e2b"]
+    variables = served.variables(tmp_path / "home")
+    with subprocess.Popen(command, env=variables, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: not served.cuts or process.poll() is not None)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and hub.cached(E2B) is None
+    assert not [model for model in local_models() if model.name == E2B and model.problem is None]
+    served.breaks.set()
+    assert run("pull", "gemma-4-e2b") == 0 and partials(cache) == []
+    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000
 
 
 def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:

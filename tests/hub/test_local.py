@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,6 +29,7 @@ from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.hub import catalog, names
 from mlx_spec.hub.download import smollm2_place
+from mlx_spec.hub.local import local_models, plan_removal
 from mlx_spec.hub.names import resolve
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -136,6 +140,52 @@ def test_remove_a_repository(cache: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not repository(cache, E2B).exists() and hub.cached("owner/copy")
     assert run("rm", E2B, "--yes") == 1
     assert f"{E2B} is not in the cache" in capsys.readouterr().err
+
+
+class Killed(BaseException):
+    """The process ends here: nothing but `finally` still runs."""
+
+
+@pytest.mark.parametrize("kind", ["pair", "repository"])
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """At each step. A file that changes answers, such as generation_config.json, is not the last to go."""
+    if kind == "pair":
+        place = pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
+        (place / "target" / "generation_config.json").write_text("{}")
+        name = str(place)
+    else:
+        hub.find(E2B)
+        place, name = repository(cache, E2B), E2B
+        (next(place.glob("snapshots/*")) / "generation_config.json").write_text("{}")
+    kept, all_files = tmp_path / "kept", sorted(place.rglob("*"))
+    shutil.copytree(place, kept, symlinks=True)
+    for step in itertools.count(1):
+        left, killed = step, False
+
+        def count(real: Any, *given: Any, **options: Any) -> Any:
+            nonlocal left, killed
+            left -= 1
+            if not left:
+                killed = True
+            if killed:  # also what runs in `finally`
+                raise Killed
+            return real(*given, **options)
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            for call in ("unlink", "rmdir", "rename", "replace"):
+                patch.setattr(os, call, partial(count, getattr(os, call)))
+            plan_removal(name).carry_out()
+        whole = {model.folder for model in local_models() if model.problem is None}
+        assert sorted(place.rglob("*")) == all_files or place not in whole, step
+        if not killed:
+            break
+        if place.exists():
+            plan_removal(name).carry_out()
+        assert not place.exists()
+        shutil.copytree(kept, place, symlinks=True)
+    assert step > 5 and not place.exists()
 
 
 @pytest.mark.parametrize("damage", ["snapshots", "refs/main", "snapshots/*/config.json"])
