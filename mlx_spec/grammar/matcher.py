@@ -110,6 +110,7 @@ class Matcher:
         self._unread: dict[State, tuple[int, TokenBits, TokenBits]] = {}
         self._start = grammar.start
         self._parser = self._start.deep_copy()
+        self._error: str | None = None  # why no token of the grammar may follow, if that happened
         self._tokens: list[int] = []
         # The last history, its `start` and the tokens read of it. The same list only grows, so it is not
         # compared again.
@@ -201,6 +202,8 @@ class Matcher:
             self._parser.compute_bitmask()  # here, so that an error shows below; the parser caches the mask
         if self._parser.is_error():
             raise InvalidValue(f"the grammar cannot be followed: {_parser_error(self._parser)}")
+        if self._states[-1] == "invalid" and self._error is not None:
+            raise InvalidValue(f"the grammar cannot be followed: {self._error}")
         if self._states[-1] == "invalid":
             raise InvalidValue("the answer so far does not match the grammar: give both from the beginning")
         return len(self._tokens)
@@ -265,7 +268,8 @@ class Matcher:
         if parser.is_stopped():
             return vocabulary.end_tokens
         row = np.frombuffer(parser.compute_bitmask(), np.uint32)[: len(vocabulary.end_tokens)]
-        if parser.is_error():
+        if parser.is_error():  # such as at a dead end
+            self._error = _parser_error(parser)
             return vocabulary.all_tokens
         row = row & vocabulary.other_tokens
         if parser.is_accepting():

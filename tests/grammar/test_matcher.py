@@ -117,6 +117,13 @@ def test_any_json_object() -> None:
     assert matcher.legal([], b"[1]") == 0
 
 
+@pytest.mark.parametrize("rest", [r"/[^\s\S]/", "X\nX: /b+/ & /c+/"])
+def test_a_dead_end_is_said(rest: str) -> None:
+    matcher = compiled("lark", f'start: "a" {rest}').matcher([])
+    with pytest.raises(InvalidValue, match="cannot be followed: no text matches it"):
+        matcher.legal([ord("a")], [])
+
+
 def test_lark_with_special_tokens() -> None:
     matcher = compiled("lark", 'start: <|tool_call> "go" | "no"', tokenizer=WITH_CALLS).matcher([])
     assert row(matcher, []) == {250, ord("n")}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import served
+from support.endpoint import serving
 
+from mlx_spec import demo
 from mlx_spec.apps.server.engine import engine_thread, job
 from mlx_spec.apps.server.engine.answers import Finished
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.decode.scheduler import Batch
+from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 
 
@@ -30,6 +38,40 @@ def test_a_panic_ends_one_request(monkeypatch: pytest.MonkeyPatch, part: object,
             assert served.failure(served.answer(engine, served.chat(served.QUESTION))).status == 500
         assert isinstance(served.answer(engine, served.chat(served.QUESTION))[-1], Finished)
         assert engine.status().state == "ready"
+
+
+DEAD_END = {"type": "lark", "grammar": r'start: "os" /[^\s\S]/'}
+
+
+def test_a_dead_end_and_a_token_that_no_decoder_reads_end_one_request(
+    tmp_path: Path, draft_errors: list[str]
+) -> None:
+    """Over HTTP, with a tokenizer.json whose decoder panics for the token of a comma."""
+    folder = Path(shutil.copytree(demo.TARGET, tmp_path / "comma"))
+    written = json.loads((folder / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": ",", "start": 0, "stop": 99}
+    written["decoder"] = {"type": "Sequence", "decoders": [strip, *written["decoder"]["decoders"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    models = (*served.DEMO.models, ServedModel("comma", PairSpec(str(folder), "none")))
+    asked = {"messages": [{"role": "user", "content": served.QUESTION}], "temperature": 0, "max_tokens": 24}
+    with serving(Settings(models)) as client, ThreadPoolExecutor(8) as clients:
+
+        def send(**more: object) -> tuple[int, str]:
+            reply = client.post("/v1/chat/completions", json=asked | more)
+            body = reply.json()
+            return reply.status_code, body["error"]["message"] if "error" in body else reply.text
+
+        alone = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+        good, dead = (
+            [clients.submit(send, **more) for _ in range(3)] for more in ({}, {"response_format": DEAD_END})
+        )
+        comma = clients.submit(send, model="comma")
+        assert all(json.loads(each.result()[1])["choices"][0]["message"]["content"] == alone for each in good)
+        for status, message in (each.result() for each in dead):
+            assert status == 400 and "the grammar cannot be followed: no text matches it" in message
+        assert "the tokenizer fails on these tokens" in comma.result()[1]
+        assert client.get("/health").json()["status"] == "ok" and send()[0] == 200
+    draft_errors.clear()  # of forced tokens: the grammar is said to be at fault
 
 
 def test_an_engine_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
