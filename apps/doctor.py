@@ -243,7 +243,7 @@ def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now
 def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
     from .selftest import BATCHED, OWN
 
-    yield "verdict", _verdict(found)
+    yield "verdict", found.verdict
     # At most three differences are shown in full.
     for comparison in (*found.wrong, *found.near_ties)[:3]:
         yield from _finding(comparison, found.allowed)
@@ -276,17 +276,6 @@ def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterat
     if drafted := sum(each.drafted for each in own):
         yield "acceptance", f"{sum(each.accepted for each in own) / drafted:.0%} of {drafted} draft tokens"
     yield "test took", f"{found.seconds:.0f} s"
-
-
-def _verdict(found: SelfTest) -> str:
-    if not found.comparisons:
-        return "NOT TESTED: out of time"
-    if found.blocks_differ:
-        return "FAILED: passes over several tokens give other logits than one token at a time"
-    if found.wrong:
-        return f"FAILED: {len(found.wrong)} of {len(found.comparisons)} answers are not plain decoding"
-    ties = f", {len(found.near_ties)} up to a near-tie" if found.near_ties else ""
-    return f"lossless: {len(found.comparisons)} of {len(found.comparisons)} answers equal{ties}"
 
 
 def _finding(found: Comparison, allowed: float) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The self-test of `mlx-spec doctor`: compare text with drafts to plain text, up to near-ties."""
+"""The self-test of the doctor and of conversions: compare text with drafts to plain text, up to near-ties."""
 
 from __future__ import annotations
 
@@ -174,6 +174,19 @@ class SelfTest:
     def passed(self) -> bool:
         """Return True if something was tested and nothing is wrong."""
         return bool(self.comparisons) and not self.wrong and not self.blocks_differ
+
+    @property
+    def verdict(self) -> str:
+        """Return the result in words."""
+        count = len(self.comparisons)
+        if not count:
+            return "NOT TESTED: out of time"
+        if self.blocks_differ:
+            return "FAILED: passes over several tokens give other logits than one token at a time"
+        if self.wrong:
+            return f"FAILED: {len(self.wrong)} of {count} answers are not plain decoding"
+        ties = f", {len(self.near_ties)} up to a near-tie" if self.near_ties else ""
+        return f"lossless: {count} of {count} answers equal{ties}"
 
 
 def drawing(size: int = 96) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -71,9 +71,7 @@ def _report(manifest: Mapping[str, Any], out: Path) -> list[str]:
     acceptance = test.get("acceptance")
     if acceptance:
         lines.append(_describe_acceptance(acceptance))
-        lines.append(
-            f"greedy text with the drafter is the target's own on {test['lossless']['prompts']} prompts"
-        )
+        lines.append(f"text with the drafter is the target's own on {test['lossless']['prompts']} prompts")
     return lines
 
 

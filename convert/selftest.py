@@ -1,7 +1,8 @@
 """Test a converted pair before it gets its name.
 
-Every check reads the written files. They check tensors, logits, perplexity, the drafter's acceptance, and
-that drafts change no text. A failed check raises SelfTestFailed, and nothing is kept.
+Every check reads the written files. They check tensors, logits, perplexity and the drafter's acceptance, and
+the doctor's self-test checks that drafts change no text. A failed check raises SelfTestFailed, and nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,24 +20,22 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_spec.apps.selftest import QUICK
+from mlx_spec.apps.selftest import self_test as lossless_test
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES
-from mlx_spec.checkpoint.weights import is_dequantized
-from mlx_spec.cli.lossless import Gap, allowed_roundings, first_difference, largest_noise, next_logits
+from mlx_spec.checkpoint.weights import is_dequantized, target_shape
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS, QUESTIONS, TEXTS
 from mlx_spec.device import memory_for_models
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.errors import BadCheckpoint, InvalidValue, SpecError
-from mlx_spec.grammar import read_tokens
 from mlx_spec.load import load
 from mlx_spec.model.dense import dequantized
-from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
-from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
@@ -69,6 +66,7 @@ def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
 
 
 def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
+    """Compare the files with the source, tensor by tensor."""
     model = convert_target(plan.target, None, plan.dtype)
     result = {TARGET: compare(read_checkpoint(plan.folder / TARGET), model.tensors, progress)}
     if plan.drafter is not None:
@@ -78,6 +76,7 @@ def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
 
 
 def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
+    """Compare logits and perplexity with the original's."""
     tokens = texts(plan.target.checkpoint)
     progress.stage("computing the original on built-in texts")
     original, expected = measure(plan.target.checkpoint, plan.reference_dtype(), tokens)
@@ -243,13 +242,13 @@ class DraftedTexts:
 
 def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Check the acceptance, and that the text does not change. Return figures. Raises SelfTestFailed."""
-    target = plan.folder / TARGET
     progress.stage("drafting with the converted pair")
-    pair = load(target, plan.folder / DRAFTER, num_draft_tokens=K)
+    pair = load(plan.folder / TARGET, plan.folder / DRAFTER, num_draft_tokens=K)
     info, tokenizer, policies = pair.info, pair.tokenizer, pair.policies
     built_in = prompts(tokenizer)
     ours = draft(pair, built_in)
     other = _with_rope_of_target(plan, pair, built_in)
+    lossless = _check_lossless(pair, target_shape(plan.target.config).window, progress)
     del pair
     gc.collect()
     before, why_not = None, _why_not_before(plan)
@@ -261,10 +260,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
         before = draft(Pair(info, tokenizer, model, [source], policies), built_in)
         del model, source
         gc.collect()
-    progress.stage("continuing texts without a drafter")
-    plain = continue_greedily(load_lazily(read_checkpoint(target), None), built_in, frozenset(tokenizer.eos))
-    gc.collect()
-    tokens = Counter(token for continuation in plain for token in continuation)
+    tokens = Counter(token for continuation in ours.tokens for token in continuation)
     chance = max(tokens.values()) / tokens.total()  # acceptance of always drafting the most common token
     # The least acceptance of first draft tokens. At most 30 %, because some targets repeat themselves.
     floor = min(0.3, max(0.1, 1.5 * chance))
@@ -279,10 +275,18 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
         figures |= {"loss_percent": 100 * (1 - ours.first / before.first)} if before.first else {}
     figures |= {"not_before": why_not} if why_not else {}
     figures |= {} if other is None else {"first_with_rope_of_target": other.first}
-    return {
-        "acceptance": {**figures, "chance": chance, "floor": floor, "draft_tokens": K},
-        "lossless": check_lossless(target, built_in, plain, ours.tokens),
-    }
+    figures |= {"chance": chance, "floor": floor, "draft_tokens": K}
+    return {"acceptance": figures, "lossless": lossless}
+
+
+def _check_lossless(pair: Pair, window: int | None, progress: StageProgress) -> dict[str, int]:
+    """Compare texts with drafts to plain texts, as the doctor does. Raises SelfTestFailed."""
+    test = lossless_test(pair, window, QUICK, progress)
+    if test.comparisons and not test.passed:
+        raise SelfTestFailed(f"{test.verdict}: nothing was written; please report this")
+    prompts = len({comparison.prompt for comparison in test.comparisons})
+    tokens = sum(comparison.tokens for comparison in test.comparisons)
+    return {"prompts": prompts, "tokens": tokens, "ended_in_a_tie": len(test.near_ties)}
 
 
 def _with_rope_of_target(plan: ConversionPlan, pair: Pair, prompts: list[list[int]]) -> DraftedTexts | None:
@@ -329,52 +333,3 @@ def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
         sum(round.accepted > 0 for round in rounds) / max(len(rounds), 1),
         1 + sum(whole) / max(len(whole), 1),
     )
-
-
-def continue_greedily(model: nn.Module, prompts: Sequence[list[int]], eos: frozenset[int]) -> list[list[int]]:
-    """Continue prompts token by token, without the decoding loop that is tested."""
-    results = []
-    for prompt in prompts:
-        target, tokens = LMTarget(model), list[int]()
-        if prompt[1:]:
-            target.prefill(prompt[:-1])
-        while len(tokens) < GENERATED and not eos.intersection(tokens[-1:]):
-            newest = [*prompt, *tokens][-1:]
-            tokens += read_tokens(target.verify(mx.array(newest)).argmax(axis=-1))
-            target.commit(1)
-        results.append(tokens)
-    return results
-
-
-def check_lossless(
-    target: Path, prompts: Sequence[list[int]], plain: Sequence[list[int]], drafted: Sequence[list[int]]
-) -> dict[str, Any]:
-    """Compare `drafted` texts to the target's `plain` continuations. Raises SelfTestFailed."""
-    ties = 0
-    for prompt, expected, text in zip(prompts, plain, drafted, strict=True):
-        if text == expected:
-            continue
-        model = load_lazily(read_checkpoint(target), None)
-        difference = first_difference(partial(LMTarget, model), text_prompt(prompt), expected, text)
-        if difference is None:
-            raise SelfTestFailed(
-                f"the pair writes {len(text)} tokens where the target alone writes {len(expected)}, so "
-                "speculation is not lossless here: nothing was written; please report this"
-            )
-        noise = _noise(model, [*prompt, *expected[: difference.position]])
-        if not difference.gap.within(allowed_roundings(noise)):
-            raise SelfTestFailed(
-                f"the pair says token {difference.found} where the target alone says {difference.expected}, "
-                "so speculation is not lossless here: nothing was written; please report this"
-            )
-        ties += 1
-    return {"prompts": len(prompts), "tokens": sum(map(len, plain)), "ended_in_a_tie": ties}
-
-
-def _noise(model: nn.Module, history: list[int]) -> Gap:
-    """Return the largest gap between ways to read a text: row by row, with a block of rows, all at once."""
-    block = LMTarget(model)
-    if history[: -K - 1]:
-        block.prefill(history[: -K - 1])
-    others = block.verify(mx.array(history[-K - 1 :]))[-1], model(mx.array([history]))[0, -1]
-    return largest_noise(next_logits(LMTarget(model), history), others)

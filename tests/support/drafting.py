@@ -14,6 +14,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_spec
+from mlx_spec.apps.selftest import Effort
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
@@ -140,6 +141,7 @@ def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
         patch.setattr(selftest, "TEXT_LENGTH", 16)
         patch.setattr(selftest, "PROMPTS", selftest.PROMPTS[1:4:2])
         patch.setattr(selftest, "QUESTIONS", ())
+        patch.setattr(selftest, "QUICK", Effort(2.0, 1, 8))
         return converted(target, drafter, out, skip_test=False)
 
 
