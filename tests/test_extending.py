@@ -16,6 +16,7 @@ import pytest
 from support import tiny
 from support.drafting import emitted
 from support.grammars import byte_text
+from support.pairs import pair_with
 
 from mlx_spec.checkpoint import drafter_families
 from mlx_spec.checkpoint.config import read_checkpoint
@@ -26,16 +27,14 @@ from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import AttentionCache, Columns, LayerCache
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
-from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import FixedPolicy
+from mlx_spec.pair import Pair
 from mlx_spec.sampling import LogitsProcessor, Sampling, sampling
 from mlx_spec.sampling.candidates import FILTERS, Filter, by_scores
 from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
 
 
 def pair_of(model: Any, *sources: DrafterSource) -> Pair:
-    info = PairInfo("tiny", "toy" if sources else None, tiny.VOCAB, None, 0, 0)
-    return Pair(info, byte_text(), model, list(sources), FixedPolicy(3 if sources else 0))
+    return pair_with(model, sources, 3, byte_text())
 
 
 def texts(pair: Pair) -> list[list[int]]:

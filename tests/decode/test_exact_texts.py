@@ -15,15 +15,12 @@ import pytest
 from support import tiny
 from support.exact_arms import Comparison, Ways
 from support.metal import M1, M3, M3_MAX, M5, Chip, metal
-from support.pairs import TEMPLATE, TOKENIZER
+from support.pairs import pair_with
 
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
 from mlx_spec.model.row_class import RowClass
-from mlx_spec.pair import Pair, PairInfo
-from mlx_spec.policy import FixedPolicy
+from mlx_spec.pair import Pair
 from mlx_spec.sampling import GREEDY, Sampling
-from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 # Layers of 64 and 128 take one kernel for all rows. These have the classes of larger ones.
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
@@ -50,9 +47,7 @@ def pair_of(build: Callable[[], nn.Module], dtype: mx.Dtype = mx.float16, bits: 
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     source = draft_model_source("same", model, VocabularySizes(tiny.VOCAB, tiny.VOCAB))
-    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
-    info = PairInfo("tiny", "same", tiny.VOCAB, None, 0, 0)
-    return Pair(info, tokenizer, model, [source], FixedPolicy(3, names=["same"]))
+    return pair_with(model, [source], 3)
 
 
 def kernels(chip: Chip | None) -> AbstractContextManager[None]:

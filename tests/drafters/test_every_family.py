@@ -22,7 +22,7 @@ from support.exact_distribution import (
 )
 from support.fitted import MADE, largest, logits_of, opened, random_rows, replay
 from support.grammars import byte_text, compiled
-from support.pairs import TEMPLATE, TOKENIZER
+from support.pairs import pair_with
 
 import mlx_spec
 from mlx_spec.checkpoint.config import read_checkpoint
@@ -32,12 +32,10 @@ from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
-from mlx_spec.pair import Pair, PairInfo
+from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.tokenizer.chat_template import ChatTemplate
 from mlx_spec.types import Features, Round
 
 CHAINS = ("eagle3", "mtp")
@@ -158,9 +156,8 @@ SAMPLINGS = (
 PROMPTS = [tiny.prompt(length, seed=length) for length in (5, 20, 13)]
 
 
-def tiny_pair(family: str, sources: list[Any], length: int) -> Pair:
-    info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
-    return Pair(info, byte_text(), tiny.model_of("full"), sources, FixedPolicy(length), kv_bits=8)
+def tiny_pair(*sources: Any) -> Pair:
+    return pair_with(tiny.model_of("full"), sources, 3, byte_text(), kv_bits=8)
 
 
 TOKENS = 14
@@ -169,7 +166,7 @@ TOKENS = 14
 @cache
 def plain_texts() -> list[list[int]]:
     """Return the answers of plain decoding, once for all drafters."""
-    pair = tiny_pair("none", [], 0)
+    pair = tiny_pair()
     asked = zip(PROMPTS, SAMPLINGS, strict=True)
     return [emitted(list(pair.generate(p, sampling=each, max_tokens=TOKENS))) for p, each in asked]
 
@@ -177,7 +174,7 @@ def plain_texts() -> list[list[int]]:
 @pytest.mark.parametrize("family", CONDITIONAL)
 def test_seeds_grammars_batches_and_quantized_kv_change_no_text(family, tmp_path, monkeypatch):
     """Alone there is one copy to the host a round."""
-    pair = tiny_pair(family, [opened(MADE[family](), tmp_path)], 3)
+    pair = tiny_pair(opened(MADE[family](), tmp_path))
     read, copies = one_round._read, list[int]()
     monkeypatch.setattr(one_round, "_read", lambda array: copies.append(array.size) or read(array))
     asked = list(zip(PROMPTS, SAMPLINGS, strict=True))
@@ -251,9 +248,7 @@ def pair_of(family: str, folder: Path) -> Pair:
         target, published = drafting.TRAINED[family]
         drafter = drafting.write_converted(published, target, folder / "drafter")
         return mlx_spec.load(target, drafter, num_draft_tokens=2)
-    tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
-    info = PairInfo("tiny", family, tiny.VOCAB, None, 0, 0)
-    return Pair(info, tokenizer, tiny.full(), [opened(MADE[family](), folder)], FixedPolicy(2))
+    return pair_with(tiny.model_of("full"), [opened(MADE[family](), folder)], 2)
 
 
 @pytest.mark.parametrize("family", ["dflash", "eagle3", "peagle"])
@@ -325,8 +320,6 @@ def test_refusals(family, changes, kind, text, tmp_path):
 @pytest.mark.parametrize(("kind", "missing"), [("rwkv7", "embedding"), ("plamo2", "last hidden state")])
 def test_a_drafter_of_a_target_whose_parts_are_not_known_is_refused_at_load(kind: str, missing: str) -> None:
     """With a fixed draft length nothing is measured, so the first answer would raise it."""
-    source, info = random_sources.mtp(128, 256), PairInfo("tiny", "mtp", 256, None, 0, 0)
-    model, policies = tiny_configs.tiny_model(kind, 0.2), FixedPolicy(3, names=source.names)
-    pair = Pair(info, Tokenizer(TOKENIZER, None, ()), model, [source], policies)
+    pair = pair_with(tiny_configs.tiny_model(kind, 0.2), [random_sources.mtp(128, 256)], 3)
     with pytest.raises(Mismatch, match=f"the {missing} of its target, which is not known for {kind}"):
         pair.check()

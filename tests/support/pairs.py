@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,26 @@ def make_pair(
     kind: str, drafter: str = "same", *, K: int = 4, eos: tuple[int, ...] = (), context: int | None = None
 ) -> Pair:
     """A pair of tiny models. The drafter "same" is the target itself, so that most drafts are accepted."""
-    model = MODELS[kind]
+    model, kv_bits = MODELS[kind], 8 if kind == "quantized" else None
     tokenizer = Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), eos)
-    facts = PairInfo("tiny", drafter, tiny.VOCAB, context, 0, 0)
-    kv_bits = 8 if kind == "quantized" else None
-    drafters = sources(drafter, model)
+    return pair_with(model, sources(drafter, model), K, tokenizer, context=context, kv_bits=kv_bits)
+
+
+def pair_with(
+    model: nn.Module,
+    drafters: Sequence[DrafterSource],
+    K: int,
+    tokenizer: Tokenizer | None = None,
+    *,
+    context: int | None = None,
+    kv_bits: int | None = None,
+) -> Pair:
+    """A pair of a model of 256 tokens and drafters, which draft K tokens."""
     names = [name for source in drafters for name in source.names]
-    return Pair(facts, tokenizer, model, drafters, FixedPolicy(K if names else 0, names=names), kv_bits)
+    facts = PairInfo("tiny", ", ".join(names) or None, tiny.VOCAB, context, 0, 0)
+    tokenizer = tokenizer or Tokenizer(TOKENIZER, ChatTemplate(TEMPLATE, {}), ())
+    policy = FixedPolicy(K if names else 0, names=names)
+    return Pair(facts, tokenizer, model, list(drafters), policy, kv_bits)
 
 
 def sources(drafter: str, model: nn.Module) -> list[DrafterSource]:
