@@ -59,6 +59,7 @@ export class Chats {
     const entry = element("li", {}, title, menu);
     const exports = Object.entries(FILES).map(([name, file]) => button(`Export ${name}`, () => this.#export(record, file)));
     menu.append(element("div", {}, button("Rename", () => this.#rename(record, entry)), ...exports,
+      element("small", {}, "Import reads JSON again."),
       button("Delete", () => this.#delete(record))));
     menu.addEventListener("click", ({ target }) => { if (target.closest("button")) menu.open = false; });
     return entry;

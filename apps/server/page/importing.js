@@ -47,7 +47,7 @@ export async function importFile(file) {
     given = null;
   }
   const exchanges = list(given?.exchanges).filter((one) => typeof one?.id === "string");
-  if (!exchanges.length) throw new Error(`${file.name} is not a conversation that this page exported as JSON`);
+  if (!exchanges.length) throw new Error(`${file.name} is not a conversation that this page exported as JSON; Markdown is only to read`);
   exchanges.sort((a, b) => (a.id < b.id ? -1 : 1)); // by age
   const ids = new Map(exchanges.map(({ id }) => [id, newId()]));
   const record = {
