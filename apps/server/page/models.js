@@ -115,7 +115,8 @@ export class ModelsDialog {
   async #fetch(name) {
     const plan = await this.#act("plan", name);
     if (!plan) return;
-    const question = `Fetch ${bytes(plan.missing)} for ${name}? ${bytes(plan.free)} are free on this disk.`;
+    const size = known(plan.missing) ? `${bytes(plan.missing)} for ` : "";
+    const question = `Fetch ${size}${name}? ${bytes(plan.free)} are free on this disk.`;
     if (!await this.#ask(question, "Fetch")) return;
     if (await this.#act("fetch", name)) await this.#read();
   }

@@ -7,9 +7,12 @@ name in a request is looked up among the models on the disk and in the catalogue
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +36,7 @@ from mlx_spec.hub.names import PREFIX, cache_folder
 from mlx_spec.sampling import Sampling
 
 from ... import listing, roofline
+from ...models import smollm2_bytes
 from ..engine.answers import Event, Failed
 from ..engine.engine_thread import EngineThread
 from ..errors import Failure, invalid
@@ -57,10 +61,12 @@ class Fetch:
     state: Literal["running", "done", "failed", "stopped"] = "running"
     problem: str | None = None
     process: subprocess.Popen[str] | None = field(default=None, repr=False)
+    folder: Path | None = None  # where pip writes while it downloads a package
 
     def json(self) -> dict[str, Any]:
         """Return its progress."""
         folders = [cache_folder() / (PREFIX + name.replace("/", "--")) for name in self.repositories]
+        folders += [] if self.folder is None else [self.folder]
         done = min(sum(map(disk_size, folders)), self.total)
         facts = {"name": self.name, "state": self.state, "problem": self.problem}
         return facts | {"bytes": self.total if self.state == "done" else done, "total": self.total}
@@ -196,11 +202,19 @@ class Shelf:
         self._engine.submit(request, send)
 
     def plan(self, name: str) -> dict[str, Any]:
-        """Return what a download would take. Asks the Hub. Raises NotFound."""
+        """Return what a download would take; `missing` is None if it is not known. Asks the Hub.
+
+        Raises NotFound.
+        """
+        facts = {"name": name, "free": hub.free_bytes(cache_folder())}
+        if name == SMOLLM2:
+            size = smollm2_bytes()
+            return facts | {"missing": size, "total": size or 0}
         plans = [hub.plan(repository) for repository in self._wanted(name)]
-        missing = 98_000_000 if name == SMOLLM2 else sum(one.missing for one in plans)
-        total = sum(one.total for one in plans)
-        return {"name": name, "missing": missing, "total": total, "free": hub.free_bytes(cache_folder())}
+        return facts | {
+            "missing": sum(one.missing for one in plans),
+            "total": sum(one.total for one in plans),
+        }
 
     def fetch(self, name: str) -> None:
         """Begin a download, or go on with one that ended early."""
@@ -208,6 +222,7 @@ class Shelf:
         if (before := self._fetches.get(name)) is not None and before.state == "running":
             return
         fetch = self._fetches[name] = Fetch(name, wanted, int(self.plan(name)["total"]))
+        fetch.folder = None if wanted else Path(tempfile.mkdtemp(prefix="mlx_spec-"))
         fetch.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "mlx_spec", "pull", name],
             stdin=subprocess.DEVNULL,
@@ -215,6 +230,7 @@ class Shelf:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env=os.environ | ({} if fetch.folder is None else {"TMPDIR": str(fetch.folder)}),
         )
         threading.Thread(target=self._watch, args=(fetch,), name="mlx_spec fetching", daemon=True).start()
 
@@ -229,6 +245,8 @@ class Shelf:
             fetch.state = "done"
         elif fetch.state == "running":
             fetch.state, fetch.problem = "failed", last[:400]
+        if fetch.folder is not None:
+            shutil.rmtree(fetch.folder, ignore_errors=True)
         with self._lock:
             self._models = None
 
