@@ -311,6 +311,9 @@ class EarlierTexts(Protocol):
         """Return at most `count` tokens from a place on."""
 
 
+Copy = Callable[[], mx.array]  # makes a copy: it returns an array to evaluate
+
+
 class Observer(Protocol):
     """Reads the features of new tokens: a drafter, or a sequence for all its drafters."""
 
@@ -335,6 +338,12 @@ class Drafter(Observer, Protocol):
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a drafter of the same kind. This one must be new."""
+
+    def follow(self, origin: Drafter) -> list[Copy]:
+        """Refer no more to arrays of an origin that is in use, whose state this one has restored.
+
+        Returns what copies the rest later.
+        """
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         """Let a drafter that copies text copy these, too, in the next answer. Called before its prefill."""

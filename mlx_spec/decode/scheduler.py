@@ -196,12 +196,14 @@ class Batch:
         """Read a chunk of one prompt, or several short prompts in one pass.
 
         The shortest prompt is first, but every other time the oldest: short ones are quick, none starves.
+        Before all others a fork copies its rows: its origin may be another prompt's, which then waits.
         """
         if not self._reading:
             return
         self._oldest_reads = not self._oldest_reads and not self._is_deferred
         order = sorted(self._reading, key=lambda entry: entry.sequence.unread)
-        first = next(iter(self._reading)) if self._oldest_reads else order[0]
+        copying = (entry for entry in self._reading if entry.sequence.target.has_copies)
+        first = next(copying, next(iter(self._reading)) if self._oldest_reads else order[0])
         start = self._clock()
         entries = self._read_together(first, order)
         if not entries:

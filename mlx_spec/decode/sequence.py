@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Identity, Prompt, shared_prefix
-from mlx_spec.types import CacheState, Drafter, DraftLengthPolicy
+from mlx_spec.types import CacheState, Copy, Drafter, DraftLengthPolicy
 
 
 @dataclass
@@ -94,11 +93,11 @@ class CachedSequence:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
         return self.match(prompt)[1]
 
-    def fork_from(self, origin: CachedSequence, prompt: Prompt, *, at_once: bool) -> bool:
+    def fork_from(self, origin: CachedSequence, prompt: Prompt, *, in_use: bool) -> bool:
         """Copy what another sequence has of a prompt. This one must be new, with the same kinds of parts.
 
-        Rows are copied at the beginning of a prefill, or now if `at_once`, because the origin is in use: its
-        next pass would copy whole buffers that are still referenced. Returns False, and copies nothing, if a
+        Rows are copied in the first steps of a prefill. Those of an origin that is `in_use` are not
+        referenced before: its next pass would copy whole buffers. Returns False, and copies nothing, if a
         drafter cannot save its caches.
         """
         try:
@@ -108,14 +107,9 @@ class CachedSequence:
         target, shared = self.parts.target, origin.shared(prompt)
         kept = target.fork_from(origin.parts.target, shared, len(prompt) - shared)
         self._identity = origin.identity[:kept]
-        if at_once:
-            states = [replace(s, arrays={n: mx.contiguous(a) for n, a in s.arrays.items()}) for s in states]
-            for state in states:
-                mx.eval(list(state.arrays.values()))
-        self._restore_drafters(states)
-        if at_once:
-            for array in target.copies():
-                mx.eval(array)
+        copies = self._restore_drafters(states, origin.parts.drafters if in_use else ())
+        if in_use:
+            target.follow(origin.parts.target, copies)
         return True
 
     def state(self) -> CacheState:
@@ -139,13 +133,19 @@ class CachedSequence:
             self.parts.drop_drafters(error)
             raise InvalidValue(f"a drafter failed and cannot be saved ({error})") from error
 
-    def _restore_drafters(self, states: Sequence[CacheState]) -> None:
-        """Let the drafters take over states. If one cannot, the next answer begins without them."""
+    def _restore_drafters(self, states: Sequence[CacheState], in_use: Sequence[Drafter] = ()) -> list[Copy]:
+        """Let the drafters take over states. If one cannot, the next answer begins without them.
+
+        Returns what copies the rows of those that are `in_use`.
+        """
         try:
             for drafter, state in zip(self.parts.drafters, states, strict=True):
                 drafter.restore(state)
+            pairs = zip(self.parts.drafters, in_use, strict=False)
+            return [copy for drafter, origin in pairs for copy in drafter.follow(origin)]
         except Exception as error:
             self.parts.drop_drafters(error)
+            return []
 
     def rewind_to_prefix(self, prompt: Prompt) -> int:
         """Forget all tokens after the common prefix with `prompt`. Return how many tokens are kept.

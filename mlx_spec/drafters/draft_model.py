@@ -24,7 +24,17 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import common_prefix
-from mlx_spec.types import CacheState, Draft, DraftingSampler, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import (
+    CacheState,
+    Copy,
+    Draft,
+    Drafter,
+    DraftingSampler,
+    Features,
+    FeatureSpec,
+    Sampler,
+    no_draft,
+)
 
 MAX_UNWRITTEN = 128  # tokens; `observe` writes more than these at once, so that no draft waits for them
 
@@ -97,6 +107,10 @@ class DraftModel(SequenceDrafter):
     def restore(self, state: CacheState) -> None:
         self._model.restore(state.part("model"))
         self._written = list(state.part("written").numbers["tokens"])
+
+    def follow(self, origin: Drafter) -> list[Copy]:
+        assert isinstance(origin, DraftModel)
+        return self._model.follow(origin._model)
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Keep the rows of accepted draft tokens, if `history` grew by those and one more token."""

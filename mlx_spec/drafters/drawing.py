@@ -13,6 +13,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.policy.costs import RoundCosts
 from mlx_spec.types import (
     CacheState,
+    Copy,
     Draft,
     Drafter,
     DraftingSampler,
@@ -42,6 +43,11 @@ class SequenceDrafter(Drafter):
 
     def restore(self, state: CacheState) -> None:
         """Do nothing: there are no caches."""
+
+    def follow(self, origin: Drafter) -> list[Copy]:
+        """Compute the caches: they are small, and restored rows were copied."""
+        mx.eval(list(self.state().arrays.values()))
+        return []
 
     def proposals(self) -> tuple[SequenceDrafter, ...]:
         """Return the drafters among which a policy chooses, each with its own belief: by default itself."""
@@ -76,6 +82,10 @@ class DrafterWrapper(SequenceDrafter):
 
     def restore(self, state: CacheState) -> None:
         self.inner.restore(state)
+
+    def follow(self, origin: Drafter) -> list[Copy]:
+        assert isinstance(origin, DrafterWrapper)
+        return self.inner.follow(origin.inner)
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         self.inner.copy_from(earlier)

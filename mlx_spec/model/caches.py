@@ -88,6 +88,11 @@ class Caches:
         return [layer for layer in self.layers if isinstance(layer, AttentionCache)]
 
     @property
+    def full(self) -> list[AttentionCache]:
+        """Return the caches that keep every position."""
+        return [cache for cache in self.attention if cache.columns.window is None]
+
+    @property
     def recurrent(self) -> list[RecurrentCache]:
         """Return the caches of recurrent layers."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentCache)]
@@ -274,8 +279,7 @@ class Caches:
 
     def full_rows(self, lane: int, size: int) -> list[list[mx.array]]:
         """Return the first `size` rows of a lane, by layer; of layers that keep every position."""
-        full = [cache for cache in self.attention if cache.columns.window is None]
-        return [[buffer[lane : lane + 1, :, :size] for buffer in cache.buffers] for cache in full]
+        return [[buffer[lane : lane + 1, :, :size] for buffer in cache.buffers] for cache in self.full]
 
     def fork(self, rows: Sequence[Sequence[mx.array]], place: RewindPoint, size: int, more: int) -> None:
         """Fill caches without tokens: `size` rows as `full_rows` gives them, windows and states of a place.
@@ -285,8 +289,7 @@ class Caches:
         count = capacity_for(size + more)
         if (columns := self._columns.get(None)) is not None:
             columns.count = count
-        full = [cache for cache in self.attention if cache.columns.window is None]
-        for cache, parts in zip(full, rows, strict=True):
+        for cache, parts in zip(self.full, rows, strict=True):
             free = [mx.zeros((*part.shape[:2], count - size, part.shape[3]), part.dtype) for part in parts]
             pairs = zip(parts, free, strict=True)
             cache.buffers = [mx.concatenate(list(pair), axis=2) for pair in pairs]

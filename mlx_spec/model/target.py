@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +27,7 @@ from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import Tree, TreeCacheView, model_obstacle, tree_of
 from mlx_spec.prompt import Places, Sight, Span
-from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
+from mlx_spec.types import CacheState, Copy, Features, FeatureSpec, KVRows
 
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a separate pass
 
@@ -56,6 +57,7 @@ class LMTarget:
         self._captures = captures_of(model, self._needs)
         self._eager = start_layers_early(decoder_of(model).layers)
         self.parts = parts_of(model)
+        self._followers = WeakSet[LMTarget]()  # forks that take rows from these caches one after the other
         self.forget()
         self._recurrent = bool(self._caches.recurrent)
         if self._needs.shared_kv and self._recurrent:
@@ -65,6 +67,7 @@ class LMTarget:
 
     def forget(self) -> None:
         """Hold no tokens, also after a pass that failed: what it wrote is not known."""
+        self.hold_rows()
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
         self._from_prompt = 0  # how many of the first tokens were written as a prompt
@@ -75,7 +78,7 @@ class LMTarget:
         self._checkpoints = RewindPoints()
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
-        self._copies: list[mx.array] = []  # rows of another target that are not copied yet
+        self._copies: list[Copy] = []  # rows of another target that are not copied yet
 
     @property
     def size(self) -> int:
@@ -233,6 +236,7 @@ class LMTarget:
 
     def trim(self) -> None:
         """Free buffers that no token needs, and rows that checkpoints have. `rewind` gives them back."""
+        self._refer()
         if self._caches.has_windows and not self._recurrent and self._checkpoints.parked is None:
             self._checkpoints.park(self._caches.drop_windows(self._checkpoints.blocks()))
         self._caches.trim()
@@ -281,6 +285,7 @@ class LMTarget:
         this target.
         """
         assert not self._uncommitted, "caches are detached after a commit"
+        self._refer()
         if self._replay.size:
             self._write_replay()
         self._batch_kv, self._lane = shared_kv, lane
@@ -339,6 +344,7 @@ class LMTarget:
         size, checkpoints = min(size, self._last_reusable), self._checkpoints
         if size < self._size or self._checkpoints.parked is not None:
             place, kept = self._place(size)
+            self.hold_rows(kept)
             if not kept:
                 self.forget()
             elif place is not None:
@@ -357,6 +363,7 @@ class LMTarget:
         The origin has the same model. It may be in use, and in a batch. This target must be new; it gets room
         for `more` tokens. Rows are copied by `copies`, or when they are needed.
         """
+        origin._refer()
         place, kept = origin._place(min(size, origin._last_reusable))
         if not kept:
             return 0
@@ -367,8 +374,45 @@ class LMTarget:
         self._replay = origin._replay[: kept - written]
         self._places = origin._places.before(kept)
         self._checkpoints = origin._checkpoints.before(kept)
-        self._copies = self._caches.arrays()
+        self.compute_later(self._caches.arrays())
         return kept
+
+    def follow(self, origin: LMTarget, others: Iterable[Copy] = ()) -> list[Copy]:
+        """Let `copies` take the rows of a fork one array at a time from what its origin holds then.
+
+        The origin is in use: its next pass would copy whole buffers that are still referenced. Windows and
+        states are copied now. `copies` also makes the copies of `others`. Returns functions that copy.
+        """
+        self._copies, full = [], self._caches.full
+        mx.eval([cache.arrays() for cache in self._caches.layers if cache not in full])
+        for layer, cache in enumerate(full):
+            for number, made in enumerate(cache.buffers):
+                cache.buffers[number] = mx.zeros(made.shape, made.dtype)  # not computed: it counts bytes
+                self._copies.append(partial(self._followed, origin, layer, number))
+        if self._copies:
+            origin._followers.add(self)
+        self._copies += others  # those come first: until all are made, this target has copies
+        return [lambda: next(self.copies(), mx.array(0))] * len(self._copies)
+
+    def _followed(self, origin: LMTarget, layer: int, number: int) -> mx.array:
+        """Return a buffer with the rows that the origin has now, not computed."""
+        caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
+        cache, size = self._caches.full[layer], self._caches.sizes[0]
+        rows = caches.full_rows(lane, size)[layer][number]
+        lanes, heads, count, dim = cache.buffers[number].shape
+        free = mx.zeros((lanes, heads, count - size, dim), rows.dtype)
+        cache.buffers[number] = mx.concatenate([rows, free], axis=2)
+        return cache.buffers[number]
+
+    def hold_rows(self, size: int = 0) -> None:
+        """Let forks refer to rows after the first `size` that they have not copied, before these are gone."""
+        for fork in [fork for fork in self._followers if fork._size > size]:
+            fork._refer()
+            self._followers.discard(fork)
+
+    def _refer(self) -> None:
+        """Refer to the rows of an origin that are not copied yet, before something else reads them."""
+        self._copies = [partial(_itself, copy()) for copy in self._copies]
 
     @property
     def has_copies(self) -> bool:
@@ -377,12 +421,12 @@ class LMTarget:
 
     def compute_later(self, arrays: Iterable[mx.array]) -> None:
         """Let `copies` yield these arrays, too: a restored state is read when it is computed."""
-        self._copies += arrays
+        self._copies += [partial(_itself, array) for array in arrays]
 
     def copies(self) -> Iterator[mx.array]:
         """Yield arrays to evaluate, so that nothing refers to their origin any more."""
         while self._copies:
-            yield self._copies.pop()
+            yield self._copies.pop()()
 
     def reach(self) -> list[tuple[int, int]]:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
@@ -414,6 +458,7 @@ class LMTarget:
 
     def state(self) -> CacheState:
         """Return the content of the caches ("@0") and of the checkpoints, all committed."""
+        self._refer()
         if (parked := self._checkpoints.parked) is not None:
             self._caches.restore(parked)
             self._checkpoints.park(None)
@@ -458,6 +503,7 @@ class LMTarget:
         padding: int = 0,
     ) -> mx.array:
         """Write tokens, those of `_replay` before them, and `padding` rows after them that are dropped."""
+        self._refer()
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
         before = rows.size - tokens.size
@@ -496,3 +542,7 @@ class LMTarget:
         if self._batch_kv is not None:
             return self._batch_kv()
         return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
+
+
+def _itself(array: mx.array) -> mx.array:
+    return array

@@ -131,6 +131,8 @@ class TargetBatch:
         If `read` tokens of a prompt were read, up to its end, it also keeps checkpoints.
         """
         origin, replay = self._origins[index], self._replays[index]
+        if not keep:
+            origin.hold_rows()
         self._origins[index], self._replays[index] = self._origins[-1], self._replays[-1]
         self._origins.pop()
         self._replays.pop()

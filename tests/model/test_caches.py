@@ -422,6 +422,69 @@ def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str, kv_bits: 
     assert kept[0] == kept[3] == 83 and max(kept[6:]) >= 58
 
 
+def addresses(caches: Caches) -> list[int]:
+    """Where the buffers of full attention lie in memory."""
+    buffers = [buffer for cache in caches.full for buffer in cache.buffers]
+    mx.eval(buffers)
+    return [np.asarray(buffer).__array_interface__["data"][0] for buffer in buffers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", ["goes on", "rewound", "forgotten", "in a batch", "left", "forked", "saved"])
+def test_a_fork_of_a_sequence_in_use_copies_in_steps(kind: str, end: str) -> None:
+    """Its origin goes on meanwhile, and no pass of it copies a buffer, because nothing refers to one."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
+    origin, neighbour, fork = (LMTarget(model) for _ in range(3))
+    batch = TargetBatch(model, FeatureSpec())
+    origin.prefill(prompt[:60])
+    origin.prefill(prompt[60:80])
+    kept = fork.fork_from(origin, 60, 40)
+    assert kept == 60
+    origin.verify(mx.array(prompt[80:83]))
+    origin.commit(2)
+    fork.follow(origin)
+    before, copies = addresses(origin.caches), fork.copies()
+    for token in prompt[82:86]:
+        mx.eval(next(copies, mx.array(0)))
+        mx.eval(origin.verify(mx.array([token])))
+        origin.commit(1)
+    assert addresses(origin.caches) == before
+    last, replaced = [*prompt[:86]], 86
+    if end == "rewound":
+        replaced = origin.rewind(30)
+    elif end == "forgotten":
+        origin.forget()
+        replaced = 0
+    elif end in ("in a batch", "left"):
+        neighbour.prefill(other)
+        batch.join(neighbour)
+        batch.join(origin)
+        if end == "left":
+            batch.leave(1, keep=False)
+    elif end == "forked":
+        second = LMTarget(model)
+        assert second.fork_from(fork, 60, 40) == 60
+        fork, copies = second, second.copies()
+    elif end == "saved":
+        second, fork_state = LMTarget(model), fork.state()
+        second.restore(fork_state)
+        fork, copies = second, second.copies()
+    if end in ("rewound", "forgotten"):
+        origin.prefill(other)
+        last[replaced:] = other
+    for array in copies:
+        mx.eval(array)
+    fork.prefill(other[:-1])
+    fresh, whole = LMTarget(model), LMTarget(model)
+    fresh.prefill((prompt[:60] + other)[:-1])
+    assert_same_logits(fork, fresh, other[-1])
+    if end == "in a batch":
+        batch.leave(1, keep=True)
+    if end != "left":
+        whole.prefill(last)
+        assert_same_logits(origin, whole, 5)
+
+
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent", "full"])
 def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     """Where it was told to, at its end and at an end of a chunk. Long answers and saved states keep them."""

@@ -259,7 +259,7 @@ class PrefixCache:
         if self._drop(excess, many, worth, but=best):
             started = time.perf_counter()
             fork = CachedSequence(self.open())
-            if fork.fork_from(best.sequence, prompt, at_once=best.is_lent):
+            if fork.fork_from(best.sequence, prompt, in_use=best.is_lent):
                 self.counters.forks += 1
                 self.counters.fork_bytes += fork.nbytes
                 self.counters.fork_seconds += time.perf_counter() - started
