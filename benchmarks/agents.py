@@ -228,7 +228,8 @@ def serve_script(settings: Any, rest: list[str]) -> None:
     def begin(self: Any, sequence: Any, prompt: Any, answer: Any) -> None:
         begun(self, sequence, prompt, answer)
         text = tokenizer.decode_raw(list(prompt.tokens))
-        thinking = "Short.\n</think>\n\n" if text.rstrip().endswith("<think>") else ""
+        closed = {"<think>": "Short.\n</think>\n\n", "<|channel>thought": "Short.\n<channel|>"}
+        thinking = next((end for mark, end in closed.items() if text.rstrip().endswith(mark)), "")
         tokens = [*tokenizer.encode(thinking + answer_to(text)), min(tokenizer.eos)]
         sequence.parts.target.script = dict(enumerate(tokens, len(prompt) - 1))
         line = {"tokens": list(prompt.tokens), "reused": self.statistics.reused_tokens, "answer": tokens}

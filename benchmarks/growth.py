@@ -2,13 +2,16 @@
 
 Each row does one piece of work at several sizes. Its exponent is the slope of log time over log size: 1 is
 linear, and 0 is the same at each size. "a turn" is the prompt of a conversation whose earlier turns were
-prompts before: render, check, tokenize. "reading" hands a prompt to two drafters in chunks of 8 tokens, as
-beside running answers. "grammar" makes the calls of a drafted round after an answer of that length. The exit
-status is 1 if an exponent is above 1.2, because sizes are small and times noisy.
+prompts before: render, check, tokenize. "a request" is the same from the body of a request on: JSON, its
+fields, prompt, identity, and the choice among 8 conversations. "choosing" is that choice alone. "reading"
+hands a prompt to two drafters in chunks of 8 tokens, as beside running answers. "grammar" makes the calls of
+a drafted round after an answer of that length. The exit status is 1 if an exponent is above 1.2, because
+sizes are small and times noisy.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
@@ -20,13 +23,17 @@ import numpy as np
 from timing import finish, parser, table
 
 from mlx_spec import demo, load
+from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
+from mlx_spec.apps.server.protocols import openai_chat
+from mlx_spec.apps.server.requests.request import Chat
+from mlx_spec.apps.server.tools.prompts import chat_prompt
 from mlx_spec.decode import running
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub import catalog
 from mlx_spec.hub.inspect import inspect_folder
 from mlx_spec.hub.local import LocalModel, partners
-from mlx_spec.prompt import text_prompt
+from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.tokenizer import Tokenizer, common_prefix
 from mlx_spec.types import Features
 from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
@@ -43,6 +50,8 @@ def main() -> None:
     most = 2 if settings.quick else 4
     rows: dict[str, tuple[Sequence[int], Callable[[int], Work]]] = {
         "a turn, by turns": ((10, 100, 1000, 2000), lambda n: a_turn(pair.tokenizer, n)),
+        "a request, by turns": ((10, 100, 1000, 2000), lambda n: a_request(pair, n)),
+        "choosing among 8, by tokens": ((1024, 4096, 16384, 32768), lambda n: choosing(pair, n)),
         "reading, by tokens": ((1024, 4096, 16384, 32768), lambda n: reading(draw, n)),
         "lookup's tables, by tokens": ((1024, 4096, 16384, 65536), lambda n: lookup(draw, n)),
         "grammar, by tokens": ((100, 1000, 10000, 32000), lambda n: grammar(pair, n)),
@@ -96,6 +105,44 @@ def a_turn(tokenizer: Tokenizer, turns: int) -> Work:
 
     turn()
     return turn
+
+
+def a_request(pair: Any, turns: int) -> Work:
+    """Return work that reads the body of a request that adds a turn, and chooses a sequence for it."""
+    said = [{"role": ("user", "assistant")[i % 2], "content": f"{i} some words"} for i in range(2 * turns)]
+    messages, cache = [*said, {"role": "user", "content": "And now?"}], None
+
+    def request() -> Prompt:
+        body = json.dumps({"messages": messages, "model": "demo", "stream": True})
+        parsed = openai_chat.parse(openai_chat.ChatBody.model_validate(json.loads(body)), "demo")
+        assert isinstance(parsed.prompt, Chat)
+        prompt = chat_prompt(parsed.prompt, pair.tokenizer, "demo")
+        assert prompt.identity.size and (cache is None or cache.matches(prompt)[-1].shared > 0)
+        messages.extend([{"role": "assistant", "content": "Well."}, {"role": "user", "content": "And now?"}])
+        return prompt
+
+    cache = held(pair, request().tokens)
+    return request
+
+
+def held(pair: Any, tokens: Sequence[int]) -> PrefixCache:
+    """Return a cache with 8 conversations that begin alike. Their rows were never written."""
+    cache = PrefixCache(pair.open, 8, lambda: 10**12)
+    for i in range(8):
+        sequence = cache.take(text_prompt([i]))
+        size = len(tokens) * (i + 1) // 8
+        sequence.rewind_to_prefix(text_prompt([*tokens[:size], *(t + 1 for t in tokens[size:])]))
+        sequence.parts.target.count(len(tokens))
+        cache.give_back(sequence)
+    return cache
+
+
+def choosing(pair: Any, tokens: int) -> Work:
+    """Return work that finds what 8 conversations of so many tokens have of a prompt."""
+    prompt = text_prompt(random.Random(1).choices(range(VOCAB), k=tokens))
+    cache = held(pair, prompt.tokens)
+    assert prompt.identity.size == tokens  # the preparing thread makes it
+    return lambda: cache.matches(prompt)
 
 
 class CountedTarget:

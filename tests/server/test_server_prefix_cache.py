@@ -29,7 +29,7 @@ def cache_of(pair: Pair, count: int = 4, limit: int = 10**9) -> PrefixCache:
 
 def served(pair: Pair, cache: PrefixCache, prompt: Sequence[int], count: int = 4) -> CachedSequence:
     """A prompt that was answered."""
-    prompt = prompt if isinstance(prompt, Prompt) else text_prompt(prompt)
+    prompt = prompt if isinstance(prompt, Prompt) else text_prompt(map(int, prompt))
     sequence = cache.take(prompt)
     generate(pair, sequence, prompt, count)
     cache.give_back(sequence)
