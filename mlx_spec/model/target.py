@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import cast
-from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +12,7 @@ import mlx.nn as nn
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.checkpoints import RewindPoint, RewindPoints, cuts
+from mlx_spec.model.fork_rows import ForkRows, Lane
 from mlx_spec.model.hooks import (
     SharedKV,
     captures_of,
@@ -27,14 +27,12 @@ from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import Tree, TreeCacheView, model_obstacle, tree_of
 from mlx_spec.prompt import Places, Sight, Span
-from mlx_spec.types import CacheState, Copy, Features, FeatureSpec, KVRows
+from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a separate pass
 
-Lane = Callable[[], tuple[Caches, int]]
 
-
-class LMTarget:
+class LMTarget(ForkRows):
     """A language model, its caches and the tokens they hold, for one sequence.
 
     The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`):
@@ -57,7 +55,7 @@ class LMTarget:
         self._captures = captures_of(model, self._needs)
         self._eager = start_layers_early(decoder_of(model).layers)
         self.parts = parts_of(model)
-        self._followers = WeakSet[LMTarget]()  # forks that take rows from these caches one after the other
+        super().__init__()
         self.forget()
         self._recurrent = bool(self._caches.recurrent)
         if self._needs.shared_kv and self._recurrent:
@@ -77,8 +75,8 @@ class LMTarget:
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
         self._checkpoints = RewindPoints()
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
-        self._lane: Lane | None = None  # returns the batch's caches and the lane, while it has them
-        self._copies: list[Copy] = []  # rows of another target that are not copied yet
+        self._lane = None  # returns the batch's caches and the lane, while it has them
+        self._copies = []
 
     @property
     def size(self) -> int:
@@ -377,57 +375,6 @@ class LMTarget:
         self.compute_later(self._caches.arrays())
         return kept
 
-    def follow(self, origin: LMTarget, others: Iterable[Copy] = ()) -> list[Copy]:
-        """Let `copies` take the rows of a fork one array at a time from what its origin holds then.
-
-        The origin is in use: its next pass would copy whole buffers that are still referenced. Windows and
-        states are copied now. `copies` also makes the copies of `others`. Returns functions that copy.
-        """
-        self._copies, full = [], self._caches.full
-        mx.eval([cache.arrays() for cache in self._caches.layers if cache not in full])
-        for layer, cache in enumerate(full):
-            for number, made in enumerate(cache.buffers):
-                cache.buffers[number] = mx.zeros(made.shape, made.dtype)  # not computed: it counts bytes
-                self._copies.append(partial(self._followed, origin, layer, number))
-        if self._copies:
-            origin._followers.add(self)
-        self._copies += others  # those come first: until all are made, this target has copies
-        return [lambda: next(self.copies(), mx.array(0))] * len(self._copies)
-
-    def _followed(self, origin: LMTarget, layer: int, number: int) -> mx.array:
-        """Return a buffer with the rows that the origin has now, not computed."""
-        caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
-        cache, size = self._caches.full[layer], self._caches.sizes[0]
-        rows = caches.full_rows(lane, size)[layer][number]
-        lanes, heads, count, dim = cache.buffers[number].shape
-        free = mx.zeros((lanes, heads, count - size, dim), rows.dtype)
-        cache.buffers[number] = mx.concatenate([rows, free], axis=2)
-        return cache.buffers[number]
-
-    def hold_rows(self, size: int = 0) -> None:
-        """Let forks refer to rows after the first `size` that they have not copied, before these are gone."""
-        for fork in [fork for fork in self._followers if fork._size > size]:
-            fork._refer()
-            self._followers.discard(fork)
-
-    def _refer(self) -> None:
-        """Refer to the rows of an origin that are not copied yet, before something else reads them."""
-        self._copies = [partial(_itself, copy()) for copy in self._copies]
-
-    @property
-    def has_copies(self) -> bool:
-        """Return True if rows of the origin of a fork are still to be copied."""
-        return bool(self._copies)
-
-    def compute_later(self, arrays: Iterable[mx.array]) -> None:
-        """Let `copies` yield these arrays, too: a restored state is read when it is computed."""
-        self._copies += [partial(_itself, array) for array in arrays]
-
-    def copies(self) -> Iterator[mx.array]:
-        """Yield arrays to evaluate, so that nothing refers to their origin any more."""
-        while self._copies:
-            yield self._copies.pop()()
-
     def reach(self) -> list[tuple[int, int]]:
         """Return the ranges of sizes, both ends included, that `rewind` can return to."""
         last = self._last_reusable
@@ -542,7 +489,3 @@ class LMTarget:
         if self._batch_kv is not None:
             return self._batch_kv()
         return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
-
-
-def _itself(array: mx.array) -> mx.array:
-    return array
