@@ -342,7 +342,7 @@ class Drafter(Observer, Protocol):
     def follow(self, origin: Drafter) -> list[Copy]:
         """Refer no more to arrays of an origin that is in use, whose state this one has restored.
 
-        Returns what copies the rest later.
+        Returns what copies the rest later; nothing if computing the state ends the copies.
         """
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:

@@ -51,6 +51,7 @@ SYNCS = {
     "mlx_spec/decode/round.py": "the one copy to the host that decides a round",
     "mlx_spec/decode/running.py": "ends each step of the rows of a span that is not text, or of a copy",
     "mlx_spec/decode/sequence.py": "ends the copy of caches before their sequence decodes on",
+    "mlx_spec/model/fork_rows.py": "ends the copies of windows and states of a sequence in use",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
     "mlx_spec/model/checkpoints.py": "ends the copies of windows before the next pass writes into them",
     "mlx_spec/model/row_bits.py": "compares bits once on a device",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_spec.errors import InvalidValue
@@ -141,8 +142,12 @@ class CachedSequence:
         try:
             for drafter, state in zip(self.parts.drafters, states, strict=True):
                 drafter.restore(state)
-            pairs = zip(self.parts.drafters, in_use, strict=False)
-            return [copy for drafter, origin in pairs for copy in drafter.follow(origin)]
+            copies = list[Copy]()
+            for drafter, origin in zip(self.parts.drafters, in_use, strict=False):
+                copies += (later := drafter.follow(origin))
+                if not later:
+                    mx.eval(list(drafter.state().arrays.values()))
+            return copies
         except Exception as error:
             self.parts.drop_drafters(error)
             return []
