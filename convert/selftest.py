@@ -66,7 +66,6 @@ def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
 
 
 def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    """Compare the files with the source, tensor by tensor."""
     model = convert_target(plan.target, None, plan.dtype)
     result = {TARGET: compare(read_checkpoint(plan.folder / TARGET), model.tensors, progress)}
     if plan.drafter is not None:
@@ -76,7 +75,6 @@ def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
 
 
 def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    """Compare logits and perplexity with the original's."""
     tokens = texts(plan.target.checkpoint)
     progress.stage("computing the original on built-in texts")
     original, expected = measure(plan.target.checkpoint, plan.reference_dtype(), tokens)

@@ -220,7 +220,6 @@ def _nextn_of(config: Config, names: Collection[str]) -> str | None:
 def _convert_nextn(
     name: str, title: str, origin: str, tensors: Tensors, config: Config, target: Config
 ) -> Converted:
-    """Convert a head that is one more layer of the target."""
     text = text_config(config)
     if text.get("index_n_heads"):
         raise BadCheckpoint(

@@ -364,7 +364,6 @@ def _report(
 def _write(
     folder: Path, network: AssistantNetwork, config: Mapping[str, Any], report: Mapping[str, Any]
 ) -> None:
-    """Write the drafter in bfloat16, and its report."""
     network.sort_table(by_token=True)
     tensors = {
         name: array.astype(mx.bfloat16) if mx.issubdtype(array.dtype, mx.floating) else array
