@@ -35,11 +35,12 @@ from mlx_spec.errors import InvalidValue
 
 from . import page
 from .connection import Connection
+from .engine import answers
 from .engine.engine_thread import EngineThread
 from .engine.metrics import RequestCounter
 from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
 from .errors import LOG, Failure
-from .http import answer, answer_error
+from .http import Api, answer, answer_error
 from .page import race, shelf
 from .ports import is_answered
 from .protocols import (
@@ -84,13 +85,15 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     store = stored_responses.ResponseStore(settings.store)
-    apis = {
+    apis: dict[str, Api] = {
         "/v1/chat/completions": openai_chat.API,
         "/v1/completions": openai_completions.API,
         "/v1/messages": anthropic_messages.API,
         "/infill": openai_completions.INFILL_API,
         "/race": race.API,
     }
+    # By the beginnings of the paths whose failures they write.
+    app.state.apis = {**apis, "/v1/responses": openai_chat.API}
     for path, api in apis.items():
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(path, endpoint, methods=["POST"])
@@ -125,7 +128,7 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
 
     def model(http_request: Request) -> Response:
         name = http_request.path_params["name"]
-        return JSONResponse(_model_json(name, ollama.find_card(engine, engine.resolve(name))))
+        return JSONResponse(_model_json(name, engine.card(engine.resolve(name))))
 
     async def health(_: Request) -> Response:
         status = engine.status()
@@ -153,7 +156,7 @@ def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
     """Return a model as OpenAI's and Anthropic's clients read it."""
     own = ("name", "aliases", "template")
     facts = {key: value for key, value in vars(card).items() if key not in own}
-    facts |= {"type": "model", "display_name": name, "created_at": ollama.timestamp(card.created)}
+    facts |= {"type": "model", "display_name": name, "created_at": answers.timestamp(card.created)}
     facts |= {"max_input_tokens": card.context_length}
     return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
 

@@ -1,4 +1,4 @@
-"""Failures of requests, the error objects of OpenAI and Anthropic, and the log."""
+"""Failures of requests, OpenAI's error object, and the log."""
 
 from __future__ import annotations
 
@@ -38,23 +38,6 @@ class Failure(Exception):
         """Return OpenAI's error object, always with all four keys."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
-
-
-def anthropic_body(failure: Failure) -> dict[str, Any]:
-    """Return Anthropic's error object: the body of a response, or of an `error` event."""
-    default = "invalid_request_error" if failure.status < 500 else "api_error"
-    types = {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-    }
-    kind = types.get(failure.status, default)
-    details = {} if failure.details is None else {"details": dict(failure.details)}
-    return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> Failure:

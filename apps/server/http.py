@@ -35,13 +35,12 @@ from starlette.types import Receive, Scope, Send
 from .engine.answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine.engine_thread import EngineThread
 from .engine.job import Job
-from .errors import LOG, Failure, anthropic_body, hung_up, internal_error
+from .errors import LOG, Failure, hung_up, internal_error
 from .requests.parameters import OpenFields, check_unknown
 from .requests.parsing import check_limits, read_body
 from .requests.request import GenerationRequest
 from .settings import Settings
 
-OLLAMA_PATH = "/api/"  # below it, errors are Ollama's
 # Beginnings of paths of other servers -> what the error says.
 NOT_HERE = {
     "/v1/embeddings": "there are no embeddings here",
@@ -161,9 +160,14 @@ async def read_events(
 # --- answers
 
 
+def openai_error(failure: Failure) -> Response:
+    """Return a failure as OpenAI's clients read it."""
+    return JSONResponse(failure.body, failure.status)
+
+
 @dataclass(frozen=True)
 class Api:
-    """A protocol: the form of its bodies, how to read one, and how to write an answer."""
+    """A protocol: the form of its bodies, how to read one, and how to write an answer or a failure."""
 
     body: type[Any]
     parse: Callable[[Any, str], GenerationRequest]  # raises Failure (400) that names the field
@@ -172,6 +176,8 @@ class Api:
     checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # objects with parameters to check
     is_done: Callable[[GenerationRequest], bool] = lambda request: False  # the engine has nothing to do
     job: type[Job] = Job  # the class that answers a request
+    error: Callable[[Failure], Response] = openai_error  # of a request whose response has not begun
+    header: str = ""  # that all clients of the protocol send
 
 
 async def answer(http_request: Request, *, engine: EngineThread, settings: Settings, api: Api) -> Response:
@@ -299,21 +305,15 @@ async def _disconnected(receive: Receive) -> None:
 # --- failures
 
 
-def error_response(path: str, headers: Headers, failure: Failure) -> Response:
+def error_response(scope: Scope, failure: Failure) -> Response:
     """Return the response to a request that failed before its response began.
 
-    Its form follows the path, and on paths that protocols share, such as /v1/models, the client.
+    Its protocol follows the path, and on paths that protocols share, such as /v1/models, the client.
     """
-    openai_paths = ("/v1/chat/", "/v1/completions", "/v1/responses", "/infill", "/race")
-    is_shared = not path.startswith((OLLAMA_PATH, *openai_paths))
-    # All clients of Anthropic's API send this header.
-    if path.startswith("/v1/messages") or (is_shared and "anthropic-version" in headers):
-        status = 529 if failure.status == 503 else failure.status  # Anthropic's status for an overload
-        response = JSONResponse(anthropic_body(failure), status)
-    elif path.startswith(OLLAMA_PATH):
-        response = JSONResponse({"error": failure.message}, failure.status)
-    else:
-        response = JSONResponse(failure.body, failure.status)
+    apis: Mapping[str, Api] = scope["app"].state.apis
+    fitting = [api for start, api in apis.items() if scope["path"].startswith(start)]
+    fitting += [api for api in apis.values() if api.header in Headers(scope=scope)]
+    response = fitting[0].error(failure) if fitting else openai_error(failure)
     if failure.retry_after is not None:
         response.headers["retry-after"] = str(failure.retry_after)
     if failure.status == 401:
@@ -335,10 +335,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """
     path, headers = request.url.path, request.headers
     if isinstance(error, Failure):
-        return error_response(path, headers, error)
+        return error_response(request.scope, error)
     if not isinstance(error, HTTPException):
         LOG.error("a request failed", exc_info=error)
-        return error_response(path, headers, internal_error())
+        return error_response(request.scope, internal_error())
     message, code = str(error.detail), None
     shown = path[:128]  # a client may send a path of any length
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
@@ -348,6 +348,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
         message, code = f"there is nothing at {shown}{why}", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{request.method} is not for {shown}{why}", "method_not_allowed"
-    response = error_response(path, headers, Failure(error.status_code, message, code=code))
+    response = error_response(request.scope, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -141,7 +141,7 @@ class Guards:
             if length.isdecimal():  # a body that is too large is not even read
                 self._check_size(int(length))
         except Failure as failure:
-            await error_response(scope["path"], headers, failure)(scope, receive, send)
+            await error_response(scope, failure)(scope, receive, send)
             return
         read, is_whole, began = 0, False, asyncio.get_running_loop().time()
         slowest = 10_000  # bytes a second of a body that may take longer than the timeout

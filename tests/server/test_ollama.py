@@ -29,10 +29,9 @@ from support.waiting import wait_until
 
 from mlx_spec.apps.server import http
 from mlx_spec.apps.server.engine import engine_thread
-from mlx_spec.apps.server.engine.answers import Finished, RoundDone
+from mlx_spec.apps.server.engine.answers import Finished, RoundDone, timestamp
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import ModelCard
-from mlx_spec.apps.server.protocols.ollama import timestamp
 from mlx_spec.apps.server.requests.parameters import parse_duration
 from mlx_spec.apps.server.requests.request import (
     Chat,

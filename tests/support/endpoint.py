@@ -192,6 +192,9 @@ class Stub:
     def count_tokens(self, request: GenerationRequest) -> int:
         return 7
 
+    def card(self, name: str) -> Any:
+        return next(card for card in self.models() if card.name == name)
+
     def models(self) -> tuple[ModelCard, ...]:
         return (ModelCard("demo", ("alias",), 1_700_000_000, loaded=True, context_length=64),)
 

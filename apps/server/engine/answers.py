@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from mlx_spec.decode.statistics import Statistics
@@ -199,6 +200,7 @@ class BlockWriter(ABC):
     """
 
     def __init__(self) -> None:
+        self.body: dict[str, Any] = {}  # of a response without a stream; it grows with the events
         self.blocks: list[dict[str, Any]] = []
         self._open: Literal["answer", "thinking"] | None = None  # kind of the last block while it is open
 
@@ -217,6 +219,17 @@ class BlockWriter(ABC):
     @abstractmethod
     def ended(self, block: dict[str, Any], *, is_cut: bool) -> Iterator[dict[str, Any]]:
         """Yield the protocol's events for the end of a block; `is_cut` if the answer ended within it."""
+
+    @abstractmethod
+    def read(self, event: Event | None) -> Iterator[dict[str, Any]]:
+        """Yield the protocol's events for one of ours, or for silence."""
+
+    def whole(self, events: list[Event]) -> dict[str, Any]:
+        """Return the body of a response without a stream."""
+        for event in events:
+            for _ in self.read(event):
+                pass
+        return self.body
 
     def write(self, event: TextDelta | ToolCall) -> Iterator[dict[str, Any]]:
         """Add text to the open block of the same kind, or to a new block. A call is a whole block."""
@@ -315,6 +328,13 @@ def finite(logprob: float) -> float:
     """Return a logprob as a finite number, which JSON can express."""
     min_logprob = -9999.0  # stands for minus infinity, which JSON does not have; OpenAI's own value
     return logprob if math.isfinite(logprob) else min_logprob
+
+
+def timestamp(seconds: float) -> str:
+    """Return seconds since 1970 in the form of RFC 3339; later times than dates can hold as the last date."""
+    last = datetime.max.replace(tzinfo=UTC)
+    when = last if seconds >= last.timestamp() else datetime.fromtimestamp(seconds, UTC)
+    return when.isoformat().replace("+00:00", "Z")
 
 
 def _token_json(token: TokenLogprob) -> dict[str, Any]:

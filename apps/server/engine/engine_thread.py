@@ -107,6 +107,10 @@ class EngineThread:
         """Return all models, loaded or not."""
         return self._models.cards()
 
+    def card(self, name: str) -> ModelCard:
+        """Return the card of a resolved name."""
+        return next(card for card in self.models() if card.name == name)
+
     def served(self, name: str) -> ServedModel:
         """Return how a model is loaded and kept."""
         return self._models.served(name)

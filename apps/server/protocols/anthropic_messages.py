@@ -18,7 +18,7 @@ from mlx_spec.vision.pictures import from_base64
 
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
-from ..errors import Failure, anthropic_body, invalid, unsupported
+from ..errors import Failure, invalid, unsupported
 from ..http import Api, Json, named_event
 from ..requests import parameters, parsing
 from ..requests.conversation import ConversationBuilder
@@ -255,28 +255,21 @@ class MessageWriter(answers.BlockWriter):
         self._show_thinking = body.thinking is None or body.thinking.display != "omitted"
         head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": request.model}
         end = {"stop_reason": None, "stop_sequence": None}
-        self._message: Json = {**head, "content": self.blocks, **end, "usage": {}}
-        self._message |= answers.notes_json(request.notes)
+        self.body = {**head, "content": self.blocks, **end, "usage": {}}
+        self.body |= answers.notes_json(request.notes)
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         return (named_event(content["type"], content) for content in self.read(event))
 
-    def whole(self, events: list[answers.Event]) -> Json:
-        for event in events:
-            for _ in self.read(event):
-                pass
-        return self._message
-
     def read(self, event: answers.Event | None) -> Iterator[Json]:
-        """Yield the protocol's events for one of ours, or for silence."""
-        if not self._message["usage"] and not isinstance(event, answers.Failed):  # the message has not begun
+        if not self.body["usage"] and not isinstance(event, answers.Failed):  # the message has not begun
             match event:
                 case answers.PromptRead(total, cached) | answers.PromptProgress(total, cached):
                     usage = answers.Usage(total, cached, 0, 0)
                 case _:
                     usage = answers.Usage(0, 0, 0, 0)
-            self._message["usage"] = _usage_json(usage)
-            yield {"type": "message_start", "message": {**self._message, "content": []}}
+            self.body["usage"] = _usage_json(usage)
+            yield {"type": "message_start", "message": {**self.body, "content": []}}
         match event:
             case None:
                 yield {"type": "ping"}
@@ -290,11 +283,11 @@ class MessageWriter(answers.BlockWriter):
                 yield from self.close()
                 stop_reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
                 reason = "stop_sequence" if event.stop is not None else stop_reasons[event.reason]
-                self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
+                self.body |= {"stop_reason": reason, "stop_sequence": event.stop}
             case answers.Finished():
                 yield from self._finish(event)
             case answers.Failed(failure=failure):
-                yield anthropic_body(failure)
+                yield error_json(failure)
 
     def new_block(self, begins: answers.TextDelta | answers.ToolCall) -> Json:
         if isinstance(begins, answers.ToolCall):
@@ -326,12 +319,12 @@ class MessageWriter(answers.BlockWriter):
         return {"type": f"content_block_{name}", "index": len(self.blocks) - 1, **more}
 
     def _finish(self, event: answers.Finished) -> Iterator[Json]:
-        is_cut = self._message["stop_reason"] == "max_tokens"
+        is_cut = self.body["stop_reason"] == "max_tokens"
         if is_cut and event.usage.completion_tokens < self._max_tokens:
-            self._message["stop_reason"] = "model_context_window_exceeded"
+            self.body["stop_reason"] = "model_context_window_exceeded"
         measured = {"usage": _usage_json(event.usage), "timings": answers.timings_json(event.timings)}
-        self._message |= measured
-        end = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
+        self.body |= measured
+        end = {key: self.body[key] for key in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": end, **measured}
         yield {"type": "message_stop"}
 
@@ -348,4 +341,26 @@ def _usage_json(usage: answers.Usage) -> Json:
     }
 
 
-API = Api(MessagesBody, parse, MessageWriter)
+def error_json(failure: Failure) -> dict[str, Any]:
+    """Return Anthropic's error object: the body of a response, or of an `error` event."""
+    default = "invalid_request_error" if failure.status < 500 else "api_error"
+    types = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+    kind = types.get(failure.status, default)
+    details = {} if failure.details is None else {"details": dict(failure.details)}
+    return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}
+
+
+def _error(failure: Failure) -> Response:
+    status = 529 if failure.status == 503 else failure.status  # Anthropic's status for an overload
+    return JSONResponse(error_json(failure), status)
+
+
+API = Api(MessagesBody, parse, MessageWriter, error=_error, header="anthropic-version")

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,7 +25,7 @@ from ..engine import answers
 from ..engine.engine_thread import EngineThread
 from ..engine.models import LATEST, ModelCard, checkpoint_folders
 from ..errors import Failure, unsupported
-from ..http import OLLAMA_PATH, Api, Json, answer, json_line
+from ..http import Api, Json, answer, json_line
 from ..requests import parsing
 from ..requests.conversation import ConversationBuilder
 from ..requests.parameters import (
@@ -52,6 +51,7 @@ from .openai_chat import (
     parse_tool_use,
 )
 
+OLLAMA_PATH = "/api/"
 _inspect = lru_cache(inspect_checkpoint)
 
 
@@ -192,7 +192,7 @@ def _unloads(request: GenerationRequest) -> bool:
 
 def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
     """Return True if the model shall think; without `think` it does if it can, as in Ollama."""
-    can = find_card(engine, model).thinks
+    can = engine.card(model).thinks
     if body.think not in (None, True, False, "low", "medium", "high", "max"):
         raise unsupported("think: give true, false, or low, medium, high, max", "think")
     if body.think and can is False:
@@ -304,7 +304,7 @@ class LinesWriter:
             end = {"done": True, "done_reason": self._reason, **self._notes}
             end |= {} if self._is_chat else {"context": []}  # clients require it, and may send it back
             end |= {} if self._is_empty else self._measured(last)
-        return {"model": self._model, "created_at": timestamp(time.time()), **piece, **end}
+        return {"model": self._model, "created_at": answers.timestamp(time.time()), **piece, **end}
 
     def _measured(self, event: answers.Finished) -> Json:
         statistics = event.timings.statistics
@@ -328,16 +328,8 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def timestamp(seconds: float) -> str:
-    """Return seconds since 1970 as Ollama writes a time; later times than dates can hold as the last date."""
-    last = datetime.max.replace(tzinfo=UTC)
-    when = last if seconds >= last.timestamp() else datetime.fromtimestamp(seconds, UTC)
-    return when.isoformat().replace("+00:00", "Z")
-
-
-def find_card(engine: EngineThread, name: str) -> ModelCard:
-    """Return the card of a resolved name."""
-    return next(card for card in engine.models() if card.name == name)
+def _error(failure: Failure) -> Response:
+    return JSONResponse({"error": failure.message}, failure.status)
 
 
 # --- models
@@ -385,7 +377,7 @@ def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
     found_extras = (("tools", card.tools), ("thinking", card.thinks), ("vision", card.images))
     extras = [name for name, can in found_extras if can]
     return {
-        "modified_at": timestamp(card.created),
+        "modified_at": answers.timestamp(card.created),
         "details": _model_json(card.name, found)["details"],
         "capabilities": ["completion", *extras],
         "model_info": info,
@@ -408,17 +400,20 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
     pinned = frozenset(served.name for served in settings.models if served.pinned)
 
     def is_done(request: GenerationRequest) -> bool:  # True to unload a model that is not loaded
-        return _unloads(request) and not find_card(engine, request.model).loaded
+        return _unloads(request) and not engine.card(request.model).loaded
 
     for path, body in (("chat", OllamaChat), ("generate", OllamaGenerate)):
         parser = partial(parse, engine=engine, pinned=pinned)
-        api = Api(body, parser, LinesWriter, json_lines, lambda body: (body, body.options), is_done)
+        api = Api(
+            body, parser, LinesWriter, json_lines, lambda body: (body, body.options), is_done, error=_error
+        )
+        app.state.apis[OLLAMA_PATH] = api
         endpoint = partial(answer, engine=engine, settings=settings, api=api)
         app.add_route(OLLAMA_PATH + path, endpoint, methods=["POST"])
 
     async def tags(_: Request) -> Response:
         listed = [
-            _model_json(name, checkpoint(card.name)) | {"modified_at": timestamp(card.created)}
+            _model_json(name, checkpoint(card.name)) | {"modified_at": answers.timestamp(card.created)}
             for card in engine.models()
             for name in (card.name, *card.aliases)
         ]
@@ -428,14 +423,14 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         listed = []
         for status in engine.status().models:
             shown = _model_json(status.name, checkpoint(status.name))
-            size, context = status.weights + status.caches, find_card(engine, status.name).context_length
-            shown |= {"size": size, "size_vram": size, "expires_at": timestamp(status.expires_at)}
+            size, context = status.weights + status.caches, engine.card(status.name).context_length
+            shown |= {"size": size, "size_vram": size, "expires_at": answers.timestamp(status.expires_at)}
             listed.append(shown | {"context_length": context})
         return JSONResponse({"models": listed})
 
     async def show(http_request: Request) -> Response:
         given = await parsing.read_body(http_request, OllamaName)
-        card = find_card(engine, engine.resolve(given.model or given.name))
+        card = engine.card(engine.resolve(given.model or given.name))
         return JSONResponse(_shown(card, checkpoint(card.name)))
 
     async def pull(http_request: Request) -> Response:

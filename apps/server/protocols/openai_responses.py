@@ -257,7 +257,7 @@ class ResponseWriter(answers.BlockWriter):
         self._previous = store.continued(body.previous_response_id)
         named = _functions(body.tools or ())
         self._spaces = {tool.name: (space, name) for tool, space, name in named if space is not None}
-        self._response = _new_response(body, request) | {"output": self.blocks}
+        self.body = _new_response(body, request) | {"output": self.blocks}
         self._encode_thinking = INCLUDE_ENCRYPTED in (body.include or ())
         self._numbers = count()
         self._part: Json = {}  # the content part that grows
@@ -265,16 +265,10 @@ class ResponseWriter(answers.BlockWriter):
         self._shown = 0.0  # time.monotonic() when the progress of the prompt was last shown
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
-        for content in self._read(event):
+        for content in self.read(event):
             yield named_event(content["type"], {**content, "sequence_number": next(self._numbers)})
 
-    def whole(self, events: list[answers.Event]) -> Json:
-        for event in events:
-            for _ in self._read(event):
-                pass
-        return self._response
-
-    def _read(self, event: answers.Event | None) -> Iterator[Json]:
+    def read(self, event: answers.Event | None) -> Iterator[Json]:
         """Yield the protocol's events for one of ours, without their numbers."""
         progress, interval_s = {}, 2.0  # each event holds the whole request
         if isinstance(event, answers.PromptProgress) and time.monotonic() - self._shown >= interval_s:
@@ -284,7 +278,7 @@ class ResponseWriter(answers.BlockWriter):
             names = ("in_progress",) if self._started else ("created", "in_progress")
             self._started = True
             for name in names:
-                yield {"type": f"response.{name}", "response": {**self._response, "output": []}, **progress}
+                yield {"type": f"response.{name}", "response": {**self.body, "output": []}, **progress}
         match event:
             case answers.TextDelta() if event.text or (event.kind == "answer" and event.logprobs):
                 yield from self.write(event)
@@ -293,7 +287,7 @@ class ResponseWriter(answers.BlockWriter):
             case answers.ChoiceEnded(reason=reason):
                 yield from self.close(is_cut=reason == "length")
                 if reason == "length":
-                    self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+                    self.body["incomplete_details"] = {"reason": "max_output_tokens"}
             case answers.Finished():
                 yield self._finish(event)
             case answers.Failed(failure=failure):
@@ -351,21 +345,21 @@ class ResponseWriter(answers.BlockWriter):
         return {"type": f"response.{name}", "output_index": len(self.blocks) - 1, **more}
 
     def _finish(self, event: answers.Finished) -> Json:
-        status = "completed" if self._response["incomplete_details"] is None else "incomplete"
-        self._response |= {"status": status, "usage": _usage_json(event.usage)}
-        self._response |= {"completed_at": int(time.time())} if status == "completed" else {}
-        self._response["timings"] = answers.timings_json(event.timings)
+        status = "completed" if self.body["incomplete_details"] is None else "incomplete"
+        self.body |= {"status": status, "usage": _usage_json(event.usage)}
+        self.body |= {"completed_at": int(time.time())} if status == "completed" else {}
+        self.body["timings"] = answers.timings_json(event.timings)
         if self._store is not None:  # before the client knows that it can be continued
-            self._store.save(self._response, self._input, self._previous)
-        return {"type": f"response.{status}", "response": self._response}
+            self._store.save(self.body, self._input, self._previous)
+        return {"type": f"response.{status}", "response": self.body}
 
     def _fail(self, failure: Failure) -> Iterator[Json]:
         code = "invalid_prompt" if failure.status < 500 else "server_error"  # the nearest of the protocol's
         error = {"code": "rate_limit_exceeded" if failure.status == 429 else code, "message": failure.message}
         yield {"type": "error", **error, "param": failure.param}
         yield from self.close(is_cut=True)
-        self._response |= {"status": "failed", "error": error}
-        yield {"type": "response.failed", "response": self._response}
+        self.body |= {"status": "failed", "error": error}
+        yield {"type": "response.failed", "response": self.body}
 
 
 def _new_response(body: ResponsesBody, request: GenerationRequest) -> Json:
