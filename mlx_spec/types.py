@@ -78,6 +78,9 @@ class FeatureSpec:
     prompt_hidden: bool = True  # False if the drafter reads no hidden states of prompt tokens
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # types of attention in config.json and `shared_kv`
+
+
 @dataclass(frozen=True)
 class KVRows:
     """K and V of committed positions, in temporal order, as the layer's own attention sees them."""

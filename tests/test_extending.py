@@ -129,17 +129,19 @@ class Bigram(SequenceDrafter):
             drafted.append(seen[last + 1])
         return Draft(mx.array(drafted, dtype=mx.int32))
 
+    @staticmethod
+    def open(*arguments: object) -> DrafterSource:
+        return DrafterSource("bigram", Bigram.needs, lambda parts: Bigram())
+
 
 def test_a_family_of_drafters_is_a_file_and_an_entry(monkeypatch, tmp_path):
     file = ModuleType("mlx_spec.drafters.bigram")
-    file.open_bigram = lambda checkpoint, config, target: DrafterSource(
-        "bigram", Bigram.needs, lambda _: Bigram()
-    )  # type: ignore[attr-defined]
+    vars(file)["Bigram"] = Bigram
     monkeypatch.setitem(sys.modules, file.__name__, file)
     family = drafter_families.DrafterFamily(
         "bigram",
         ("bigram",),
-        "bigram:open_bigram",
+        "bigram:Bigram",
         "bigram:convert",
         drafter_families.marks("bigram"),
         lambda config, tensors: TargetShape(),

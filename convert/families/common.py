@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import shortened
 from mlx_spec.checkpoint.quantizers import dequantized_fp8
-from mlx_spec.drafters.checkpoint import KEY, Conventions, number_of, required
+from mlx_spec.drafters.checkpoint import KEY, Conventions, Count, required
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
@@ -269,19 +269,15 @@ def refuse_switches(title: str, config: Config, known: Collection[str]) -> None:
         )
 
 
-def size(config: Config, key: str, title: str) -> int:
-    """Return `config[key]`. Raises BadCheckpoint unless it is an integer."""
-    return required(config, key, int, f"config.json of {title}")
-
-
-def number(config: Config, key: str, title: str, *, absent: int | None = None) -> int:
-    """Return the count in `config[key]`, else `absent`. Raises BadCheckpoint for an absurd number."""
-    return number_of(config, key, f"config.json of {title}", absent=absent)
+def size(config: Config, key: str, title: str, annotation: Any = int) -> int:
+    """Return `config[key]`. Raises BadCheckpoint unless it is an integer, such as a `Size` or a `Count`."""
+    number: int = required(config, key, annotation, f"config.json of {title}")
+    return number
 
 
 def target_size(target: Config, key: str) -> int:
     """Return a size of the target. Raises BadCheckpoint if its config.json lacks it."""
-    return required(text_config(target), key, int, "the target's config.json")
+    return size(text_config(target), key, "the target")
 
 
 def check_fit(title: str, ours: Mapping[str, int], target: Config) -> None:
@@ -379,7 +375,7 @@ def finish_layers(
     """
     layer = config["layer_config"]
     parts = ("q_proj", "k_proj", "v_proj") if layer.get("attention_bias") else ()
-    layers = range(number(layer, "num_hidden_layers", source.title, absent=1))
+    layers = range(size({"num_hidden_layers": 1, **layer}, "num_hidden_layers", source.title, Count))
     names = {*source.tensors, *(f"layers.{i}.self_attn.{part}.bias" for i in layers for part in parts)}
     shape = LayerConfig.from_dict(config, names, target)
     return finish(source, network(shape), config, all_but("fc.weight", *kept), notes)

@@ -18,12 +18,13 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_spec.drafters.checkpoint import Conventions
-from mlx_spec.drafters.dflash import FULL, SLIDING, DFlashNetwork
+from mlx_spec.drafters.checkpoint import Conventions, Count
+from mlx_spec.drafters.dflash import DFlashNetwork
 from mlx_spec.drafters.dflash2 import DFlash2Network
 from mlx_spec.drafters.dspark import DSparkNetwork, Gemma4DSparkNetwork
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.types import FULL, SLIDING
 
 from . import common
 from .common import Config, Converted, Tensors
@@ -163,7 +164,7 @@ def _convert(
         layer_config=layer,
         causal=_causal(title, layer, special),
         draft_vocab_size=sizes["draft_vocab_size"],
-        block_size=common.number(special, "block_size", title),
+        block_size=common.size(special, "block_size", title, Count),
         mask_token_id=mask,
         **fields,
     )
@@ -177,7 +178,7 @@ def _causal(title: str, layer: Config, special: Config) -> list[bool]:
     form, and in speculators' form if `sliding_window_non_causal` is false. Older checkpoints of speculators
     lack that key, and their layers are not causal.
     """
-    kinds = layer.get("layer_types") or [FULL] * common.number(layer, "num_hidden_layers", title)
+    kinds = layer.get("layer_types") or [FULL] * common.size(layer, "num_hidden_layers", title, Count)
     told = next((special[key] for key in ("is_causal", "causal") if special.get(key) is not None), None)
     non_causal = special.get("sliding_window_non_causal", "speculators_model_type" in special)
     return [bool(told) if told is not None else kind == SLIDING and not non_causal for kind in kinds]

@@ -24,6 +24,7 @@ from mlx_spec.checkpoint.ropes import stated_ropes, stated_rotation
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.types import SLIDING
 
 from . import common
 from .common import Config, Converted, Tensors
@@ -62,7 +63,7 @@ def _convert(
     layer, nested = common.layer_config(config), config.get("eagle_config") or {}
     for part in (config, layer, nested):
         common.refuse_switches(title, part, {*KEYS, "eagle_config", "transformer_layer_config"})
-    if "sliding_attention" in (layer.get("layer_types") or ()):
+    if SLIDING in (layer.get("layer_types") or ()):
         raise BadCheckpoint(
             f"{title} has layer_types with a sliding window: only full attention is supported"
         )

@@ -12,7 +12,7 @@ import re
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.checkpoint import Conventions, Count
 from mlx_spec.drafters.mlp_speculator import NETWORKS, SpeculatorSizes
 from mlx_spec.errors import BadCheckpoint
 
@@ -39,7 +39,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     hidden = _dim(config, "input_hidden_dim", gated) or _dim(config, "emb_dim", gated)
     inner, vocab = _dim(config, "inner_dim", gated) or hidden, common.size(config, "vocab_size", TITLE)
     common.check_fit(TITLE, {"hidden_size": hidden, "vocab_size": vocab}, target)
-    steps = common.number(config, "n_predict", TITLE)
+    steps = common.size(config, "n_predict", TITLE, Count)
     prefix = "speculator."
     own = [(name, _ours(name)) for name in (name.removeprefix(prefix) for name in tensors)]
     source = common.read(TITLE, tensors, config, ((prefix, ""),), own)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
-from mlx_spec.drafters.checkpoint import Conventions
+from mlx_spec.drafters.checkpoint import Conventions, Count
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 from . import common
@@ -41,7 +41,7 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         source.drop("lm_head.weight", "tied to embed_tokens")
     conventions = Conventions(hidden="none", rope="own")
     written = common.config_of("pard", conventions, target, layer_config=layer, mask_token_id=mask)
-    common.number(layer, "num_hidden_layers", title)
+    common.size(layer, "num_hidden_layers", title, Count)
     try:
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:

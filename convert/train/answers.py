@@ -19,13 +19,12 @@ import mlx.core as mx
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
-from mlx_spec.drafters.gemma4 import SLIDING
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.softmax import log_total
-from mlx_spec.types import Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+from mlx_spec.types import SLIDING, Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
 
 from .prompts import TrainingPrompt, bundled_prompt, encode
 

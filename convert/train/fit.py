@@ -26,8 +26,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_spec.drafters.gemma4 import SLIDING, AssistantNetwork
-from mlx_spec.types import KVRows, TargetParts
+from mlx_spec.drafters.gemma4 import AssistantNetwork
+from mlx_spec.types import SLIDING, KVRows, TargetParts
 
 from .answers import RecordedAnswer, damaged, read_answer, read_arrays, write_arrays
 from .loss import Step, TokenSample, loss_of, round_tokens, sample_tokens

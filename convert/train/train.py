@@ -37,7 +37,6 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import memory_for_models
 from mlx_spec.drafters.checkpoint import KEY
 from mlx_spec.drafters.gemma4 import (
-    FULL,
     AssistantConfig,
     AssistantNetwork,
     assistant_source,
@@ -52,6 +51,7 @@ from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import FULL
 
 from ..options import TrainingOptions
 from .answers import AnswerPlan, recording

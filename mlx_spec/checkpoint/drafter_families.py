@@ -22,11 +22,13 @@ Recognizer = Callable[[str, Config, Collection[str]], bool]
 
 @dataclass(frozen=True)
 class DrafterFamily:
-    """One family of drafters. Functions are named "file:function" and imported when they are used."""
+    """One family of drafters. Code is named "file:name", and imported when it is used."""
 
     kind: str  # name for users
     model_types: tuple[str, ...]  # in config.json of converted checkpoints
-    opener: str  # in drafters/: (checkpoint, config.json, the target's) -> DrafterSource
+    # in drafters/: has `open(checkpoint, config.json, the target's) -> DrafterSource`, which raises
+    # BadCheckpoint, and Mismatch if the drafter is made for another target
+    opener: str
     converter: str  # in convert/families/: (tensors, config.json, the target's) -> Converted
     # (words of model_type and architectures, config.json, names of tensors) -> True for a published drafter
     recognizes: Recognizer
@@ -38,13 +40,13 @@ class DrafterFamily:
     made_for: Mapping[str, str] = field(default_factory=dict)  # published repository -> its target
 
     def open(self, *arguments: Any) -> Any:
-        """Call the opener."""
-        return _function("drafters", self.opener)(*arguments)
+        """Open a converted checkpoint."""
+        return _named("drafters", self.opener).open(*arguments)
 
     def convert(self, *arguments: Any) -> Any:
         """Call the converter. Raises BadCheckpoint, also for values and tensors that it does not expect."""
         try:
-            return _function("convert.families", self.converter)(*arguments)
+            return _named("convert.families", self.converter)(*arguments)
         except LOADING_ERRORS as error:  # a value or a tensor of another form than its family has
             raise BadCheckpoint(
                 f"this is not a drafter of the kind {self.kind} ({one_line(error)}): its config.json or its "
@@ -53,7 +55,7 @@ class DrafterFamily:
 
     def is_inside(self, config: Config, tensors: Collection[str]) -> bool:
         """Return True if a target's checkpoint holds a drafter of this family."""
-        return self.inside is not None and bool(_function("convert.families", self.inside)(config, tensors))
+        return self.inside is not None and bool(_named("convert.families", self.inside)(config, tensors))
 
     def needed_shape(self, config: Config, tensors: Tensors) -> TargetShape:
         """Return the target that a drafter needs, as the converter recorded it, else by its own sizes."""
@@ -167,7 +169,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "Gemma 4 assistant",
         ("gemma4_assistant", "gemma4_unified_assistant"),
-        "gemma4:open_assistant",
+        "gemma4:AssistantNetwork",
         "gemma4:convert",
         marks(r"gemma4(unified)?assistant"),
         _backbone,
@@ -180,7 +182,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "P-EAGLE",
         ("peagle",),
-        "eagle3:open_peagle",
+        "eagle3:Eagle3Network",
         "eagle3:convert_peagle",
         marks("peagle", tensor="mask_hidden$"),
         _fused,
@@ -192,7 +194,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "Gemma 4 DSpark",
         ("gemma4_dspark",),
-        "dspark:open_gemma4_dspark",
+        "dspark:Gemma4DSparkNetwork",
         "dflash:convert_gemma4_dspark",
         marks("gemma4dspark"),
         _block,
@@ -201,7 +203,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "DSpark",
         ("dspark",),
-        "dspark:open_dspark",
+        "dspark:DSparkNetwork",
         "dflash:convert_dspark",
         marks("dspark", ("markov_rank", "dspark_markov_rank"), r"\bmarkov_head\."),
         _block,
@@ -214,7 +216,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "DFlash2",
         ("dflash2",),
-        "dflash2:open_dflash2",
+        "dflash2:DFlash2Network",
         "dflash:convert_dflash2",
         marks("dflash2", ("conv_kernel_size",), r"\bcandidate_selector\."),
         _block,
@@ -223,7 +225,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "DFlash",
         ("dflash",),
-        "dflash:open_dflash",
+        "dflash:DFlashNetwork",
         "dflash:convert",
         marks("dflash", ("dflash_config",)),
         _block,
@@ -244,7 +246,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "EAGLE-3",
         ("eagle3",),
-        "eagle3:open_eagle3",
+        "eagle3:Eagle3Network",
         "eagle3:convert",
         marks("eagle3", ("draft_vocab_size",), "d2t$"),
         _fused,
@@ -258,7 +260,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "PARD",
         ("pard",),
-        "draft_model:open_pard",
+        "draft_model:Pard",
         "pard:convert",
         marks(r"\bpard\b", ("pard_token",)),
         lambda config, tensors: TargetShape(),  # it needs the same tokenizer, which no shape tells
@@ -266,7 +268,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "Medusa",
         ("medusa",),
-        "medusa:open_medusa",
+        "medusa:MedusaNetwork",
         "medusa:convert",
         lambda words, config, tensors: (
             "medusa" in words or ("medusa_num_heads" in config and "num_hidden_layers" not in config)
@@ -278,7 +280,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "MLP speculator",
         ("mlp_speculator", "lstm_speculator"),
-        "mlp_speculator:open_mlp_speculator",
+        "mlp_speculator:MLPSpeculatorNetwork",
         "mlp_speculator:convert",
         marks("(mlp|lstm)speculator"),
         lambda config, tensors: TargetShape(
@@ -293,7 +295,7 @@ FAMILIES: tuple[DrafterFamily, ...] = (
     DrafterFamily(
         "MTP head",
         ("qwen_mtp", "deepseek_mtp", "glm_mtp"),
-        "mtp:open_mtp",
+        "mtp:MTPNetwork",
         "mtp:convert",
         _is_mtp,
         _same_size,
@@ -334,8 +336,7 @@ UNSUPPORTED: tuple[tuple[str, Recognizer, str], ...] = (
 OPENED_AS = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
-def _function(package: str, path: str) -> Callable[..., Any]:
-    """Import the function of "file:function" from a package of mlx_spec."""
+def _named(package: str, path: str) -> Any:
+    """Import the name of "file:name" from a package of mlx_spec."""
     file, _, name = path.partition(":")
-    function: Callable[..., Any] = vars(import_module(f"mlx_spec.{package}.{file}"))[name]
-    return function
+    return vars(import_module(f"mlx_spec.{package}.{file}"))[name]

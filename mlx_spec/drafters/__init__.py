@@ -6,7 +6,7 @@ from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.drafter_families import OPENED_AS
 from mlx_spec.checkpoint.families import Config, mlx_lm_module
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
-from mlx_spec.drafters.draft_model import open_draft_model
+from mlx_spec.drafters.draft_model import DraftModel
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.retokenized import open_retokenized
 from mlx_spec.errors import BadCheckpoint
@@ -31,9 +31,8 @@ def open_drafter(checkpoint: Checkpoint, config: Config, target_config: Config) 
             f"no drafter family for model_type {model_type!r}: known are {known} and the models of mlx-lm"
         )
     try:
-        source: DrafterSource = (family.open if family else open_draft_model)(
-            checkpoint, config, target_config
-        )
+        open_family = family.open if family else DraftModel.open
+        source: DrafterSource = open_family(checkpoint, config, target_config)
         return source
     except LOADING_ERRORS as error:  # a number in config.json that no network can have
         raise BadCheckpoint(

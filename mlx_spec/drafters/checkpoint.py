@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +24,7 @@ KEY = "mlx_spec"  # key of the conventions in config.json
 CONFIG = "config.json of the drafter"
 POST_NORM, PRE_NORM, LAYERS = "post_norm", "pre_norm", "layers"
 
-Value = TypeVar("Value")
+Fields = TypeVar("Fields")
 
 
 # --- config.json
@@ -44,44 +45,51 @@ class Conventions:
     rope: str = "target"  # whose rotary parameters it uses: "target" or "own"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Conventions:
+    def from_config(cls, config: Config) -> Conventions:
         """Read the conventions in config.json. Raises BadCheckpoint for a drafter that was not converted."""
-        found = config.get(KEY)
-        if not isinstance(found, Mapping):
+        conventions = config.get(KEY)
+        if not isinstance(conventions, Mapping):
             raise BadCheckpoint(
                 f"{CONFIG} has no {KEY!r}, so its conventions are not known: run `mlx-spec convert` on it"
             )
-        where = f"{KEY!r} in {CONFIG}"
-        strings = {key: required(found, key, str, where) for key in ("hidden", "chain", "rope")}
-        capture = found.get("capture")
-        if not isinstance(capture, list | tuple):  # a tuple if the config was never written to a file
-            raise BadCheckpoint(f"{where} has 'capture' = {capture!r}, which is not a list")
-        return cls(**strings, capture=tuple(capture), shift=required(found, "shift", int, where))
+        return read_fields(cls, conventions, f"{KEY!r} in {CONFIG}")
 
 
-def required(config: Mapping[str, Any], key: str, kind: type[Value], where: str) -> Value:
-    """Return `config[key]`. Raises BadCheckpoint unless it is of type `kind`; `where` names the config."""
-    value = config.get(key)
+# Annotations of keys that `read_fields` and `required` know beside types, tuples, literals and `int | None`.
+Size = Annotated[int, range(1, 2**31)]  # of an axis
+Count = Annotated[int, range(1, 1025)]  # layers, heads or tokens: building more would take all memory
+
+
+def read_fields(kind: type[Fields], config: Config, where: str, **others: Any) -> Fields:
+    """Return a dataclass whose fields are the keys of `config`, and `others`. `where` names the config.
+
+    Raises BadCheckpoint for a key that is missing, or is not what the annotation of its field says.
+    """
+    annotations = get_type_hints(kind, include_extras=True)
+    keys = (key for key in annotations if key not in others)
+    return kind(**{key: required(config, key, annotations[key], where) for key in keys}, **others)
+
+
+def required(config: Config, key: str, annotation: Any, where: str) -> Any:
+    """Return `config[key]`. Raises BadCheckpoint unless it is what an annotation says."""
+    value, origin, arguments = config.get(key), get_origin(annotation), get_args(annotation)
     if value is None:
+        if NoneType in arguments:
+            return None
         raise BadCheckpoint(f"{where} has no {key!r}: {AGAIN}")
-    if kind is float and type(value) is int:
-        value = float(value)
+    if origin is Literal:
+        if value not in arguments:
+            raise BadCheckpoint(f"{where} has {key!r} = {value!r}, known are {', '.join(arguments)}")
+        return value
+    kind = arguments[0] if origin in (Annotated, UnionType) else origin or annotation
+    if (kind, type(value)) in ((float, int), (tuple, list)):
+        value = kind(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is not of type {kind.__name__}")
+    if origin is Annotated and value not in (bounds := arguments[1]):
+        limits = f"from {bounds[0]} to {bounds[-1]}"
+        raise BadCheckpoint(f"{where} has {key!r} = {value}, which must be {limits}: {AGAIN}")
     return value
-
-
-def number_of(
-    config: Mapping[str, Any], key: str, where: str, *, absent: int | None = None, most: int = 1024
-) -> int:
-    """Return `config[key]`, a number of layers, heads or tokens; `absent` if the key is missing.
-
-    Raises BadCheckpoint above `most`: no drafter has as many, and building them would take all memory.
-    """
-    found = required({key: config.get(key) or absent}, key, int, where)
-    if not 1 <= found <= most:
-        raise BadCheckpoint(f"{where} has {key!r} = {found}, which must be from 1 to {most}: {AGAIN}")
-    return found
 
 
 def check_target(config: Config, target_config: Config) -> None:
@@ -97,9 +105,9 @@ def check_target(config: Config, target_config: Config) -> None:
             )
 
 
-def mask_token(config: Mapping[str, Any], vocab_size: int) -> int:
+def mask_token(config: Config, vocab_size: int) -> int:
     """Return the mask token, which stands for tokens not drafted yet. Raises BadCheckpoint."""
-    token = required(config, "mask_token_id", int, CONFIG)
+    token: int = required(config, "mask_token_id", int, CONFIG)
     check_tokens("'mask_token_id'", mx.array([token]), vocab_size)
     return token
 

@@ -13,7 +13,7 @@ Source: z-lab `dflash` 0.1.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.families import Config
-from mlx_spec.drafters.checkpoint import CONFIG, mask_token, number_of, required
+from mlx_spec.drafters.checkpoint import CONFIG, Count, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, network_source
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
 from mlx_spec.drafters.layers import (
@@ -34,9 +34,7 @@ from mlx_spec.drafters.layers import (
     load_layers,
 )
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import Draft, FeatureSpec, Sampler, TargetParts
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from mlx_spec.types import FULL, SLIDING, Draft, FeatureSpec, Sampler, TargetParts
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,9 @@ class View:
 def views(config: LayerConfig) -> list[View]:
     """Return the view of each layer. Raises BadCheckpoint."""
     layer: dict[str, Any] = config.written["layer_config"]
-    depth = number_of(layer, "num_hidden_layers", LAYER_CONFIG)
-    kinds, causal = (
-        layer.get("layer_types") or [FULL] * depth,
-        required(config.written, "causal", list, CONFIG),
-    )
+    depth = required(layer, "num_hidden_layers", Count, LAYER_CONFIG)
+    kinds = layer.get("layer_types") or [FULL] * depth
+    causal = required(config.written, "causal", list, CONFIG)
     if len(kinds) != depth or set(kinds) - {SLIDING, FULL}:
         raise BadCheckpoint(
             f"{LAYER_CONFIG} has layer_types {kinds} for {depth} layers, known are {SLIDING!r} and {FULL!r}"
@@ -124,6 +120,19 @@ class DFlashNetwork(nn.Module):
         """
         return logits, state
 
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        network, sizes = load_layers(cls, checkpoint, config, target_config)
+        key = "final_logit_softcapping"
+        cap = text_config(target_config).get(key)
+        if "lm_head" not in network and config.get(key) not in (None, cap):
+            raise BadCheckpoint(
+                f"{CONFIG} has {key} {config[key]!r}, the target {cap!r}: only the target's is supported"
+            )
+        masks = [mask_token(config, sizes.vocab_size)] * (required(config, "block_size", Count, CONFIG) - 1)
+        needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
+        return network_source(config["model_type"], network, needs, sizes.vocab_size, DFlash, masks, shift)
+
 
 class BlockAttention(DrafterAttention):
     """Attention of the rows of a block over the context and the block."""
@@ -168,30 +177,3 @@ class DFlash(ConditionedDrafter):
             row, state = network.follow(hidden[j : j + 1], logits[j : j + 1], before, state)
             before = builder.draw(row)
         return builder.draft()
-
-
-def block_source(
-    kind: Callable[[LayerConfig], nn.Module],
-    checkpoint: Checkpoint,
-    config: Config,
-    target_config: Config,
-) -> DrafterSource:
-    """Load a converted network that drafts blocks; its `model_type` is the name of its source.
-
-    Raises BadCheckpoint, and Mismatch if it is made for another target.
-    """
-    network, sizes = load_layers(kind, checkpoint, config, target_config)
-    key = "final_logit_softcapping"
-    cap = text_config(target_config).get(key)
-    if "lm_head" not in network and config.get(key) not in (None, cap):
-        raise BadCheckpoint(
-            f"{CONFIG} has {key} {config[key]!r}, the target {cap!r}: only the target's is supported"
-        )
-    masks = [mask_token(config, sizes.vocab_size)] * (number_of(config, "block_size", CONFIG) - 1)
-    needs, shift = FeatureSpec(sizes.conventions.capture), sizes.conventions.shift
-    return network_source(config["model_type"], network, needs, sizes.vocab_size, DFlash, masks, shift)
-
-
-def open_dflash(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DFlashNetwork, checkpoint, config, target_config)

@@ -11,12 +11,9 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import Config
-from mlx_spec.drafters.checkpoint import CONFIG, required
+from mlx_spec.drafters.checkpoint import CONFIG, Count, Size, required
 from mlx_spec.drafters.conditioned import DrafterCache
-from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
-from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View
 from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
 from mlx_spec.errors import BadCheckpoint
 
@@ -43,12 +40,12 @@ class Convolution(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self._taps = required(config.written, "conv_kernel_size", int, CONFIG)
-        self._group = required(config.written, "conv_group_size", int, CONFIG)
-        if self._taps < 1 or self._group < 1 or width % self._group:
+        self._taps = required(config.written, "conv_kernel_size", Count, CONFIG)
+        self._group = required(config.written, "conv_group_size", Size, CONFIG)
+        if width % self._group:
             raise BadCheckpoint(
-                f"{CONFIG} has conv_kernel_size {self._taps}, and conv_group_size {self._group} "
-                f"for {width} channels, which the groups must divide"
+                f"{CONFIG} has conv_group_size {self._group} for {width} channels, "
+                "which the groups must divide"
             )
         self.base_kernel = mx.zeros((2, self._taps, width))
         self.kernel_projection = nn.Linear(width, 2 * self._taps * (width // self._group), bias=False)
@@ -90,9 +87,9 @@ class Selector(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        rank = required(config.written, "selector_rank", int, CONFIG)
-        self._top = required(config.written, "selector_top_k", int, CONFIG)
-        if not 0 < self._top <= config.vocab_size:
+        rank = required(config.written, "selector_rank", Size, CONFIG)
+        self._top = required(config.written, "selector_top_k", Size, CONFIG)
+        if self._top > config.vocab_size:
             raise BadCheckpoint(f"{CONFIG} has selector_top_k {self._top} of {config.vocab_size} tokens")
         self.predecessor_codebook = mx.zeros((config.vocab_size, rank))
         self.successor_codebook = mx.zeros((config.vocab_size, rank))
@@ -105,8 +102,3 @@ class Selector(nn.Module):
         pairs = (context[:, None] * self.successor_codebook[best]).sum(axis=-1)
         scores = mx.take_along_axis(logits, best, axis=-1) + pairs.astype(logits.dtype)
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), best, scores, axis=-1)
-
-
-def open_dflash2(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DFlash2Network, checkpoint, config, target_config)

@@ -46,6 +46,11 @@ class VocabularySizes:
     drafter: int
     target: int
 
+    @classmethod
+    def of(cls, config: Config, target_config: Config) -> VocabularySizes:
+        """Read both sizes. Raises BadCheckpoint if a config does not say it."""
+        return cls(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
+
     def known(self, tokens: Sequence[int]) -> list[int]:
         """Return `tokens` with those beyond the drafter's table replaced by its last one."""
         return list(tokens) if self.drafter >= self.target else [min(t, self.drafter - 1) for t in tokens]
@@ -216,6 +221,12 @@ class DraftModel(SequenceDrafter):
             self._model.prefill(self._vocabulary.known(chunk))
             self._written += chunk
 
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        """Load a model that mlx-lm knows. Raises BadCheckpoint, NotRewindable for unknown caches."""
+        vocabulary = VocabularySizes.of(config, target_config)
+        return draft_model_source(config["model_type"], load_language_model(checkpoint), vocabulary)
+
 
 class Pard(DraftModel):
     """A model that drafts K tokens in one pass over mask tokens (PARD, arXiv:2504.18583).
@@ -249,6 +260,14 @@ class Pard(DraftModel):
             for outcome, own in zip(outcomes, logits, strict=True)
         }
 
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        Conventions.from_config(config)  # refuses a drafter that was not converted
+        layers = required(config, "layer_config", dict, CONFIG)
+        vocabulary = VocabularySizes.of(layers, target_config)
+        model, mask = load_language_model(checkpoint, layers), mask_token(config, vocabulary.drafter)
+        return draft_model_source("pard", model, vocabulary, partial(cls, mask_token=mask))
+
 
 def draft_model_source(
     name: str,
@@ -259,12 +278,6 @@ def draft_model_source(
     """Return the source of drafters with `model`, each made by `kind`."""
     remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
     return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
-
-
-def open_draft_model(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a model that mlx-lm knows. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    vocabulary = VocabularySizes(vocab_size_of(config, "drafter"), vocab_size_of(target_config, "target"))
-    return draft_model_source(str(config["model_type"]), load_language_model(checkpoint), vocabulary)
 
 
 def load_language_model(checkpoint: Checkpoint, config: dict[str, Any] | None = None) -> nn.Module:
@@ -286,13 +299,3 @@ def vocab_size_of(config: Config, role: str) -> int:
     if size is None:
         raise BadCheckpoint(f"config.json of the {role} has no 'vocab_size': {AGAIN}")
     return size
-
-
-def open_pard(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, or NotRewindable for an unknown kind of cache."""
-    Conventions.from_config(config)  # refuses a drafter that was not converted
-    layers: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-    vocabulary = VocabularySizes(vocab_size_of(layers, "drafter"), vocab_size_of(target_config, "target"))
-    model = load_language_model(checkpoint, layers)
-    mask = mask_token(config, vocabulary.drafter)
-    return draft_model_source("pard", model, vocabulary, partial(Pard, mask_token=mask))

@@ -9,18 +9,15 @@ Source: deepseek-ai/DeepSpec `modeling/dspark`; speculators 0.9 `models/dspark` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import Config
-from mlx_spec.drafters.checkpoint import CONFIG, required, widened
+from mlx_spec.drafters.checkpoint import CONFIG, Size, required, widened
 from mlx_spec.drafters.conditioned import DrafterCache
-from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View, block_source
-from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View
 from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
-from mlx_spec.errors import BadCheckpoint
 
 
 class MarkovHead(nn.Module):
@@ -76,12 +73,9 @@ class DSparkNetwork(DFlashNetwork):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
-        kind = required(config.written, "markov_head_type", str, CONFIG)
-        rank = required(config.written, "markov_rank", int, CONFIG)
         heads = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
-        if kind not in heads:
-            raise BadCheckpoint(f"{CONFIG} has markov_head_type {kind!r}, known are {', '.join(heads)}")
-        self.markov_head = heads[kind](config, rank)
+        name = required(config.written, "markov_head_type", Literal[*heads], CONFIG)
+        self.markov_head = heads[name](config, required(config.written, "markov_rank", Size, CONFIG))
         self._vocab_size = config.vocab_size
 
     def follow(
@@ -138,13 +132,3 @@ class Gemma4BlockAttention(BlockAttention):
         values = self._split(self.v_proj(x) if "v_proj" in self else keys, self._groups)
         turned = self._rope(self.k_norm(self._split(keys, self._groups)), offset=position)
         return cache.update_and_fetch(turned, mx.fast.rms_norm(values, None, self._eps))
-
-
-def open_dspark(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(DSparkNetwork, checkpoint, config, target_config)
-
-
-def open_gemma4_dspark(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    return block_source(Gemma4DSparkNetwork, checkpoint, config, target_config)

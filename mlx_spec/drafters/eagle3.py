@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.families import Config
-from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, mask_token, number_of, required
+from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, Count, Size, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drawing import DrafterSource, draw_rows
 from mlx_spec.drafters.layers import (
@@ -36,8 +36,10 @@ class Eagle3Network(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width, eps, written = config.hidden_size, config.rms_norm_eps, config.written
-        inputs, theirs = len(config.conventions.capture), required(written, "target_hidden_size", int, CONFIG)
-        depth = number_of(written["layer_config"], "num_hidden_layers", LAYER_CONFIG, absent=1)
+        inputs = len(config.conventions.capture)
+        theirs = required(written, "target_hidden_size", Size, CONFIG)
+        layer = {"num_hidden_layers": 1, **written["layer_config"]}
+        depth = required(layer, "num_hidden_layers", Count, LAYER_CONFIG)
         self._post_norm = config.conventions.chain == POST_NORM
         self.fc = nn.Linear(inputs * theirs, width, bias=False)
         if required(written, "norm_before_fc", bool, CONFIG):
@@ -73,6 +75,15 @@ class Eagle3Network(nn.Module):
             x = layer(x, cache)
         normed: mx.array = self.norm(x)[0]
         return normed if self._post_norm else x[0], normed
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        network, sizes = load_layers(cls, checkpoint, config, target_config)
+        name, needs, vocab = config["model_type"], FeatureSpec(sizes.conventions.capture), sizes.vocab_size
+        if name == "peagle":
+            return network_source(name, network, needs, vocab, PEagle, mask_token(config, vocab))
+        check_conventions(sizes.conventions, (LAYERS,))
+        return network_source(name, network, needs, vocab)
 
 
 class _FirstLayer(DrafterLayer):
@@ -120,17 +131,3 @@ class PEagle(ConditionedDrafter):
         embedded = self._parts.embed(mx.array(tokens, dtype=mx.int32))
         normed: mx.array = self._network(embedded, self._network.fuse(rows), self._caches)[1]
         return normed
-
-
-def open_eagle3(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(Eagle3Network, checkpoint, config, target_config)
-    check_conventions(sizes.conventions, (LAYERS,))
-    return network_source("eagle3", network, FeatureSpec(sizes.conventions.capture), sizes.vocab_size)
-
-
-def open_peagle(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted drafter. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    network, sizes = load_layers(Eagle3Network, checkpoint, config, target_config)
-    needs, mask = FeatureSpec(sizes.conventions.capture), mask_token(config, sizes.vocab_size)
-    return network_source("peagle", network, needs, sizes.vocab_size, PEagle, mask)

@@ -23,12 +23,30 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.families import Config
-from mlx_spec.drafters.checkpoint import CONFIG, check_tokens, load_weights, required, widened
+from mlx_spec.drafters.checkpoint import (
+    CONFIG,
+    Size,
+    check_tokens,
+    load_weights,
+    read_fields,
+    required,
+    widened,
+)
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
-from mlx_spec.types import Draft, DraftRequest, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+from mlx_spec.types import (
+    FULL,
+    SLIDING,
+    Draft,
+    DraftRequest,
+    Features,
+    FeatureSpec,
+    KVRows,
+    Sampler,
+    TargetParts,
+    no_draft,
+)
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 ADVICE = "use the assistant made for this target"
 
 Stage = Callable[..., tuple[mx.array, mx.array]]
@@ -50,14 +68,14 @@ class HeadShape:
 class AssistantConfig:
     """The keys of config.json that matter here."""
 
-    backbone_hidden_size: int  # D, the target's hidden size
-    vocab_size: int
-    hidden_size: int  # h, the drafter's own
-    intermediate_size: int
-    num_attention_heads: int
+    backbone_hidden_size: Size  # D, the target's hidden size
+    vocab_size: Size
+    hidden_size: Size  # h, the drafter's own
+    intermediate_size: Size
+    num_attention_heads: Size
     layer_types: tuple[str, ...]
     heads: tuple[HeadShape, ...]  # one a layer
-    sliding_window: int
+    sliding_window: Size
     rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
     draft_vocab_size: int | None = None  # W, if the head is W rows of the target's; None for its own head
@@ -67,24 +85,21 @@ class AssistantConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> AssistantConfig:
         """Read config.json. Raises BadCheckpoint for a missing key and an unsupported value."""
-        text: dict[str, Any] = required(config, "text_config", dict, CONFIG)
-        where = f"text_config in {CONFIG}"
+        where, clusters = f"text_config in {CONFIG}", ("num_centroids", "centroid_intermediate_top_k")
+        text = required(config, "text_config", dict, CONFIG)
         ordered = required(config, "use_ordered_embeddings", bool, CONFIG)
-        layer_types = tuple(required(text, "layer_types", list, where))
-        integers = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "sliding_window")
-        clusters = ("num_centroids", "centroid_intermediate_top_k") if ordered else ()
-        result = cls(
-            backbone_hidden_size=required(config, "backbone_hidden_size", int, CONFIG),
-            layer_types=layer_types,
-            heads=tuple(head_shape(text, index, where) for index in range(len(layer_types))),
-            rms_norm_eps=required(text, "rms_norm_eps", float, where),
-            rope_parameters=required(text, "rope_parameters", dict, where),
-            draft_vocab_size=config.get("draft_vocab_size"),
-            **{key: required(text, key, int, where) for key in integers},
-            **{key: required(config, key, int, CONFIG) for key in clusters},
+        layers = range(len(required(text, "layer_types", list, where)))
+        assistant = read_fields(
+            cls,
+            text,
+            where,
+            backbone_hidden_size=required(config, "backbone_hidden_size", Size, CONFIG),
+            heads=tuple(head_shape(text, index, where) for index in layers),
+            draft_vocab_size=required(config, "draft_vocab_size", int | None, CONFIG),
+            **{key: required(config, key, int, CONFIG) if ordered else 0 for key in clusters},
         )
-        _check_supported(result, config, text)
-        return result
+        _check_supported(assistant, config, text)
+        return assistant
 
 
 def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
@@ -250,6 +265,12 @@ class AssistantNetwork(nn.Module):
             self.masked_embedding.token_ordering = order
             rows, table = mx.argsort(order) if by_token else order, self.model.embed_tokens
             table.update({name: array[rows] for name, array in table.parameters().items()})
+
+    @staticmethod
+    def open(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        assistant = AssistantConfig.from_dict(config)
+        check_fit(assistant, target_config)
+        return assistant_source(load_assistant(checkpoint, assistant), assistant.sliding_window)
 
 
 class _Body(nn.Module):
@@ -459,13 +480,6 @@ def assistant_source(network: AssistantNetwork, sliding_window: int) -> DrafterS
     """Return the source of drafters with `network`."""
     needs, make = Gemma4Assistant.needs, partial(Gemma4Assistant, network, sliding_window)
     return DrafterSource("gemma4_assistant", needs, make, network, drafts_together=True)
-
-
-def open_assistant(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load an assistant. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    assistant = AssistantConfig.from_dict(config)
-    check_fit(assistant, target_config)
-    return assistant_source(load_assistant(checkpoint, assistant), assistant.sliding_window)
 
 
 def load_assistant(checkpoint: Checkpoint, config: AssistantConfig) -> AssistantNetwork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,9 +19,11 @@ from mlx_spec.checkpoint.ropes import SCALED, stated_ropes, stated_rotation
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,
+    Size,
     check_target,
     check_tokens,
     load_weights,
+    read_fields,
     required,
 )
 from mlx_spec.drafters.conditioned import DrafterCache
@@ -36,15 +38,15 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"silu": SiluMLP, "gelu_pytor
 class LayerConfig:
     """The sizes in config.json. The names of the tensors show what config.json does not say."""
 
-    hidden_size: int  # D
-    vocab_size: int  # V, the target's
-    draft_vocab_size: int  # W <= V
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    hidden_size: Size  # D
+    vocab_size: Size  # V, the target's
+    draft_vocab_size: Size  # W <= V
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
     rms_norm_eps: float
-    hidden_act: str
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"]
     rope: nn.Module
     tensors: frozenset[str]
     conventions: Conventions
@@ -56,22 +58,16 @@ class LayerConfig:
 
         Raises BadCheckpoint for a missing key and an unsupported value.
         """
-        layer: dict[str, Any] = required(config, "layer_config", dict, CONFIG)
-        activation = layer.get("hidden_act", "silu")
-        if activation not in MLPS:
-            known = " and ".join(map(repr, MLPS))
-            raise BadCheckpoint(f"the drafter's hidden_act is {activation!r}, {known} are supported")
-        integers = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
-        sizes: dict[str, Any] = {key: required(layer, key, int, LAYER_CONFIG) for key in integers}
-        head_dim = layer.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+        layer = required(config, "layer_config", dict, CONFIG)
+        heads = required(layer, "num_attention_heads", Size, LAYER_CONFIG)
+        head_dim = layer.get("head_dim") or required(layer, "hidden_size", Size, LAYER_CONFIG) // heads
+        derived = {"head_dim": head_dim, "num_key_value_heads": layer.get("num_key_value_heads") or heads}
         conventions = Conventions.from_config(config)
-        return cls(
-            **sizes,
-            draft_vocab_size=required(config, "draft_vocab_size", int, CONFIG),
-            num_key_value_heads=layer.get("num_key_value_heads") or sizes["num_attention_heads"],
-            head_dim=head_dim,
-            rms_norm_eps=required(layer, "rms_norm_eps", float, LAYER_CONFIG),
-            hidden_act=activation,
+        return read_fields(
+            cls,
+            {"hidden_act": "silu", **layer, **derived},
+            LAYER_CONFIG,
+            draft_vocab_size=required(config, "draft_vocab_size", Size, CONFIG),
             rope=_rope(config, conventions, head_dim, target_config),
             tensors=frozenset(tensors),
             conventions=conventions,
@@ -81,18 +77,17 @@ class LayerConfig:
 
 def _rope(config: Config, conventions: Conventions, head_dim: int, target_config: Config) -> nn.Module:
     """Return the target's rotary embedding; the drafter's own if the target has one per attention type."""
-    found: Config = {}
+    stating: Config = {}
     max_positions = text_config(target_config).get("max_position_embeddings")
     if conventions.rope != "own":
-        target: dict[str, Any] = required(config, "target", dict, CONFIG)
-        found = required(target, "rope", dict, f"target in {CONFIG}")
-    split = any(isinstance(value, Mapping) for value in (found.get("rope_parameters") or {}).values())
-    if split or not found:
-        found = config["layer_config"]
-        max_positions = found.get("max_position_embeddings")
-    scaling = found.get("rope_parameters") or found.get("rope_scaling")  # the new form, or the old one
-    stated = stated_ropes({"max_position_embeddings": max_positions, **found, "rope_scaling": scaling})
-    both = {**found, **(scaling or {})}
+        stating = required(required(config, "target", dict, CONFIG), "rope", dict, f"target in {CONFIG}")
+    split = any(isinstance(value, Mapping) for value in (stating.get("rope_parameters") or {}).values())
+    if split or not stating:
+        stating = config["layer_config"]
+        max_positions = stating.get("max_position_embeddings")
+    scaling = stating.get("rope_parameters") or stating.get("rope_scaling")  # the new form, or the old one
+    stated = stated_ropes({"max_position_embeddings": max_positions, **stating, "rope_scaling": scaling})
+    both = {**stating, **(scaling or {})}
     is_cut = both.get("rope_type") != "proportional"  # proportional ropes rotate some pairs of the whole head
     dims = int(head_dim * float(both.get("partial_rotary_factor") or 1.0)) if is_cut else head_dim
     base = float(both.get("rope_theta") or 10000.0)

@@ -21,9 +21,10 @@ from mlx_spec.drafters.checkpoint import (
     POST_NORM,
     PRE_NORM,
     Conventions,
+    Count,
     check_target,
     load_weights,
-    number_of,
+    required,
 )
 from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
@@ -42,6 +43,32 @@ class MedusaNetwork(nn.Module):
     def __call__(self, hidden: mx.array, limit: int) -> mx.array:
         """Return logits [K, V] of the first `limit` heads for a hidden state [1, D]."""
         return mx.concatenate([head(hidden) for head in self.heads[:limit]])
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        conventions = Conventions.from_config(config)
+        # Without the hidden states of a prompt, which take memory, only the first token has no draft.
+        known = {
+            POST_NORM: FeatureSpec(final_hidden=True, prompt_hidden=False),
+            PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt_hidden=False),
+        }
+        if conventions.hidden not in known:
+            raise BadCheckpoint(
+                f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(known)}"
+            )
+        check_target(config, target_config)
+        heads, blocks = (required(config, key, Count, CONFIG) for key in ("num_heads", "num_layers"))
+        target, biased = config["target"], "heads.0.layers.0.bias" in checkpoint.headers.tensors
+        network = cls(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
+        load_weights(network, checkpoint)
+        needs, rates = known[conventions.hidden], GuessRates(heads)
+
+        def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:
+            return lambda parts: kind(network, needs, rates)
+
+        chains, trees = made(Medusa), made(MedusaTrees)
+        other = DrafterSource("medusa trees", needs, trees, network, rates.tree_gains, drafts_trees=True)
+        return DrafterSource("medusa", needs, chains, network, rates.chain_gains, trees=other)
 
 
 class _Head(nn.Module):
@@ -158,29 +185,3 @@ class MedusaTrees(Medusa):
         ranked = likeliest(self._network(hidden, tree.height), max(tree.ranks) + 1)
         depths, ranks = mx.array(tree.depths[1:]), mx.array(tree.ranks[1:])
         return Draft(ranked[depths - 1, ranks], parents=tree.parents)
-
-
-def open_medusa(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load converted heads. Raises BadCheckpoint, and Mismatch if they are made for another target."""
-    conventions = Conventions.from_config(config)
-    known = {  # Without the hidden states of a prompt, which take memory, only the first token has no draft.
-        POST_NORM: FeatureSpec(final_hidden=True, prompt_hidden=False),
-        PRE_NORM: FeatureSpec(hidden_layers=(-1,), prompt_hidden=False),
-    }
-    if conventions.hidden not in known:
-        raise BadCheckpoint(
-            f"{CONFIG} records hidden {conventions.hidden!r}, Medusa heads read {', '.join(known)}"
-        )
-    check_target(config, target_config)
-    heads, blocks = (number_of(config, key, CONFIG) for key in ("num_heads", "num_layers"))
-    target, biased = config["target"], "heads.0.layers.0.bias" in checkpoint.headers.tensors
-    network = MedusaNetwork(heads, blocks, target["hidden_size"], target["vocab_size"], biased=biased)
-    load_weights(network, checkpoint)
-    needs, rates = known[conventions.hidden], GuessRates(heads)
-
-    def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:
-        return lambda parts: kind(network, needs, rates)
-
-    chains, trees = made(Medusa), made(MedusaTrees)
-    other = DrafterSource("medusa trees", needs, trees, network, rates.tree_gains, drafts_trees=True)
-    return DrafterSource("medusa", needs, chains, network, rates.chain_gains, trees=other)

@@ -10,9 +10,9 @@ Source: foundation-model-stack/fms-extras `MLPSpeculator`; ArcticInference `Arct
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,14 +23,16 @@ from mlx_spec.drafters.checkpoint import (
     CONFIG,
     POST_NORM,
     Conventions,
+    Count,
+    Size,
     check_target,
     load_weights,
-    number_of,
+    read_fields,
     required,
 )
 from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
 
 EPS = 1e-6
 Memory = tuple[mx.array, mx.array]  # the state that a head reads, and the cell of an LSTM, [1, I] each
@@ -40,23 +42,17 @@ Memory = tuple[mx.array, mx.array]  # the state that a head reads, and the cell 
 class SpeculatorSizes:
     """The sizes in config.json."""
 
-    hidden_size: int  # D, the target's
-    vocab_size: int
-    inner_size: int  # I
-    steps: int
+    hidden_size: Size  # D, the target's
+    vocab_size: Size
+    inner_size: Size  # I
+    steps: Count
     tied: bool
     scaled: bool  # the first state is normed and divided by the root of 2
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> SpeculatorSizes:
+    def from_config(cls, config: Config) -> SpeculatorSizes:
         """Read config.json of a converted drafter. Raises BadCheckpoint."""
-        target = required(config, "target", dict, CONFIG)
-        sizes = {key: required(target, key, int, CONFIG) for key in ("hidden_size", "vocab_size")}
-        sizes |= {"inner_size": required(config, "inner_size", int, CONFIG)}
-        if min(sizes.values()) < 1:
-            raise BadCheckpoint(f"{CONFIG} has sizes {sizes}, which must be positive")
-        tied, scaled = (required(config, key, bool, CONFIG) for key in ("tied", "scaled"))
-        return cls(**sizes, steps=number_of(config, "steps", CONFIG), tied=tied, scaled=scaled)
+        return read_fields(cls, {**config, **required(config, "target", dict, CONFIG)}, CONFIG)
 
 
 class MLPSpeculatorNetwork(nn.Module):
@@ -99,6 +95,16 @@ class MLPSpeculatorNetwork(nn.Module):
     def next_memory(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
         """Return the memory after a step, from the sum of its projected state and its embedded token."""
         return nn.gelu(self.ln[place](mixed)), cell
+
+    @staticmethod
+    def open(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        if (hidden := Conventions.from_config(config).hidden) != POST_NORM:
+            raise BadCheckpoint(f"{CONFIG} records hidden {hidden!r}, MLP speculators read {POST_NORM!r}")
+        check_target(config, target_config)
+        name = config["model_type"]
+        network = NETWORKS[name](SpeculatorSizes.from_config(config))
+        load_weights(network, checkpoint)
+        return DrafterSource(name, MLPSpeculator.needs, lambda parts: MLPSpeculator(network), network)
 
 
 class LSTMSpeculatorNetwork(MLPSpeculatorNetwork):
@@ -155,18 +161,3 @@ class MLPSpeculator(SequenceDrafter):
 
 
 NETWORKS = {"mlp_speculator": MLPSpeculatorNetwork, "lstm_speculator": LSTMSpeculatorNetwork}
-
-
-def open_mlp_speculator(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted speculator. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    if (hidden := Conventions.from_config(config).hidden) != POST_NORM:
-        raise BadCheckpoint(f"{CONFIG} records hidden {hidden!r}, MLP speculators read {POST_NORM!r}")
-    check_target(config, target_config)
-    name = config["model_type"]
-    network = NETWORKS[name](SpeculatorSizes.from_config(config))
-    load_weights(network, checkpoint)
-
-    def make(parts: TargetParts) -> MLPSpeculator:
-        return MLPSpeculator(network)
-
-    return DrafterSource(name, MLPSpeculator.needs, make, network)

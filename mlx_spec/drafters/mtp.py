@@ -23,6 +23,7 @@ from mlx_spec.drafters.checkpoint import (
     POST_NORM,
     PRE_NORM,
     Conventions,
+    Size,
     check_target,
     load_weights,
     required,
@@ -84,7 +85,7 @@ class MTPNetwork(nn.Module):
         super().__init__()
         text: dict[str, Any] = required(config, "text_config", dict, CONFIG)
         where = f"text_config in {CONFIG}"
-        width, eps = required(text, "hidden_size", int, where), required(text, "rms_norm_eps", float, where)
+        width, eps = required(text, "hidden_size", Size, where), required(text, "rms_norm_eps", float, where)
         layer_type = required(config, "layer_type", str, CONFIG)
         array_masks = ("deepseek_v3", "glm4_moe_lite")  # latent attention adds the mask to its scores
         self._array_mask, self._conventions = layer_type in array_masks, conventions
@@ -108,6 +109,19 @@ class MTPNetwork(nn.Module):
         normed: mx.array = self.norm(x)[0]
         return normed if self._conventions.chain == POST_NORM else x[0], normed
 
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
+        conventions = Conventions.from_config(config)
+        check_conventions(conventions, (POST_NORM, PRE_NORM))
+        check_target(config, target_config)
+        network = cls(config, conventions)
+        size = required(config["text_config"], "vocab_size", Size, f"text_config in {CONFIG}")
+        add_tables(network, checkpoint.headers.tensors, network.norm.weight.size, size, size)
+        load_weights(network, checkpoint)
+        post_norm = conventions.hidden == POST_NORM
+        needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
+        return network_source(str(config["model_type"]), network, needs, size, MTPDrafter)
+
 
 class MTPDrafter(ChainDrafter):
     """A chain whose rows have the target's rotary positions, also in pictures and after them, as in vLLM."""
@@ -127,17 +141,3 @@ class MTPDrafter(ChainDrafter):
         super()._cut()
         for cache in self._caches:
             cache.offset += self._places.shift(cache.offset)
-
-
-def open_mtp(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
-    """Load a converted head. Raises BadCheckpoint, and Mismatch if it is made for another target."""
-    conventions = Conventions.from_config(config)
-    check_conventions(conventions, (POST_NORM, PRE_NORM))
-    check_target(config, target_config)
-    network = MTPNetwork(config, conventions)
-    size = required(config["text_config"], "vocab_size", int, f"text_config in {CONFIG}")
-    add_tables(network, checkpoint.headers.tensors, network.norm.weight.size, size, size)
-    load_weights(network, checkpoint)
-    post_norm = conventions.hidden == POST_NORM
-    needs = FeatureSpec(final_hidden=True) if post_norm else FeatureSpec(hidden_layers=(-1,))
-    return network_source(str(config["model_type"]), network, needs, size, MTPDrafter)

@@ -28,7 +28,6 @@ from mlx_spec.drafters.draft_model import (
     MAX_UNWRITTEN,
     DraftModel,
     VocabularySizes,
-    open_draft_model,
     vocab_size_of,
 )
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
@@ -249,6 +248,6 @@ def open_retokenized(
                 f"tokenizer of {whose} does not write back the text it encodes: "
                 'use a drafter with the target\'s vocabulary, or "lookup"'
             )
-    source = open_draft_model(checkpoint, config, config)
+    source = DraftModel.open(checkpoint, config, config)
     name = f"{source.name}, re-tokenized"
     return retokenized_source(name, source.network, vocab_size_of(config, "drafter"), target, drafter)

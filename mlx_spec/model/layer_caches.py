@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_spec.errors import InvalidValue, NotRewindable
-from mlx_spec.types import KVRows
+from mlx_spec.types import FULL, SLIDING, KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers; > VIEW_STEP
@@ -157,7 +157,7 @@ class AttentionCache:
     @property
     def attention_type(self) -> str:
         """Return the name of its attention in configurations."""
-        return "full_attention" if self.columns.window is None else "sliding_attention"
+        return FULL if self.columns.window is None else SLIDING
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

@@ -301,11 +301,14 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dflash2", {"conv_group_size": 5}, BadCheckpoint, "which the groups must divide"),
     ("dspark", {"markov_head_type": "other"}, BadCheckpoint, "known are vanilla, gated, rnn"),
     ("dflash", {"mlx_spec": CONVENTIONS | {"capture": ["1"]}}, BadCheckpoint, "cannot be loaded as dflash"),
-    (
-        "peagle",
-        {"layer_config": fitted.LAYER | {"head_dim": -16}},
-        BadCheckpoint,
-        "cannot be loaded as peagle",
+    *(
+        ("peagle", {"layer_config": fitted.LAYER | {key: wrong}}, BadCheckpoint, f"has '{key}' = {shown}")
+        for key, wrong, shown in (
+            ("head_dim", -16, "-16, which must be from 1 to"),
+            ("num_key_value_heads", "2", "'2', which is not of type int"),
+            ("hidden_act", "relu", "'relu', known are silu, gelu_pytorch_tanh"),
+            ("rms_norm_eps", True, "True, which is not of type float"),
+        )
     ),
     ("pard", {"layer_config": {"model_type": "llama", "vocab_size": -1}}, BadCheckpoint, "cannot be loaded"),
 ]
