@@ -193,13 +193,13 @@ class Pair:
             return
         drafters = tuple(itertools.chain.from_iterable(made))
         no_trees = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
-        gains = {
-            i: (lambda: ()) if source.drafts_trees and no_trees else source.gains
+        reach = {
+            i: (lambda: ()) if source.drafts_trees and no_trees else source.reach
             for i, source in enumerate(self._drafters)  # lookup, which has several proposals, comes last
-            if source.gains is not None
+            if source.reach is not None
         }
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
-        parts.policy = self.policies.policy(gains=gains, available=available)
+        parts.policy = self.policies.policy(reach=reach, available=available)
         parts.drafters, parts.draft_error = drafters, None
 
     def _drop_drafters(self, parts: SequenceParts, error: Exception) -> DraftLengthPolicy:

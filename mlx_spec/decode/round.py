@@ -108,7 +108,6 @@ class Group:
     # --- one round
 
     def _decide(self, may_probe: bool) -> list[Decision]:
-        """Return the decision of the policy for each sequence."""
         shared, off = self._shared_policy, Decision((), Reason.FAILED)
         if not self.targets.takes_drafts:
             return [Decision((), Reason.RECURRENT)] * len(self.sequences)
@@ -163,11 +162,11 @@ class Group:
         if len(kinds) == 1 < len(wanting):
             try:
                 made = zip(wanting, requests[0].drafter.draft_batch(requests), strict=True)
-                found = [self.sequences[i].checked(draft, choices[i][0]) for i, draft in made]
+                checked = [self.sequences[i].checked(draft, choices[i][0]) for i, draft in made]
             except BaseException as error:  # retry one by one to find the sequence that fails
                 caught(error)
-                found = []
-            for i, draft in zip(wanting, found, strict=False):
+                checked = []
+            for i, draft in zip(wanting, checked, strict=False):
                 first = choices[i].pop(0)
                 drafts[i] = draft.with_choice(first) if draft.tokens.size else no_draft()
         for i, sequence in enumerate(self.sequences):
@@ -269,7 +268,7 @@ class Group:
             mx.async_eval(drawn, self.queued)
         fits = [fits for _, _, fits in shortlisted]
         read = self._await(mx.concatenate([drawn, *fits]) if fits else drawn)
-        found = read[:count]
+        tokens = read[:count]
         for sequence, top in zip(self.sequences, read[count : 2 * count], strict=True):
             if not _is_finite(top):
                 sequence.error = sequence.error or NotFinite.after(sequence.emitted)
@@ -280,9 +279,9 @@ class Group:
                 self.targets.commit([0] * len(self.sequences))
                 self.queued, queue_next = None, False
             draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
-            (found[self.sequences.index(sequence)],) = self._await(sequence.attempt(draw, mx.array([0])))
+            (tokens[self.sequences.index(sequence)],) = self._await(sequence.attempt(draw, mx.array([0])))
         kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
-        return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in found], features)
+        return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in tokens], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
         """Write one token of each sequence. Return the next tokens and `_largest` of their logits, [2 B].

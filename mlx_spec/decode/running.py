@@ -29,7 +29,6 @@ from mlx_spec.types import (
     Features,
     FinishReason,
     Observer,
-    Reason,
     RequestDrafter,
     Sampler,
     TokenLogprob,
@@ -286,7 +285,7 @@ class RunningSequence:
             _log.warning("a drafter failed, and an answer goes on without drafts: %s", kind)
             self.draft_error = error.with_traceback(None)  # whose frames would keep the drafter
             self._drafters = ()  # so that what they keep goes back
-            plain = FixedPolicy(0, Reason.FAILED)
+            plain = FixedPolicy(0).plain()
             self.policy = plain if self._on_draft_error is None else self._on_draft_error(error)
 
     @property

@@ -262,8 +262,8 @@ class Batch:
         sizes = [each.target.size for each in sequences]
         prompts = [each.history[size:-1] for each, size in zip(sequences, sizes, strict=True)]
         try:
-            for each in sequences:
-                targets.join(each.target)
+            for sequence in sequences:
+                targets.join(sequence.target)
             tokens = mx.array(list(itertools.chain.from_iterable(prompts)), dtype=mx.int32)
             features = targets.prefill(tokens, list(map(len, prompts)))
         except BaseException as error:
@@ -274,8 +274,8 @@ class Batch:
             if not features:
                 entry.sequence.recover(sizes[index])
                 self._begin_reading(entry)
-        for each, its_features in zip(sequences, features, strict=False):
-            each.observe(each.history, its_features)
+        for sequence, its_features in zip(sequences, features, strict=False):
+            sequence.observe(sequence.history, its_features)
         mx.clear_cache()
         parts = sequences[0].target.prefill_parts
         self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, parts)
@@ -371,15 +371,14 @@ class Batch:
             return False
         if any(s.failed_passes > 1 for each in (group, single) for s in each.sequences):
             return False
-        if single.sequences[0].target.rows.is_required and self._rows.must_part(sizes):
+        if single.sequences[0].target.rows.is_required and self._row_class.must_part(sizes):
             return False
         padding = len(sizes) * max(sizes) - sum(sizes)
         row_bytes = single.sequences[0].target.row_bytes
         return padding <= sum(sizes) or padding * row_bytes <= self._max_padding
 
     @cached_property
-    def _rows(self) -> RowClass:
-        """Return the row class of shared passes."""
+    def _row_class(self) -> RowClass:
         assert self.target_batch is not None
         return self.target_batch().rows
 
@@ -406,7 +405,6 @@ class Batch:
         return self._groups[count:]
 
     def _merge(self, group: Group, single: Group) -> None:
-        """Move the only sequence of `single` to `group`."""
         assert self.target_batch is not None
         self._groups.remove(single)
         targets = group.targets

@@ -221,8 +221,8 @@ class Statistics:
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON. All programs use these names."""
         by_drafter = {
-            name: {"drafted_at": list(each.drafted), "accepted_at": list(each.accepted)}
-            for name, each in self.by_drafter.items()
+            name: {"drafted_at": list(counts.drafted), "accepted_at": list(counts.accepted)}
+            for name, counts in self.by_drafter.items()
         }
         return {
             **{name: vars(self)[name] for name in SUMMED},
@@ -286,7 +286,7 @@ def source_words(source: str) -> str:
 # The fields of `Statistics` that are counts and times, and its properties that are figures.
 SUMMED = [name for name, value in vars(Statistics()).items() if isinstance(value, int | float)]
 DERIVED = [
-    name for name, found in vars(Statistics).items() if isinstance(found, property) and name != "reason"
+    name for name, member in vars(Statistics).items() if isinstance(member, property) and name != "reason"
 ]
 
 

@@ -201,11 +201,11 @@ def check_conventions(conventions: Conventions, readable: tuple[str, ...]) -> No
     """Raise BadCheckpoint for conventions that `ChainDrafter` does not follow. `readable` are its inputs."""
     known = {"hidden": readable, "chain": (POST_NORM, PRE_NORM), "shift": (1,)}
     for key, choices in known.items():
-        found = vars(conventions)[key]
-        if found not in choices:
+        convention = vars(conventions)[key]
+        if convention not in choices:
             shown = " or ".join(repr(choice) for choice in choices)
             raise BadCheckpoint(
-                f"{KEY!r} in {CONFIG} has {key} {found!r}, it must be {shown}: convert it again"
+                f"{KEY!r} in {CONFIG} has {key} {convention!r}, it must be {shown}: convert it again"
             )
 
 

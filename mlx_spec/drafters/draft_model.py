@@ -162,10 +162,10 @@ class DraftModel(SequenceDrafter):
         self.write(request.history)
         chain = [request.history[-1], *request.drafted]
         outcomes = request.outcomes(self._write_tree(self._rows(chain), range(len(request.drafted))))
-        found = {} if request.is_cancelled else self._branches(request, outcomes)
+        branches = {} if request.is_cancelled else self._branches(request, outcomes)
         self._model.commit(len(chain))
         self._written = [*request.history, *request.drafted]
-        return found
+        return branches
 
     def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Branches:
         """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
@@ -213,7 +213,6 @@ class DraftModel(SequenceDrafter):
         self._written += history[len(self._written) : kept]
 
     def _prefill(self, history: Sequence[int], count: int) -> None:
-        """Write and commit the next `count` tokens of `history`."""
         end = len(self._written) + count
         step = 512  # tokens of a prompt in one pass, which bounds the memory of its activations
         while len(self._written) < end:

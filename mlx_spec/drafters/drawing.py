@@ -105,7 +105,7 @@ class DrafterSource:
     make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
     # Returns the expected accepted tokens that each further draft token adds; None if the policy learns them.
-    gains: Callable[[], Sequence[float]] | None = None
+    reach: Callable[[], Sequence[float]] | None = None
     drafts_trees: bool = False
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     checkpoint: Checkpoint | None = None  # if it has one

@@ -74,9 +74,9 @@ class TextRing:
         """Return the bytes that it takes."""
         return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
 
-    def add(self, given: Sequence[int] | NDArray[np.int32]) -> None:
+    def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """Enter a text, or several with EMPTY between them."""
-        text = np.asarray(given[-self.longest :], np.int32)
+        text = np.asarray(tokens[-self.longest :], np.int32)
         if not (size := len(text)):
             return
         if self._end + size >= len(self._text):
@@ -119,8 +119,8 @@ class TextRing:
 
     def copy(self, place: int, count: int) -> list[int]:
         """Return at most `count` tokens from a place on, up to the end of its text."""
-        found = self._view[place : place + count].tolist()
-        return found[: found.index(EMPTY)] if EMPTY in found else found
+        tokens = self._view[place : place + count].tolist()
+        return tokens[: tokens.index(EMPTY)] if EMPTY in tokens else tokens
 
     def _match(self, place: int, last: Sequence[int]) -> int:
         before = self._view[max(place - len(last), 0) : place].tolist()

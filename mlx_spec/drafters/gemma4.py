@@ -153,12 +153,12 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
     _check("vocabulary size", config.vocab_size, target.get("vocab_size"))
     shapes = _owned_shapes(target)
     for kind, expected in zip(config.layer_types, config.heads, strict=True):
-        if (found := shapes.get(kind)) is None:
+        if (shape := shapes.get(kind)) is None:
             raise Mismatch(
                 f"the drafter reads {kind} K/V, the target has {sorted(shapes) or 'none'}: {ADVICE}"
             )
-        _check(f"{kind} K/V heads", expected.num_kv_heads, found.num_kv_heads)
-        _check(f"{kind} head dimension", expected.head_dim, found.head_dim)
+        _check(f"{kind} K/V heads", expected.num_kv_heads, shape.num_kv_heads)
+        _check(f"{kind} head dimension", expected.head_dim, shape.head_dim)
     if SLIDING in config.layer_types:
         _check("sliding window", config.sliding_window, target.get("sliding_window"))
     ropes = target.get("rope_parameters") or {}
@@ -180,9 +180,9 @@ def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
     return {kind: head_shape(target, i, "config.json of the target") for i, kind in enumerate(owners)}
 
 
-def _check(what: str, expected: object, found: object) -> None:
-    if expected != found:
-        raise Mismatch(f"drafter expects {what} {expected}, target has {found}: {ADVICE}")
+def _check(what: str, expected: object, actual: object) -> None:
+    if expected != actual:
+        raise Mismatch(f"drafter expects {what} {expected}, target has {actual}: {ADVICE}")
 
 
 # --- the network

@@ -39,7 +39,7 @@ class Lookup(SequenceDrafter):
         self._copies_after_one = min_match == 1
         self._earlier: EarlierTexts | None = None
         # The last match, with the length and the last tokens of its history.
-        self._found: tuple[int, list[int], tuple[EarlierTexts | None, int, int]] | None = None
+        self._last_match: tuple[int, list[int], tuple[EarlierTexts | None, int, int]] | None = None
         self._forget()
 
     def proposals(self) -> tuple[SequenceDrafter, ...]:
@@ -50,7 +50,7 @@ class Lookup(SequenceDrafter):
         """Copy these texts, too. If they belong to another key, forget the conversation of the last one."""
         if earlier is not self._earlier:
             self._forget()
-        self._earlier, self._found = earlier, None
+        self._earlier, self._last_match = earlier, None
 
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Index a prompt while it is read. The few tokens of a round are indexed by the next draft."""
@@ -80,23 +80,23 @@ class Lookup(SequenceDrafter):
     def _find(self, history: Sequence[int]) -> tuple[EarlierTexts | None, int, int]:
         """Return the text of the longest match (None for the conversation), its place and its length."""
         last = list(history[-self._max_match :])
-        if self._found is not None and self._found[:2] == (len(history), last):
-            return self._found[2]
+        if self._last_match is not None and self._last_match[:2] == (len(history), last):
+            return self._last_match[2]
         self._index(history)
         place, length = self._longest_match(history)
-        found: tuple[EarlierTexts | None, int, int] = None, place, length
+        match: tuple[EarlierTexts | None, int, int] = None, place, length
         if self._earlier is not None and length < len(last):
             place, other = self._earlier.find(last)
-            found = (self._earlier, place, other) if other > length else found
-        self._found = len(history), last, found
-        return found
+            match = (self._earlier, place, other) if other > length else match
+        self._last_match = len(history), last, match
+        return match
 
     def _forget(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}  # the last tokens before a place -> the latest place
         self._after_one: dict[int, int] = {}  # a token -> the latest place after it; may be out of date
         self._before = [0] * self._min_match  # place -> the place before it with the same tokens, or 0
         self._tail: list[int] = []  # the last indexed tokens, whose places can be taken back
-        self._found = None
+        self._last_match = None
 
     def _index(self, history: Sequence[int]) -> None:
         """Enter all places up to the last token, from which a continuation can be copied."""
@@ -138,9 +138,9 @@ class Lookup(SequenceDrafter):
             if not place or length == len(last):
                 break
             if length < place and history[place - 1 - length] == last[length]:
-                found = _match_length(history, place, last)
-                if found > length:
-                    best, length = place, found
+                matched = _match_length(history, place, last)
+                if matched > length:
+                    best, length = place, matched
             place = self._before[place]
         return (best, length) if best else (0, 0)
 

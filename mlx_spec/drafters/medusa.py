@@ -67,8 +67,8 @@ class MedusaNetwork(nn.Module):
             return lambda parts: kind(network, needs, rates)
 
         chains, trees = made(Medusa), made(MedusaTrees)
-        other = DrafterSource("medusa trees", needs, trees, network, rates.tree_gains, drafts_trees=True)
-        return DrafterSource("medusa", needs, chains, network, rates.chain_gains, trees=other)
+        other = DrafterSource("medusa trees", needs, trees, network, rates.tree_reach, drafts_trees=True)
+        return DrafterSource("medusa", needs, chains, network, rates.chain_reach, trees=other)
 
 
 class _Head(nn.Module):
@@ -106,15 +106,15 @@ class GuessRates:
         for depth, token in enumerate(tokens):
             if not (guesses := [j for j, parent in enumerate(tree.parents) if parent == row]):
                 break
-            found = next((r for r, j in enumerate(guesses) if drafted[j] == token), None)
-            for rank in range(len(guesses) if found is None else found + 1):
+            accepted_rank = next((r for r, j in enumerate(guesses) if drafted[j] == token), None)
+            for rank in range(len(guesses) if accepted_rank is None else accepted_rank + 1):
                 counts = self._first[depth] if rank == 0 else self._other[rank - 1]
                 memory = 0.995  # The last 200 drafts count.
-                counts[0] = memory * counts[0] + (rank == found)
+                counts[0] = memory * counts[0] + (rank == accepted_rank)
                 counts[1] = memory * counts[1] + 1
-            if found is None:
+            if accepted_rank is None:
                 break
-            row = guesses[found] + 1
+            row = guesses[accepted_rank] + 1
         self._judged += 1
         # The shape of the tree changes every 16 drafts: building one takes as long as a decision.
         if self._judged % 16 == 0:
@@ -133,11 +133,11 @@ class GuessRates:
             self._template = tree_template(MAX_DRAFT_TOKENS, rates)
         return self._template
 
-    def tree_gains(self) -> Sequence[float]:
+    def tree_reach(self) -> Sequence[float]:
         """Return the expected accepted tokens that each further draft token of a tree adds."""
         return self.template().reach
 
-    def chain_gains(self) -> Sequence[float]:
+    def chain_reach(self) -> Sequence[float]:
         """Return the expected accepted tokens that each further draft token of a chain adds."""
         return [*accumulate((accepted / judged for accepted, judged in self._first), mul)]
 

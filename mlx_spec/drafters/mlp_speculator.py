@@ -117,8 +117,8 @@ class LSTMSpeculatorNetwork(MLPSpeculatorNetwork):
         self.cell_ln = [ShiftedNorm(sizes.inner_size) for _ in self.ln]
 
     def next_memory(self, mixed: mx.array, cell: mx.array, place: int) -> Memory:
-        forget, given, out, candidate = mx.split(mixed, 4, axis=-1)
-        cell = cell * mx.sigmoid(forget) + nn.gelu(self.cell_ln[place](candidate)) * mx.sigmoid(given)
+        forget, remember, out, candidate = mx.split(mixed, 4, axis=-1)
+        cell = cell * mx.sigmoid(forget) + nn.gelu(self.cell_ln[place](candidate)) * mx.sigmoid(remember)
         return nn.gelu(self.ln[place](cell)) * mx.sigmoid(out), cell
 
 

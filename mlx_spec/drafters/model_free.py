@@ -61,8 +61,8 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
     everything = (1 << len(prediction)) - 1
     unmatched = everything
     for token in output:
-        found = unmatched & places.get(token, 0)
-        unmatched = (unmatched + found | unmatched - found) & everything
+        matching = unmatched & places.get(token, 0)
+        unmatched = (unmatched + matching | unmatched - matching) & everything
     accepted = len(prediction) - unmatched.bit_count()
     return accepted, len(prediction) - accepted
 

@@ -143,8 +143,8 @@ class Translation:
         return [] if start == 0 and same == self._opening[-1:] else same
 
     def _encode(self, text: str) -> list[int]:
-        found = encode_after(self._drafter, b"", text.encode())
-        return self._drafter.encode(text) if found is None else found
+        tokens = encode_after(self._drafter, b"", text.encode())
+        return self._drafter.encode(text) if tokens is None else tokens
 
     def _bytes(self, start: int, end: int) -> bytes:
         return b"".join(self._target.token_bytes(token) for token in self._history[start:end])
@@ -162,10 +162,10 @@ def continuation(target: Tokenizer, place: Place, drafted: bytes) -> list[int]:
     if not text.startswith(place.pending):
         return []
     text = text[len(place.pending) :]
-    found = encode_after(target, place.before, text)
-    if found is None and not place.pending:  # the target would write the last token and the text as one
-        found = encode_after(target, b"", text)
-    return found or []
+    tokens = encode_after(target, place.before, text)
+    if tokens is None and not place.pending:  # the target would write the last token and the text as one
+        tokens = encode_after(target, b"", text)
+    return tokens or []
 
 
 class Retokenized(DrafterWrapper):
@@ -215,13 +215,13 @@ class Retokenized(DrafterWrapper):
         end = next((i for i, token in enumerate(tokens) if token in controls), len(tokens))
         pieces = [self._drafter.token_bytes(token) for token in tokens[:end]]
         text = b"".join(pieces)
-        found = continuation(self._target, place, text)
+        certain = continuation(self._target, place, text)
         if end == len(tokens):
-            return found[: common_prefix(found, continuation(self._target, place, b"".join(pieces[:-1])))]
-        length = sum(len(self._target.token_bytes(token)) for token in found)
+            return certain[: common_prefix(certain, continuation(self._target, place, b"".join(pieces[:-1])))]
+        length = sum(len(self._target.token_bytes(token)) for token in certain)
         if len(place.pending) + length == len(text):
-            return [*found, *same_control(self._drafter, tokens[end], self._target)]
-        return found
+            return [*certain, *same_control(self._drafter, tokens[end], self._target)]
+        return certain
 
 
 def retokenized_source(

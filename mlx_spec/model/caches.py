@@ -79,8 +79,8 @@ class Caches:
 
     def for_model(self, layers: Iterable[Cache] | None = None) -> Sequence[Any]:
         """Return the layers, or others in their place, in the form of the model: some are lists."""
-        given: Iterator[Any] = iter(self.layers if layers is None else layers)
-        return [tuple(islice(given, size)) if size else next(given) for size in self._groups]
+        flat: Iterator[Any] = iter(self.layers if layers is None else layers)
+        return [tuple(islice(flat, size)) if size else next(flat) for size in self._groups]
 
     @property
     def attention(self) -> list[AttentionCache]:
@@ -238,15 +238,15 @@ class Caches:
 
     def slack(self, known: Mapping[Rows, PlaceBlock]) -> int:
         """Return the bytes that `trim` and `park` free if these blocks are known."""
-        found = 0
+        freed = 0
         for cache in self.attention:
             columns, size = cache.columns, self.sizes[0]
             needed = self._needed(columns)
             if columns.window is not None and cache.buffers and not self.recurrent:
                 missing = (row for row in self._rows(columns, size, 0) if row not in known)
                 needed = sum(high - step_below(low) for _, low, high in missing)
-            found += sum(b.nbytes // b.shape[2] * (b.shape[2] - needed) for b in cache.buffers)
-        return max(found, 0)
+            freed += sum(b.nbytes // b.shape[2] * (b.shape[2] - needed) for b in cache.buffers)
+        return max(freed, 0)
 
     def trim(self) -> None:
         """Copy the rows that the only sequence needs to buffers without slack."""

@@ -98,11 +98,11 @@ class RewindPoint:
 
     def layers(self) -> list[Arrays]:
         """Return the arrays of each layer: states, or the rows of all blocks one after the other."""
-        found = list[Arrays]()
+        layers = list[Arrays]()
         for parts in zip(*(block.layers for block in self.blocks), strict=True):
             held = [part for part in parts if part]
-            found.append([_joined(arrays) for arrays in zip(*held, strict=True)])
-        return found
+            layers.append([_joined(arrays) for arrays in zip(*held, strict=True)])
+        return layers
 
     @property
     def key(self) -> PlaceKey:
@@ -228,8 +228,8 @@ class RewindPoints:
     def add(self, places: Iterable[RewindPoint], most_bytes: int) -> None:
         """Add places, and drop others until all have at most `most_bytes`; of one size, one is kept."""
         rank = get_args(Kind).index
-        found = sorted([*self._places, *places], key=lambda place: (place.size, rank(place.kind)))
-        self._places, self._reach = list({place.size: place for place in found}.values()), None
+        ordered = sorted([*self._places, *places], key=lambda place: (place.size, rank(place.kind)))
+        self._places, self._reach = list({place.size: place for place in ordered}.values()), None
         excess = sum(block.nbytes for block in self.blocks().values()) - most_bytes
         for _, freed, place in self.costs() if excess > 0 else ():
             if excess <= 0:
@@ -252,7 +252,7 @@ class RewindPoints:
                 parts[f"@{n}"] = CacheState(arrays, {"rows": [window or 0, low, high], "layers": of_layers})
         for n, place in enumerate(self._places, 1):
             size = [place.size, get_args(Kind).index(place.kind)]
-            windows = [number for window, found in place.places.items() for number in (window, *found)]
+            windows = [number for window, bounds in place.places.items() for number in (window, *bounds)]
             blocks = [numbers[block] for block in place.blocks]
             parts[f"place{n}"] = CacheState(numbers={"size": size, "windows": windows, "blocks": blocks})
         return parts
@@ -325,13 +325,13 @@ def cuts(
     template appends to begin an answer. A span, whose rows would be computed again, ends before it. Cuts are
     at least `apart` tokens apart.
     """
-    found = dict[int, Kind]()
+    reasons = dict[int, Kind]()
     if ends_prompt:
         early = end - 32
         early = next((span.end for span in spans if span.start < early < span.end < end), early)
-        found = {early: "end"}
+        reasons = {early: "end"}
     for size in sorted(wanted, reverse=True):
         if not any(span.start < size < span.end for span in spans):
-            found = {other: kind for other, kind in found.items() if abs(other - size) >= apart}
-            found[size] = "turn"
-    return [(size, found[size]) for size in sorted(found) if start < size < end]
+            reasons = {other: kind for other, kind in reasons.items() if abs(other - size) >= apart}
+            reasons[size] = "turn"
+    return [(size, reasons[size]) for size in sorted(reasons) if start < size < end]

@@ -55,8 +55,8 @@ def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
             "layers one by one: use a draft model or lookup"
         )
     outputs = [each.outputs[0] for each in captures]
-    for each in captures:
-        each.outputs.clear()
+    for capture in captures:
+        capture.outputs.clear()
     return outputs
 
 

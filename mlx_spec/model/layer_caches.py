@@ -379,7 +379,6 @@ def step_below(position: int) -> int:
 
 
 def _zeros(like: mx.array, at: Columns) -> mx.array:
-    """Return a buffer for rows of this shape."""
     _, heads, _, width = like.shape
     return mx.zeros((at.lanes, heads, at.count, width), like.dtype)
 

@@ -22,8 +22,8 @@ def bits(array: mx.array) -> mx.array:
     return array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.dtype.size])
 
 
-def _same(found: mx.array, expected: mx.array) -> bool:
-    return bool(mx.array_equal(bits(found), bits(expected[: found.shape[0]])))
+def _same(actual: mx.array, expected: mx.array) -> bool:
+    return bool(mx.array_equal(bits(actual), bits(expected[: actual.shape[0]])))
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Layer:
 
     def _rows(self, index: Sequence[int], *, side_by_side: bool = False) -> mx.array:
         """Return the outputs [rows, F] of one call with these rows."""
-        given = [mx.take(each, mx.array(list(index)), axis=self.axis) for each in self.inputs]
-        out = self.run(*(each.swapaxes(0, 1) for each in given) if side_by_side else given)
+        inputs = [mx.take(each, mx.array(list(index)), axis=self.axis) for each in self.inputs]
+        out = self.run(*(each.swapaxes(0, 1) for each in inputs) if side_by_side else inputs)
         return mx.moveaxis(out, 0 if side_by_side else self.axis, 0).reshape(len(index), -1)
 
 
@@ -221,12 +221,12 @@ def _layer(call: Call, rows: int, axis: int, outputs: int) -> Layer:
     longest = MAX_DRAFT_TOKENS + 1
     drawn = min(max(outputs // width, longest), 3 * longest)
     inputs = list[mx.array]()
-    for each in call.args:
-        shape = [*each.shape[:axis], drawn, *each.shape[axis + 1 :]]
-        if mx.issubdtype(each.dtype, mx.floating):
-            inputs.append(mx.random.normal(shape).astype(each.dtype))
+    for array in call.args:
+        shape = [*array.shape[:axis], drawn, *array.shape[axis + 1 :]]
+        if mx.issubdtype(array.dtype, mx.floating):
+            inputs.append(mx.random.normal(shape).astype(array.dtype))
         else:  # the experts of each row
-            inputs.append(mx.random.randint(0, weight.shape[0], shape).astype(each.dtype))
+            inputs.append(mx.random.randint(0, weight.shape[0], shape).astype(array.dtype))
     bits = f", {module.bits} bits" if "scales" in module else ""
     kind = "the experts" if weight.ndim > 2 and len(inputs) > 1 else "a layer"
     name = f"{kind} of {call.args[0].shape[-1]} x {weight.shape[-2]}{bits}, in {_words(call.args[0].dtype)}"
@@ -234,7 +234,6 @@ def _layer(call: Call, rows: int, axis: int, outputs: int) -> Layer:
 
 
 def _attention(call: Call) -> AttentionKind:
-    """Return the kind of attention of a call."""
     queries, keys, values = call.args[:3]
     heads = queries.shape[1]
     if call.owner is mlx_lm_base:  # packed keys and values: weights, scales, biases

@@ -99,12 +99,12 @@ def _layers_of_all_kinds(model: nn.Module, target: LMTarget) -> int:
 
 def _numbers(layer: nn.Module) -> str:
     """Return the classes and numbers in a layer, with its angles and without its weights."""
-    found = list[Any]()
+    modules = list[Any]()
     for path, module in layer.named_modules():
         simple = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None)}
         angles = {k: v.tolist() for k, v in module.items() if k[0] == "_" and isinstance(v, mx.array)}
-        found.append((path, type(module).__name__, sorted(simple.items()), sorted(angles.items())))
-    return repr(sorted(found, key=repr))
+        modules.append((path, type(module).__name__, sorted(simple.items()), sorted(angles.items())))
+    return repr(sorted(modules, key=repr))
 
 
 @contextmanager
@@ -153,21 +153,21 @@ def _one_by_one(target: LMTarget, rows: Sequence[int]) -> mx.array:
     return mx.concatenate(single)
 
 
-def _compare(found: mx.array, right: mx.array, rounding: float, where: str = "") -> None:
+def _compare(actual: mx.array, right: mx.array, rounding: float, where: str = "") -> None:
     """Raise NotRewindable if logits [T, V] differ, and BadCheckpoint if they are not numbers.
 
     The median error counts. Single rows may have a larger one, because another expert is chosen at a near
     tie; a wrong mask or position spoils most rows.
     """
-    right, found = right.astype(mx.float32), found.astype(mx.float32)
+    right, actual = right.astype(mx.float32), actual.astype(mx.float32)
     if mx.isnan(right).any():
         raise BadCheckpoint(
             "the logits of this target are not numbers: its weights are damaged, or its activations exceed "
             "their type; download it again, or get it in bfloat16"
         )
-    right, found = (mx.where(mx.isinf(logits), 0, logits) for logits in (right, found))  # of banned tokens
+    right, actual = (mx.where(mx.isinf(logits), 0, logits) for logits in (right, actual))  # of banned tokens
     largest = mx.maximum(mx.abs(right).max(axis=-1), 1e-30)  # of weights that are all zeros, 0
-    errors = mx.abs(found - right).max(axis=-1) / largest
+    errors = mx.abs(actual - right).max(axis=-1) / largest
     error = float(mx.sort(errors)[errors.size // 2])
     if not error <= rounding:  # nor where it is not a number
         raise NotRewindable(

@@ -55,16 +55,18 @@ def measure_rows(
     )
     best, drafted, rows = RowClass(doubt=_doubt(target)), 0, 0
     for base in (1,) if target.is_recurrent else (1, 2):
-        found = alone.measured(base)
-        most, compared = _whole_rows(target, tokens, base, found.most)
-        if most < found.most:
-            found = replace(found, differs=f"a pass of {most + 1} rows")
+        candidate = alone.measured(base)
+        most, compared = _whole_rows(target, tokens, base, candidate.most)
+        if most < candidate.most:
+            candidate = replace(candidate, differs=f"a pass of {most + 1} rows")
         rows += compared
         if most - 1 > drafted:
-            best = replace(found, limits=tuple((keys, min(most, each)) for keys, each in found.limits))
+            best = replace(
+                candidate, limits=tuple((keys, min(most, each)) for keys, each in candidate.limits)
+            )
             drafted = most - 1
         elif not best.limits:
-            best = replace(best, differs=best.differs or found.differs)
+            best = replace(best, differs=best.differs or candidate.differs)
         if most >= 5:  # a second row has a price, and drafts of more than 4 tokens hardly pay
             break
     cost = _cost(target, tokens[context], best.base) if best.base > 1 else 1.0
@@ -161,7 +163,7 @@ def _whole_rows(target: LMTarget, tokens: Sequence[int], base: int, most: int) -
 
     `tokens` begin with those that the target holds. It is left as it was.
     """
-    size, compared, found = target.size, 0, 1
+    size, compared, agreeing = target.size, 0, 1
     if most == 1:
         return 1, 0
     expected = list[list[mx.array]]()  # by row: the logits, and the recurrent states after it
@@ -183,8 +185,8 @@ def _whole_rows(target: LMTarget, tokens: Sequence[int], base: int, most: int) -
         target.commit(0)
         if not is_same:
             break
-        found, compared = T, compared + T
-    return found, compared
+        agreeing, compared = T, compared + T
+    return agreeing, compared
 
 
 def _states(target: LMTarget) -> list[mx.array]:

@@ -109,10 +109,10 @@ class RowClass:
         base, shared, fewest = (int(saved[name]) for name in ("base", "shared", "fewest"))
         doubt, differs = (None if saved[name] is None else str(saved[name]) for name in ("doubt", "differs"))
         edges, cost = tuple(map(int, saved["edges"])), float(saved["cost"])
-        found = cls(base, limits, shared, fewest, edges, cost, doubt, differs, (rows, layers))
+        row_class = cls(base, limits, shared, fewest, edges, cost, doubt, differs, (rows, layers))
         is_sound = (
             1 <= base <= 2 and 1 <= cost < 100 and all(0 < rows <= MAX_DRAFT_TOKENS + 1 for _, rows in limits)
         )
-        if not is_sound or (limits and limits[0][0]) or bool(limits) == bool(found.doubt):
+        if not is_sound or (limits and limits[0][0]) or bool(limits) == bool(row_class.doubt):
             raise ValueError("it holds a number that cannot have been measured")
-        return found
+        return row_class

@@ -291,8 +291,8 @@ def _probe(model: nn.Module, passes: Sequence[Sequence[int]], rows: RowClass | N
     alone = [LMTarget(model, rows=rows) for _ in lengths]
     for target, length in zip(alone, lengths, strict=True):
         origin = LMTarget(model)
-        for each in (target, origin):
-            each.prefill([7 * i % 11 for i in range(length)])
+        for reader in (target, origin):
+            reader.prefill([7 * i % 11 for i in range(length)])
         shared.join(origin)
     errors = []
     for sizes in passes:

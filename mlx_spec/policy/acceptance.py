@@ -131,8 +131,8 @@ class DrafterStatistics:
         accepted, expected, variance = np.array(self._by_distance)
         self._by_distance = [[count * keep for count in sums] for sums in self._by_distance]
         is_clear = np.abs(accepted - expected) > surprise * np.sqrt(variance + 0.3)
-        found: Floats = np.where(is_clear, (accepted + 0.02) / (expected + 0.02), 1.0)
-        return found
+        factors: Floats = np.where(is_clear, (accepted + 0.02) / (expected + 0.02), 1.0)
+        return factors
 
 
 class Belief:

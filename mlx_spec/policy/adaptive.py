@@ -30,7 +30,7 @@ from mlx_spec.policy.saved_costs import Key
 from mlx_spec.types import MAX_DRAFT_TOKENS, Cost, Decision, DraftChoice, Reason, RequestDrafter, Round
 
 Clock = Callable[[], float]
-Gains = Callable[[], Sequence[float]]
+Reach = Callable[[], Sequence[float]]
 Available = Callable[[Sequence[int]], int]  # how many tokens a drafter can draft after a history
 
 EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
@@ -63,21 +63,21 @@ class Proposal:
     def __init__(
         self,
         acceptance: DrafterStatistics,
-        gains: Gains | None = None,
+        reach: Reach | None = None,
         request: RequestDrafter | None = None,
         draftable: Available | None = None,
     ) -> None:
-        self.belief, self.gains, self.request, self._draftable = Belief(acceptance), gains, request, draftable
+        self.belief, self.reach, self.request, self._draftable = Belief(acceptance), reach, request, draftable
         self.verified = False  # one of its drafts was verified in this answer
 
     def expected_tokens(self) -> Floats:
         """Return the expected tokens of a round by the number of draft tokens, 0 included."""
-        if self.gains is None:
+        if self.reach is None:
             return self.belief.expected_tokens()
-        gains = np.zeros(MAX_DRAFT_TOKENS + 1)
-        own = list(self.gains())[:MAX_DRAFT_TOKENS]
-        gains[1 : len(own) + 1] = own
-        return 1 + np.cumsum(gains)
+        reach = np.zeros(MAX_DRAFT_TOKENS + 1)
+        own = list(self.reach())[:MAX_DRAFT_TOKENS]
+        reach[1 : len(own) + 1] = own
+        return 1 + np.cumsum(reach)
 
     def first_rate(self) -> float:
         """Return the probability that the first draft token is accepted."""
@@ -101,12 +101,12 @@ class AdaptivePolicy:
         self,
         shared: AdaptivePolicies,
         clock: Clock,
-        gains: Mapping[int, Gains],
+        reach: Mapping[int, Reach],
         available: Mapping[int, Available],
     ) -> None:
         self._shared, self._clock = shared, clock
         self._drafters = [
-            Proposal(a, gains.get(i), None, available.get(i)) for i, a in enumerate(shared.acceptance)
+            Proposal(a, reach.get(i), None, available.get(i)) for i, a in enumerate(shared.acceptance)
         ]
         self._costs: CostModel | None = None  # at the length of the history
         self._decided = self._done = 0.0  # times of the last decision and of the end of the last round
@@ -152,7 +152,6 @@ class AdaptivePolicy:
         return Decision(self._choices, reason, self._costs.plain, self._cost)
 
     def _cost(self, index: int, rows: int) -> Cost | None:
-        """Return the cost of a round with this many draft tokens of a drafter."""
         assert self._costs is not None
         rows = min(rows, MAX_DRAFT_TOKENS)
         table = self._costs.table
@@ -275,8 +274,7 @@ class AdaptivePolicy:
         return own.observe(round, costs, drafter, seconds, ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
-        """Learn how much of a draft was accepted."""
-        if proposal.gains is None:
+        if proposal.reach is None:
             stopped = len(round.tokens) == round.accepted  # a stop token hides the verdict on the rest
             proposal.belief.update(round.accepted, round.accepted < round.drafted and not stopped)
         proposal.belief.shared.since, proposal.verified = 0, True
@@ -348,16 +346,16 @@ class AdaptivePolicies:
     def policy(
         self,
         clock: Clock = time.perf_counter,
-        gains: Mapping[int, Gains] = MappingProxyType({}),
+        reach: Mapping[int, Reach] = MappingProxyType({}),
         available: Mapping[int, Available] = MappingProxyType({}),
     ) -> AdaptivePolicy:
         """Return the policy of a new sequence.
 
-        Both mappings are by drafter index. `gains` return the expected accepted tokens that each further
+        Both mappings are by drafter index. `reach` tells the expected accepted tokens that each further
         draft token adds, for drafters that measure it themselves. `available` is for drafters that know the
         length of a draft before they make it.
         """
-        return AdaptivePolicy(self, clock, gains, available)
+        return AdaptivePolicy(self, clock, reach, available)
 
     def plain(self) -> AdaptivePolicy:
         """Return the policy of a sequence whose drafters failed: it drafts nothing."""
@@ -419,7 +417,7 @@ class FixedPolicy:
         self.begin()
 
     def policy(
-        self, clock: Clock = time.perf_counter, gains: object = None, available: object = None
+        self, clock: Clock = time.perf_counter, reach: object = None, available: object = None
     ) -> FixedPolicy:
         """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
         return FixedPolicy(self.length, self._reason, self._names, self._ahead, self._ratios, clock)

@@ -31,7 +31,7 @@ from mlx_spec.policy.adaptive import (
     AdaptivePolicy,
     Available,
     Clock,
-    Gains,
+    Reach,
 )
 from mlx_spec.policy.costs import CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
@@ -80,8 +80,8 @@ class SharedPasses:
             prior = np.interp(lengths[i], lengths[:i] + lengths[i + 1 :], values[:i] + values[i + 1 :])
             # The corrections of the lengths around this one are worth two rounds.
             errors[lengths[i]] = (rounds * values[i] + 2 * prior) / (rounds + 2)
-        found: Floats = expected * np.exp(errors)
-        return found
+        seconds: Floats = expected * np.exp(errors)
+        return seconds
 
     def observe(self, costs: CostModel, count: int, longest: int, seconds: float) -> None:
         """Learn from a pass of `count` sequences, whose longest draft had `longest` tokens."""
@@ -110,13 +110,13 @@ class MemberPolicy(AdaptivePolicy):
 
     def candidates(self, history: Sequence[int]) -> list[tuple[int, Floats]]:
         """Return the drafters that may have a draft, each with its expected tokens by draft length."""
-        found = []
+        expected = []
         for index, proposal in enumerate(self._proposals):
             limit = min(proposal.available_now(history), MAX_DRAFT_TOKENS)
             if limit >= 1:
-                gains = self._hit_rates[index] * (proposal.expected_tokens()[: limit + 1] - 1)
-                found.append((index, 1 + gains))
-        return found
+                reached = self._hit_rates[index] * (proposal.expected_tokens()[: limit + 1] - 1)
+                expected.append((index, 1 + reached))
+        return expected
 
     def reason(self, reason: Reason) -> Reason:
         """Return the reason to show for a draft, if the batch drafts for this reason."""
@@ -156,11 +156,11 @@ class BatchPolicies(AdaptivePolicies):
     def policy(
         self,
         clock: Clock = time.perf_counter,
-        gains: Mapping[int, Gains] = MappingProxyType({}),
+        reach: Mapping[int, Reach] = MappingProxyType({}),
         available: Mapping[int, Available] = MappingProxyType({}),
     ) -> MemberPolicy:
         """Return the policy of a new sequence."""
-        return MemberPolicy(self, clock, gains, available)
+        return MemberPolicy(self, clock, reach, available)
 
     def most_running(self) -> int:
         """Return how many sequences may share passes so that each is at least half as fast as alone."""
@@ -230,9 +230,12 @@ class BatchPolicy:
         self._plan = Plan(adaptive, choices, costs, seconds, plain, began)
         return [
             Decision(
-                each, policy.reason(reason) if each else reason, plain, partial(self._cost, seconds, count)
+                chosen,
+                policy.reason(reason) if chosen else reason,
+                plain,
+                partial(self._cost, seconds, count),
             )
-            for policy, each in zip(adaptive, choices, strict=True)
+            for policy, chosen in zip(adaptive, choices, strict=True)
         ]
 
     def _cost(self, seconds: Floats, count: int, _: int, longest: int) -> Cost | None:
@@ -309,10 +312,10 @@ class BatchPolicy:
         """Return the seconds of all drafts of a round by their length. `drafters` has an index a sequence."""
         together = self._shared.together
         counts = {index: 1 if index in together else drafters.count(index) for index in set(drafters)}
-        found = np.zeros(MAX_DRAFT_TOKENS + 1)
+        seconds = np.zeros(MAX_DRAFT_TOKENS + 1)
         for index, count in counts.items():
-            found += count * _draft_seconds(costs, index)
-        return found
+            seconds += count * _draft_seconds(costs, index)
+        return seconds
 
     def _own_length(
         self, candidates: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel

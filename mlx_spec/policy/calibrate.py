@@ -136,15 +136,15 @@ def measure(
         return iter(())
 
     def drafted(index: int, tokens: int) -> int:
-        found = drafters[index].draft(history, tokens, sampler)
-        if found.parents is None or target.tree_obstacle is not None:  # then no round drafts the tree
-            mx.eval(found.tokens)
+        draft = drafters[index].draft(history, tokens, sampler)
+        if draft.parents is None or target.tree_obstacle is not None:  # then no round drafts the tree
+            mx.eval(draft.tokens)
         else:  # a tree: its pass costs more than the pass of a chain
             trees.add(index)
-            logits = target.verify_tree(mx.concatenate([pending, found.tokens]), found.parents)
-            sampler.verify(logits, history, found).tolist()
+            logits = target.verify_tree(mx.concatenate([pending, draft.tokens]), draft.parents)
+            sampler.verify(logits, history, draft).tolist()
             target.commit(0)
-        return found.tokens.size
+        return draft.tokens.size
 
     def draft(index: int, tokens: int) -> Iterator[None]:
         drafted(index, tokens)
@@ -177,12 +177,12 @@ def measure(
 
 def _drafts(seconds: Mapping[Name, float], drafter: int, is_tree: bool) -> dict[int, float]:
     """Return the seconds of drafts by their tokens, without the wait for the device or the pass of a tree."""
-    found = {}
+    costs = {}
     for k in DRAFTED:
         if (drafter, k) in seconds and (not is_tree or k + 1 in seconds):
             other = seconds[k + 1] if is_tree else seconds["host"]
-            found[k] = max(seconds[drafter, k] - other, 0.0)
-    return found
+            costs[k] = max(seconds[drafter, k] - other, 0.0)
+    return costs
 
 
 def measured(

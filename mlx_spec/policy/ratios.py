@@ -74,8 +74,8 @@ class Ratios:
         """
         if self._draft is None or self._draft[0] != 1 or self._since < 8:
             return False
-        found = self._found.get(self._draft[1])
-        is_known = self._as_measured or (found is not None and found.error <= self.KNOWN)
+        ratio = self._found.get(self._draft[1])
+        is_known = self._as_measured or (ratio is not None and ratio.error <= self.KNOWN)
         return self._since >= (8 if self._timed < 48 and not is_known else 64 if self._timed else 16)
 
     def settle(self) -> None:

@@ -74,9 +74,9 @@ def read(file: Path, key: Key) -> tuple[Table, str]:
 
 def read_rows(file: Path, key: Key) -> RowClass:
     """Return the row class in a file. Raises as `read` does."""
-    found = _read(file, key)
+    saved = _read(file, key)
     try:
-        return RowClass.from_json(found["rows"])
+        return RowClass.from_json(saved["rows"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadCosts(f"{file} does not hold a row class ({one_line(error)})") from error
 
@@ -91,12 +91,12 @@ def row_class(key: Key, name: str, measure: Callable[[], RowClass]) -> RowClass:
     except (BadCosts, Mismatch) as error:
         _log.warning("%s: it is not used and will be replaced", error)
     print(f"measuring what passes of {name} agree bit by bit, once", file=sys.stderr, flush=True)
-    found = measure()
+    rows = measure()
     try:
-        write_rows(file, key, found)
+        write_rows(file, key, rows)
     except BadCosts as error:
         _log.warning("%s: row classes will be measured again", error)
-    return found
+    return rows
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
@@ -110,16 +110,15 @@ def _write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read(file: Path, key: Key) -> Mapping[str, Any]:
-    """Return the content of a file with this key."""
     try:
-        found = json.loads(file.read_bytes())
+        content: Mapping[str, Any] = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"there is no file {file}") from error
     except OSError as error:
         raise BadCosts(f"{file} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise BadCosts(f"{file} is damaged ({one_line(error)})") from error
-    match found:
+    match content:
         case {"key": {"format": int(other)}} if other != key.format:
             raise BadCosts(f"{file} is of format {other}, this version reads {key.format}")
         case {"key": dict() as saved}:
@@ -130,7 +129,6 @@ def _read(file: Path, key: Key) -> Mapping[str, Any]:
             ]
             if different:
                 raise Mismatch(f"{file} was measured with {'; '.join(different)}")
-            content: Mapping[str, Any] = found
             return content
     raise BadCosts(f"{file} does not hold costs: its key, date or table is missing")
 

@@ -39,10 +39,10 @@ class Candidates:
         V = logits.shape[-1]
         if not length:
             scores = logits.astype(mx.float32) / temperature
-            found = cls(scores, softmax.weights(scores))
+            whole = cls(scores, softmax.weights(scores))
             if 0 < top_k < V:
-                return found.only(found.first(mx.ones_like(scores), mx.array(float(top_k))))
-            return found
+                return whole.only(whole.first(mx.ones_like(scores), mx.array(float(top_k))))
+            return whole
         ids = likeliest(logits, length)
         scores = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32) / temperature
         mass = None

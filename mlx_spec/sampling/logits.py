@@ -78,13 +78,13 @@ class Penalties:
         if K:
             within = mx.arange(K) <= mx.arange(T)[:, None] + (K - T)  # [T, K]: the row follows the token
             counts = counts + (within[..., None] & (drafted[:, None] == ids)).sum(axis=1)
-        found = logits[:, ids]
+        scores = logits[:, ids]
         if self._repetition != 1:  # arXiv:1909.05858, as in Hugging Face and vLLM
             penalty = self._repetition
-            penalised = mx.where(found > 0, found / penalty, found * penalty)
-            found = mx.where(self._in_prompt[ids] | (counts > 0), penalised, found)
-        found = found - self._presence * (counts > 0) - self._frequency * counts
-        return mx.put_along_axis(logits, mx.broadcast_to(ids, found.shape), found, axis=-1)
+            penalised = mx.where(scores > 0, scores / penalty, scores * penalty)
+            scores = mx.where(self._in_prompt[ids] | (counts > 0), penalised, scores)
+        scores = scores - self._presence * (counts > 0) - self._frequency * counts
+        return mx.put_along_axis(logits, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
     def _count(self, history: Sequence[int]) -> None:
         """Count the tokens of a history. Copy only new ones to the device."""
@@ -116,9 +116,9 @@ class GrammarMask:
         if self._matcher is None:
             self._matcher = self._grammar.matcher(history[: self._prompt_length])
         if logits.shape[0] == drafted.shape[0] == 1:  # after a queued token
-            found = self._matcher.after_unread(history, start=self._prompt_length)
-            if found is not None:
-                token, *either = found
+            unread = self._matcher.after_unread(history, start=self._prompt_length)
+            if unread is not None:
+                token, *either = unread
                 after, otherwise = (mx.array(bits.view(np.uint8)) for bits in either)
                 bits = mx.where(drafted[0] == token, after, otherwise)
                 return limits(bits[None], logits.shape[-1], logits.dtype)

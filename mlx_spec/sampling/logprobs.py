@@ -136,15 +136,15 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
 
 def _read(rows: mx.array, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
     """Copy packed rows [T, 1 + 2 top] of T tokens to the host, in one copy. Drop masked alternatives."""
-    found, top = list[TokenLogprob](), rows.shape[1] // 2
+    logprobs, top = list[TokenLogprob](), rows.shape[1] // 2
     for token, row in zip(tokens, cast(list[list[float]], rows.tolist()), strict=True):
         if math.isnan(row[0]):
             raise NotFinite.after(0)
         pairs = zip(row[1 : 1 + top], row[1 + top :], strict=True)
         likely = sorted((-logprob, int(i)) for logprob, i in pairs if logprob > -math.inf)
         best = tuple(TokenLogprob(i, tokenizer.token_bytes(i), -negative) for negative, i in likely)
-        found.append(TokenLogprob(token, tokenizer.token_bytes(token), row[0], best))
-    return tuple(found)
+        logprobs.append(TokenLogprob(token, tokenizer.token_bytes(token), row[0], best))
+    return tuple(logprobs)
 
 
 def _as_chain(

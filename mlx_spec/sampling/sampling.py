@@ -149,11 +149,11 @@ class LogitsProcessor:
         length = shortlist_length(sampling.top_k, sampling.top_p, self.vocab_size)
         if exact and length < (sampling.top_k or self.vocab_size):
             length = 0
-        found = Candidates.of(processed, sampling.top_k, sampling.temperature, length)
-        for name, each in FILTERS.items():
-            if (value := vars(sampling)[name]) != each.off:
-                found = each.keep(found, value)
-        return found
+        candidates = Candidates.of(processed, sampling.top_k, sampling.temperature, length)
+        for name, rule in FILTERS.items():
+            if (value := vars(sampling)[name]) != rule.off:
+                candidates = rule.keep(candidates, value)
+        return candidates
 
     def process(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
         """Return logits [T, V] with penalties, bias and grammar, before temperature and filters.
@@ -163,8 +163,8 @@ class LogitsProcessor:
         """
         last = self._last
         if last is None or last[0] is not logits or last[1] is not drafted or last[2] != len(history):
-            found = self._processed(logits, history, drafted)
-            self._last = last = logits, drafted, len(history), found
+            processed = self._processed(logits, history, drafted)
+            self._last = last = logits, drafted, len(history), processed
         return last[3]
 
     def _processed(self, logits: mx.array, history: Sequence[int], drafted: mx.array) -> mx.array:
@@ -309,15 +309,15 @@ class Unseeded(Greedy):
         uniform = mx.random.uniform(shape=tokens.shape, key=self._next_key())
         tree = None if draft.parents is None else tree_of(draft.parents)
         segments = [(logits, tokens)] if tree is None else _segments(tree, logits, tokens)
-        found = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in segments]
-        self.fits = _all_fit([fits for candidates in found for fits in candidates.fits])
+        judged = [self.processor.candidates(rows, history, path, exact=exact) for rows, path in segments]
+        self.fits = _all_fit([fits for candidates in judged for fits in candidates.fits])
         ids: mx.array | None = None
         if tree is None:
-            beside, columns, q = found[0].beside(tokens, draft.probs)
+            beside, columns, q = judged[0].beside(tokens, draft.probs)
             n, weights = accept_block(beside.probs, columns, q, uniform)
             ids = beside.ids
         else:
-            p = mx.concatenate([each.over_vocabulary(each.probs, 0.0, logits.shape[-1]) for each in found])
+            p = mx.concatenate([each.over_vocabulary(each.probs, 0.0, logits.shape[-1]) for each in judged])
             n, weights = accept_recursive(p, tokens, draft.probs, uniform, tree)
         token = draw_by_weight(weights[None], self._next_key())
         return mx.concatenate([n[None], token if ids is None else ids[n][token]])

@@ -27,8 +27,8 @@ def weights(scores: mx.array) -> mx.array:
 
 def probabilities(scores: mx.array) -> mx.array:
     """Return the softmax of scores [..., N], float32."""
-    found = weights(scores)
-    return found / total(found)
+    amounts = weights(scores)
+    return amounts / total(amounts)
 
 
 def log_total(scores: mx.array) -> mx.array:

@@ -105,7 +105,7 @@ def test_rates_of_guesses_are_learned(accepted: int, chain: bool) -> None:
         rates.observe(tree, drafted, tokens)
     learned = rates.template().tree(HEADS)
     assert (learned.height == HEADS) is chain
-    assert sum(rates.tree_gains()[:HEADS]) == pytest.approx(accepted, abs=0.35)
+    assert sum(rates.tree_reach()[:HEADS]) == pytest.approx(accepted, abs=0.35)
 
 
 # --- the text

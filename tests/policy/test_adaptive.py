@@ -152,7 +152,7 @@ def test_several_drafters():
 
 def test_trees_bring_their_own_estimate():
     device, policies = pair("flat")
-    policy = policies.policy(device.clock, gains={0: lambda: [0.6, 0.3, 0.3, 0.3, 0.3, 0.3, 0.0, 0.0]})
+    policy = policies.policy(device.clock, reach={0: lambda: [0.6, 0.3, 0.3, 0.3, 0.3, 0.3, 0.0, 0.0]})
     policy.begin()
     policies.costs.at(1).longest = 16
     policies.account.lead = BUFFER
