@@ -75,7 +75,7 @@ class AssistantConfig:
     num_attention_heads: Size
     layer_types: tuple[str, ...]
     heads: tuple[HeadShape, ...]  # one a layer
-    sliding_window: Size
+    sliding_window: int  # 0 if no layer has one
     rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
     draft_vocab_size: int | None = None  # W, if the head is W rows of the target's; None for its own head
