@@ -184,7 +184,7 @@ class _Imitation:
         Rows of a small layer are computed sooner than found.
         """
         dense = self.weights[id(w)][1]
-        if self.known_rows is None or dense.size < 2**22:
+        if self.known_rows is None or dense.size < 2**18:
             return _product(x, dense, kernel, parts_of_k)
         rows, kind = x.reshape(-1, x.shape[-1]), mx.uint16 if x.itemsize == 2 else mx.uint32
         keys = [(id(w), kernel, parts_of_k, row.tobytes()) for row in np.array(rows.view(kind))]
