@@ -51,6 +51,7 @@ class Group:
         self._doubt: str | None = None  # `Round.doubt` of the last pass
         self._has_draft = False  # the last pass verified a draft
         self._drafting_took = 0  # bytes by which the process grew while the last round drafted
+        self._before_drafts: int | None = None  # `_beside_caches` before the drafts of the last round
 
     def step(self, *, may_queue: bool = True, may_probe: bool = True) -> list[Round | Exception]:
         """Decode one round of every sequence: draft, verify, accept, commit.
@@ -61,9 +62,12 @@ class Group:
         raised, and so is an error of the second try. Drafters that take memory without end are turned off.
         """
         try:
-            held, self._drafting_took = mx.get_active_memory(), 0
+            held, self._drafting_took, self._before_drafts = mx.get_active_memory(), 0, None
             rounds = self._step(may_queue, may_probe)
-            self._bound_drafters(max(mx.get_active_memory() - held, self._drafting_took))
+            if self._before_drafts is None:
+                self._suspect_drafters(max(mx.get_active_memory() - held, self._drafting_took))
+            else:
+                self._judge_drafters(self._beside_caches() - self._before_drafts)
             return rounds
         except BaseException as error:
             if len(self.sequences) > 1:
@@ -146,6 +150,8 @@ class Group:
             return none
         if self.queued is not None and self._misses < MAX_MISSES:
             return none
+        if any(sequence.draft_memory.suspected for sequence in self.sequences if sequence.is_drafting):
+            self._before_drafts = self._beside_caches()
         before = most_resident()
         drafts = self._drafts_of([list(decision.choices) for decision in decisions])
         self._drafting_took = most_resident() - before
@@ -354,24 +360,41 @@ class Group:
                     sequence.stop_drafting(caught(error))
         return done
 
-    def _bound_drafters(self, taken: int) -> None:
-        """Count the bytes that a round took. Turn drafters off that keep far more than their caches."""
+    def _suspect_drafters(self, taken: int) -> None:
+        """Count the bytes that a round took. Suspect drafters if caches do not account for them.
+
+        On a GPU a pass in flight may take them and give them back, so the next round with drafts is weighed.
+        """
         memories = [sequence.draft_memory for sequence in self.sequences if sequence.is_drafting]
         for memory in memories:
-            memory.taken += taken // len(memories)
+            memory.taken, memory.rounds = memory.taken + taken // len(memories), memory.rounds + 1
         total, most = sum(memory.taken for memory in memories), min((m.most for m in memories), default=0)
         if total <= most:
             return
-        caches = self.targets.nbytes + sum(sequence.drafter_bytes for sequence in self.sequences)
-        excess = total - max(0, caches - sum(memory.counted for memory in memories))
-        if excess > most:
-            error = DraftsGrow(f"drafters keep {excess} bytes beside their caches")
-            for sequence in self.sequences:
-                if sequence.is_drafting:
-                    sequence.stop_drafting(error)
-            mx.clear_cache()
+        caches = self._cache_bytes()
+        excess = max(0, total - max(0, caches - sum(memory.counted for memory in memories))) // len(memories)
         for memory in memories:
-            memory.taken, memory.counted = max(0, excess // len(memories)), caches // len(memories)
+            memory.suspected = excess / memory.rounds if excess * len(memories) > most else 0.0
+            memory.taken, memory.counted = excess, caches // len(memories)
+
+    def _judge_drafters(self, grown: int) -> None:
+        """Turn suspected drafters off if a weighed round took memory that no cache counts."""
+        sequences = [sequence for sequence in self.sequences if sequence.is_drafting]
+        if 2 * max(grown, self._drafting_took) > sum(each.draft_memory.suspected for each in sequences):
+            error = DraftsGrow(f"drafters keep {grown} bytes a round beside their caches")
+            for sequence in sequences:
+                sequence.stop_drafting(error)
+            mx.clear_cache()
+        for sequence in sequences:
+            sequence.draft_memory.acquit()
+
+    def _cache_bytes(self) -> int:
+        return self.targets.nbytes + sum(sequence.drafter_bytes for sequence in self.sequences)
+
+    def _beside_caches(self) -> int:
+        """Return the bytes of arrays beside caches, weights among them. Waits for passes in flight."""
+        mx.synchronize()
+        return mx.get_active_memory() - self._cache_bytes()
 
     def _cost(self, sequence: RunningSequence, decision: Decision, longest: Round) -> Cost | None:
         """Return the cost in passes of one row: users compare with those, even if plain passes have two."""

@@ -146,9 +146,15 @@ def _observe_in_parts(
 class DraftMemory:
     """The memory that the drafters of one answer take and keep beside the caches that they count."""
 
-    most: int  # bytes; beyond them drafts are turned off
+    most: int  # bytes; beyond them drafters are suspected
     taken: int = 0  # bytes that rounds took, with those by which caches grew
     counted: int = 0  # bytes of the caches when `taken` was 0
+    rounds: int = 0  # that took them
+    suspected: float = 0.0  # bytes that drafters seem to take in a round
+
+    def acquit(self) -> None:
+        """Begin anew after a round that took far less, and suspect later the next time."""
+        self.most, self.taken, self.rounds, self.suspected = 2 * self.most, 0, 0, 0.0
 
 
 class RunningSequence:

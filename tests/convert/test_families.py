@@ -526,13 +526,16 @@ REFUSED: dict[str, tuple[Callable[[], Checkpoint], str]] = {
         for name, kind, make, key, value in (
             ("eagle3", "EAGLE-3", synthetic.eagle3, LAYER_IDS, 7),
             ("eagle3", "EAGLE-3", synthetic.eagle3, "draft_vocab_size", "relu"),
-            ("eagle3", "EAGLE-3", synthetic.eagle3, "num_key_value_heads", [1]),
             ("peagle", "P-EAGLE", synthetic.peagle, "eagle_config", 1),
             ("dflash", "DFlash", synthetic.dflash, "rope_theta", "relu"),
             ("dflash", "DFlash", synthetic.dflash, "dflash_config", [[1]]),
             ("dspark", "DSpark", synthetic.dspark, "dspark_config", 7),
         )
     },
+    "heads that are a list": (
+        lambda: with_config(synthetic.eagle3(), num_key_value_heads=[1]),
+        "'num_key_value_heads' = [1], which is not of type int",
+    ),
     "a scalar for a matrix of a gate": (
         lambda: synthetic.lstm_speculator().changed(output_proj__0__weight=mx.array(1.0)),
         "this is not a drafter of the kind MLP speculator (",

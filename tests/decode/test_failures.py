@@ -135,7 +135,7 @@ def test_the_next_answer_drafts_again(draft_errors: list[str]) -> None:
 
 
 class Growing:
-    """A drafter that keeps 64 MB more with each draft, in arrays or in the memory of Python."""
+    """A drafter that keeps 128 MB more with each draft, in arrays or in the memory of Python."""
 
     def __init__(self, part: Any, make: Callable[[], object]) -> None:
         self.part, self.make = part, make
@@ -153,7 +153,7 @@ class Growing:
 
 
 def an_array() -> mx.array:
-    array = mx.zeros((64 << 20,), mx.uint8)
+    array = mx.zeros((128 << 20,), mx.uint8)
     mx.eval(array)
     return array
 
@@ -169,17 +169,34 @@ def test_drafters_that_take_memory_without_end_are_off(
         made.append(mx.get_active_memory() - held)
         return an_array()
 
-    for calls in (5, 10, 10):
+    for calls in (4, 8, 8):  # the last one is weighed
         opened = [pair.open() for _ in PROMPTS[: 3 if is_batch else 1]]
         for parts in opened:
             parts.drafters = tuple(Growing(drafter, growing) for drafter in parts.drafters)
         found, errors = in_a_batch(pair, opened)
         assert not errors and [emitted(rounds) for rounds in found] == texts[: len(found)]
         assert {rounds[-1].reason for rounds in found} == {Reason.FAILED}
-        assert len(made) <= calls + 6 * is_batch and max(made) < 10 * (64 << 20)
+        assert len(made) <= calls + 6 * is_batch and max(made) < 8 * (128 << 20)
         assert mx.get_active_memory() < held + (64 << 20), "what they kept has gone back"
     assert sum("drafts (same) grow without end" in line for line in caplog.messages) == 2
     draft_errors.clear()
+
+
+def test_passes_in_flight_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a queued pass holds memory at the end of a round, which is back before the next one."""
+    in_flight = itertools.cycle((0, 1 << 20))
+    bytes_now, synchronize = mx.get_active_memory, mx.synchronize
+    pair = make_pair("full")
+    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=300)
+    sequence.draft_memory.most = 1 << 22
+    waited = list[int]()
+    monkeypatch.setattr(mx, "synchronize", lambda: (synchronize(), waited.append(1)))
+    monkeypatch.setattr(
+        mx, "get_active_memory", lambda: bytes_now() + (waited.pop() * 0 if waited else next(in_flight))
+    )
+    rounds = list(decode(sequence))
+    assert sequence.draft_error is None and sum(round.drafted for round in rounds) > 100
+    assert sequence.draft_memory.most > 1 << 22, "it was suspected"
 
 
 def test_growth_of_caches_is_not_the_drafters() -> None:
@@ -226,7 +243,7 @@ def test_a_drafter_that_cannot_be_opened_or_saved_costs_no_answer(draft_errors: 
     kept = CachedSequence(pair.open())
     kept.parts.drafters = (Breaking(kept.parts.drafters[0], "state", 0),)
     fork = CachedSequence(pair.open())
-    assert not fork.fork_from(kept, text_prompt(PROMPTS[0]), at_once=True)
+    assert not fork.fork_from(kept, text_prompt(PROMPTS[0]), in_use=False)
     good, pair._drafters = pair._drafters, ()
 
     def fail(*given: Any) -> Any:

@@ -27,6 +27,7 @@ class TimedTarget:
         return len(self.written)
 
     reads_spans_whole = False
+    nbytes = 0
     rows = RowClass()
     most_rows = MAX_DRAFT_TOKENS + 1
 

@@ -248,6 +248,7 @@ def test_arrays_of_another_shape_are_refused(tmp_path: Path, caplog: pytest.LogC
 def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) -> None:
     weights = tmp_path / "m" / "model.safetensors"
     weights.parent.mkdir()
+    (weights.parent / "config.json").write_text('{"model_type": "llama"}')
     mx.save_safetensors(str(weights), {"a": mx.zeros(3)})
     key = partial(model_key, [weights.parent], ("eagle3",), None)
     before = key()
