@@ -78,7 +78,8 @@ def test_a_model_is_fetched_loaded_unloaded_and_removed(hub):
     stub = Stub()
     endpoint = stubbed(stub)
     listed = endpoint.client.get(MODELS).json()
-    assert [one["name"] for one in listed["disk"]] == ["demo"] and listed["disk"][0]["fits"]
+    disk = [one["name"] for one in listed["disk"] if one["name"] != "smollm2"]  # if its package is installed
+    assert disk == ["demo"] and listed["disk"][0]["fits"]
     assert not listed["disk"][0]["removable"]
     assert {"name": "gemma-4-e2b", "target": E2B, "drafter": ASSISTANT} in listed["catalogue"]
     own = {"origin": OWN, "x-page-token": listed["token"]}
