@@ -17,6 +17,7 @@ from support.lossless import Scripted, emitted
 from support.pairs import alone, make_pair
 
 from mlx_spec.decode.loop import decode
+from mlx_spec.decode.round import Group
 from mlx_spec.decode.sequence import CachedSequence, SequenceParts
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.drafters.earlier import EarlierAnswers, TextRing
@@ -184,17 +185,28 @@ def test_drafters_that_take_memory_without_end_are_off(
 
 def test_passes_in_flight_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a queued pass holds memory at the end of a round, which is back before the next one."""
-    in_flight = itertools.cycle((0, 1 << 20))
-    bytes_now, synchronize = mx.get_active_memory, mx.synchronize
+    in_flight = [0]  # bytes
+    bytes_now, synchronize, decode_round = mx.get_active_memory, mx.synchronize, Group._step
+
+    def step(group: Group, *options: bool) -> Any:
+        done = decode_round(group, *options)
+        in_flight[0] = 1 << 20
+        return done
+
+    def wait() -> None:
+        synchronize()
+        in_flight[0] = 0
+
     pair = make_pair("full")
     sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=300)
     sequence.draft_memory.most = 1 << 22
-    waited = list[int]()
-    monkeypatch.setattr(mx, "synchronize", lambda: (synchronize(), waited.append(1)))
-    monkeypatch.setattr(
-        mx, "get_active_memory", lambda: bytes_now() + (waited.pop() * 0 if waited else next(in_flight))
-    )
-    rounds = list(decode(sequence))
+    monkeypatch.setattr(Group, "_step", step)
+    monkeypatch.setattr(mx, "synchronize", wait)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: bytes_now() + in_flight[0])
+    rounds = []
+    for done in decode(sequence):
+        rounds.append(done)
+        in_flight[0] = 0
     assert sequence.draft_error is None and sum(round.drafted for round in rounds) > 100
     assert sequence.draft_memory.most > 1 << 22, "it was suspected"
 
