@@ -378,9 +378,13 @@ class Group:
             memory.taken, memory.counted = excess, caches // len(memories)
 
     def _judge_drafters(self, grown: int) -> None:
-        """Turn suspected drafters off if a weighed round took memory that no cache counts."""
+        """Turn suspected drafters off if a weighed round took memory that no cache counts.
+
+        Less than 1 MiB is not growth: hidden states that wait for a drafter vary with the rows of a round.
+        """
         sequences = [sequence for sequence in self.sequences if sequence.is_drafting]
-        if 2 * max(grown, self._drafting_took) > sum(each.draft_memory.suspected for each in sequences):
+        suspected = sum(sequence.draft_memory.suspected for sequence in sequences)
+        if max(grown, self._drafting_took) > max(suspected / 2, 2**20):
             error = DraftsGrow(f"drafters keep {grown} bytes a round beside their caches")
             for sequence in sequences:
                 sequence.stop_drafting(error)

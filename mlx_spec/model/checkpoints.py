@@ -289,9 +289,8 @@ class RewindPoints:
 
         They are the tokens from the place before it on, times the chance that a prompt parts there: less at
         the end of a chunk than at the end of a turn, or where a prompt parted before. Of the places in an
-        opening, about eight, prompts part at one. The bytes are those
-        that no place has that is left then; blocks whose id is `elsewhere` do not count. The end of the last
-        prompt is not among the places.
+        opening, about eight, prompts part at one. The bytes are those that no place has that is left then;
+        blocks whose id is `elsewhere` do not count. The end of the last prompt is not among the places.
         """
         chances = {"chunk": 1 / 32, "opening": 1 / 8, "turn": 1.0, "end": None}
         left, worth = list(self._places), 0.0
