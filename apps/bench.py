@@ -20,7 +20,7 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.device import device_name, require_backend
 
 if TYPE_CHECKING:
-    from mlx_spec.decode.sequence import SequenceParts
+    from mlx_spec.decode.sequence import CachedSequence
     from mlx_spec.pair import Pair
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.types import Round
@@ -116,32 +116,30 @@ def chat_questions(tokenizer: Tokenizer) -> list[Question]:
     return [Question(q, tuple(tokenizer.prompt([{"role": "user", "content": q}]))) for q in QUESTIONS]
 
 
-def arm(pair: Pair, num_draft_tokens: int | None) -> SequenceParts:
-    """Return the parts of a new sequence with a fixed draft length, or with the pair's policy for None."""
-    from mlx_spec.decode.sequence import SequenceParts
+def arm(pair: Pair, num_draft_tokens: int | None) -> CachedSequence:
+    """Return a new sequence with a fixed draft length, or with the pair's policy for None."""
     from mlx_spec.policy import FixedPolicy
 
-    parts = pair.open()
-    if num_draft_tokens is None:
-        return parts
-    names = pair.fixed_names
-    drafters = parts.drafters[: len(names)] if num_draft_tokens else ()
-    return SequenceParts(parts.target, drafters, FixedPolicy(num_draft_tokens, names=names))
+    sequence, names = pair.open(), pair.fixed_names
+    if num_draft_tokens is not None:
+        sequence.drafters = sequence.drafters[: len(names)] if num_draft_tokens else ()
+        sequence.policy = FixedPolicy(num_draft_tokens, names=names)
+    return sequence
 
 
 def in_turns(
-    pair: Pair, arms: Collection[SequenceParts], prompt: Sequence[int], count: int, start: int
+    pair: Pair, arms: Collection[CachedSequence], prompt: Sequence[int], count: int, start: int
 ) -> list[Run]:
     """Return an answer of each arm, with at most `count` tokens. Arm start + i goes first in turn i."""
     from mlx_spec.decode.loop import decode
 
     runs = []
-    for parts in arms:
-        parts.target.rewind(0)
-        sequence = pair.prepare(parts, prompt, max_tokens=count)
-        for _ in sequence.prefill():
+    for sequence in arms:
+        sequence.target.rewind(0)
+        running = pair.prepare(sequence, prompt, max_tokens=count)
+        for _ in running.prefill():
             pass
-        runs.append(Run(decode(sequence)))
+        runs.append(Run(decode(running)))
     while not all(run.is_complete for run in runs):
         for i in range(len(runs)):
             run = runs[(start + i) % len(runs)]

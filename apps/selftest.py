@@ -24,7 +24,7 @@ from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import TEXTS
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
-from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import InvalidValue, NoVision
@@ -275,11 +275,11 @@ class _Tester:
         yield from ((question, GREEDY) for question in others)
         yield from ((question, seeded) for question in others[:1])
 
-    def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> SequenceParts:
+    def _scripted(self, truth: Sequence[int], spoil_vocab_size: int | None = None) -> CachedSequence:
         drafter = ScriptedDrafter(truth, spoil_vocab_size)
-        return SequenceParts(self._pair.open().target, (drafter,), FixedPolicy(7))
+        return CachedSequence(self._pair.open().target, (drafter,), FixedPolicy(7))
 
-    def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, SequenceParts]]:
+    def _decoders(self, truth: Sequence[int]) -> Iterator[tuple[str, CachedSequence]]:
         """Yield ways to decode with drafts: the pair's own drafts, and drafts that are partly wrong."""
         for name in (SPOILED, BATCHED):
             yield name, self._scripted(truth, self._pair.info.vocab_size)
@@ -312,26 +312,26 @@ class _Tester:
             self.found.comparisons.append(self._comparison(expected, expected))
             return
         self._measure_noise(expected)
-        for name, parts in self._decoders(expected.history):
+        for name, sequence in self._decoders(expected.history):
             if self._left() <= reading and self.found.comparisons:
                 self.found.left_out += 1
                 return
-            found = self._decode(Answer(question, sampling, name), parts, len(expected.tokens))
+            found = self._decode(Answer(question, sampling, name), sequence, len(expected.tokens))
             self.found.comparisons.append(self._comparison(expected, found))
             if self._window is not None and len(found.history) > self._window:
                 self.found.past_window = True
 
-    def _decode(self, answer: Answer, parts: SequenceParts, count: int) -> Answer:
+    def _decode(self, answer: Answer, sequence: CachedSequence, count: int) -> Answer:
         """Add at most `count` tokens, fewer if the time is up, or set `answer.error`. Return the answer."""
         prompt, sampling, is_batched = answer.history, answer.sampling, answer.decoder == BATCHED
         try:
-            running = self._pair.prepare(parts, prompt, sampling=sampling, max_tokens=count)
+            running = self._pair.prepare(sequence, prompt, sampling=sampling, max_tokens=count)
             for round in self._beside_others(running, count) if is_batched else decode(running):
                 answer.tokens += round.tokens
                 answer.statistics = answer.statistics.plus(round, round.seconds)
                 if not self._left():
                     return answer
-            answer.next = next_logits(parts.target, answer.history)
+            answer.next = next_logits(sequence.target, answer.history)
         except Exception as error:  # a defect may raise anything
             # The user may show the report to others, so it has no paths.
             text = re.sub(r"(/[\w.@+~-]+){2,}", "(a file)", one_line(error, 120))

@@ -231,7 +231,7 @@ def serve_script(settings: Any, rest: list[str]) -> None:
         closed = {"<think>": "Short.\n</think>\n\n", "<|channel>thought": "Short.\n<channel|>"}
         thinking = next((end for mark, end in closed.items() if text.rstrip().endswith(mark)), "")
         tokens = [*tokenizer.encode(thinking + answer_to(text)), min(tokenizer.eos)]
-        sequence.parts.target.script = dict(enumerate(tokens, len(prompt) - 1))
+        sequence.target.script = dict(enumerate(tokens, len(prompt) - 1))
         line = {"tokens": list(prompt.tokens), "reused": self.statistics.reused_tokens, "answer": tokens}
         with Path(settings.log).open("a") as stream:
             stream.write(json.dumps(line) + "\n")

@@ -26,7 +26,7 @@ from mlx_spec import demo, hub, load
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import prefill
-from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.hub.catalog import SMOLLM2
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
@@ -183,7 +183,7 @@ def fixed(pair: Pair, k: int, ahead: bool = False) -> Decoder:
         opened = pair.open()
         names = pair.fixed_names
         policy = FixedPolicy(k, names=names, ahead=ahead)
-        decoding = SequenceParts(opened.target, opened.drafters[: len(names)], policy)
+        decoding = CachedSequence(opened.target, opened.drafters[: len(names)], policy)
         return rounds(pair, decoding, prompt, read)
 
     return run
@@ -197,7 +197,7 @@ def cold(pair: Pair) -> Decoder:
         if isinstance(known, AdaptivePolicies):
             copying = [name for i, name in enumerate(known.names) if i in known.copying]
             new = type(known)(known.names, copying, key=known.key, folder=known.folder)
-            decoding = replace(decoding, policy=new.policy())
+            decoding.policy = new.policy()
         return rounds(pair, decoding, prompt, read)
 
     return run
@@ -215,7 +215,7 @@ def conversation(pair: Pair, sampling: Sampling | None = None) -> Decoder:
 
 
 def rounds(
-    pair: Pair, decoding: SequenceParts, prompt: Prompt, read: Read, sampling: Sampling | None = None
+    pair: Pair, decoding: CachedSequence, prompt: Prompt, read: Read, sampling: Sampling | None = None
 ) -> Iterator[Step]:
     """Decode a fixed number of tokens, past end-of-text tokens; greedily if no sampling is given."""
     target, drafters, policy = decoding.target, decoding.drafters, decoding.policy

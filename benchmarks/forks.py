@@ -70,9 +70,9 @@ def measure(layers: int, tokens: int, in_steps: bool) -> dict[str, float]:
     prompt = text_prompt(range(tokens))
     sequence = cache.take(prompt)
     sequence.rewind_to_prefix(prompt)
-    for _ in prefill(sequence.parts.target, (), prompt):
+    for _ in prefill(sequence.target, (), prompt):
         pass
-    target = sequence.parts.target
+    target = sequence.target
     other = text_prompt([*range(tokens - 200), *range(5, 105)])
     rounds, steps = [round_ms(target)], list[float]()
     mx.clear_cache()
@@ -80,7 +80,7 @@ def measure(layers: int, tokens: int, in_steps: bool) -> dict[str, float]:
     before, start = mx.get_active_memory(), time.process_time()
     fork = cache.take(other)
     assert cache.counters.forks == 1 and fork.rewind_to_prefix(other) == tokens - 200
-    copies = fork.parts.target.copies()
+    copies = fork.target.copies()
     first = 1e3 * (time.process_time() - start)
     while True:
         start = time.process_time()

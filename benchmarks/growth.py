@@ -132,7 +132,7 @@ def held(pair: Any, tokens: Sequence[int]) -> PrefixCache:
         sequence = cache.take(text_prompt([i]))
         size = len(tokens) * (i + 1) // 8
         sequence.rewind_to_prefix(text_prompt([*tokens[:size], *(t + 1 for t in tokens[size:])]))
-        sequence.parts.target.count(len(tokens))
+        sequence.target.count(len(tokens))
         cache.give_back(sequence)
     return cache
 

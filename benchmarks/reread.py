@@ -37,7 +37,6 @@ from support.tiny import VOCAB
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles
 from mlx_spec.decode.running import prefill
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.pair import Pair, PairInfo
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
@@ -216,7 +215,7 @@ def answer(
     """Answer a prompt. Return how many tokens were read, and how many again, by reason."""
     given = text_prompt(prompt, turns)
     sequence = cache.take(given)
-    kept, target = sequence.rewind_to_prefix(given), sequence.parts.target
+    kept, target = sequence.rewind_to_prefix(given), sequence.target
     for _ in prefill(target, (), given):
         pass
     feed = [prompt[-1], *said[:-1]]
@@ -233,11 +232,11 @@ def answer(
 def bytes_of_one(pair: Pair, requests: Sequence[Request]) -> int:
     """Return the bytes of the longest conversation of a session, without places."""
     longest = max(request.prompt + request.answer for request in requests)
-    sequence = CachedSequence(pair.open())
+    sequence = pair.open()
     prompt = text_prompt(range(longest + 1))
-    for _ in prefill(sequence.parts.target, (), prompt):
+    for _ in prefill(sequence.target, (), prompt):
         pass
-    target = sequence.parts.target
+    target = sequence.target
     return target.nbytes - sum(target.pinned.values())
 
 
@@ -284,9 +283,9 @@ def replay(
 
 def places(shape: Shape, tokens: int) -> dict[str, float]:
     """Return what the places of one long prompt take in the model of a shape, in MB."""
-    sequence, prompt = CachedSequence(pair_of(shape).open()), text_prompt(range(tokens), (6000, tokens - 6))
+    sequence, prompt = pair_of(shape).open(), text_prompt(range(tokens), (6000, tokens - 6))
     sequence.rewind_to_prefix(prompt)
-    target = sequence.parts.target
+    target = sequence.target
     for _ in prefill(target, (), prompt):
         pass
     scale, pinned = shape.kv_bytes / FULL_BYTES / 1e6, sum(target.pinned.values())

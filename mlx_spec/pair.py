@@ -20,7 +20,7 @@ from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import measure_costs, scratch_text
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
-from mlx_spec.decode.sequence import CachedSequence, SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.device import memory_for_models, resident
 from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
@@ -171,17 +171,17 @@ class Pair:
         Raises InvalidValue if the target has no chat template.
         """
         prepare = partial(self.prepare, key=key)
-        return Session(self.tokenizer, CachedSequence(self.open()), prepare, system, self._vision)
+        return Session(self.tokenizer, self.open(), prepare, system, self._vision)
 
-    def open(self) -> SequenceParts:
-        """Return the parts of a new sequence with empty caches."""
-        parts = SequenceParts(self._target(), (), self.policies.plain())
-        self._open_drafters(parts)
-        return parts
+    def open(self) -> CachedSequence:
+        """Return a new sequence with empty caches."""
+        sequence = CachedSequence(self._target(), (), self.policies.plain())
+        self._open_drafters(sequence)
+        return sequence
 
-    def _open_drafters(self, parts: SequenceParts) -> None:
+    def _open_drafters(self, sequence: CachedSequence) -> None:
         """Give a sequence new drafters. Without those that fail, its next answer has no drafts."""
-        target = parts.target
+        target = sequence.target
         try:
             if len(self._growths) > 1:
                 raise self._growths[0]
@@ -189,7 +189,7 @@ class Pair:
         except SpecError:  # loading refuses them
             raise
         except BaseException as error:
-            parts.drop_drafters(caught(error))
+            sequence.drop_drafters(caught(error))
             return
         drafters = tuple(itertools.chain.from_iterable(made))
         no_trees = any(s.drafts_trees for s in self._drafters) and target.tree_obstacle is not None
@@ -199,12 +199,12 @@ class Pair:
             if source.reach is not None
         }
         available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
-        parts.policy = self.policies.policy(reach=reach, available=available)
-        parts.drafters, parts.draft_error = drafters, None
+        sequence.policy = self.policies.policy(reach=reach, available=available)
+        sequence.drafters, sequence.draft_error = drafters, None
 
-    def _drop_drafters(self, parts: SequenceParts, error: Exception) -> DraftLengthPolicy:
+    def _drop_drafters(self, sequence: CachedSequence, error: Exception) -> DraftLengthPolicy:
         """Drop the drafters of a sequence, until the next answer. Return the policy of the rest."""
-        parts.drop_drafters(error)
+        sequence.drop_drafters(error)
         if isinstance(error, DraftsGrow) and error not in self._growths:
             self._growths.append(error)
             _log.error("drafts (%s) grow without end: off after twice", ", ".join(self.drafter_names))
@@ -218,9 +218,9 @@ class Pair:
         """
         found = check_rows(self._model, lambda: self.open().target, lengths)
         if self.drafts and not isinstance(self.policies, AdaptivePolicies):
-            parts, text = self.open(), [1, 2, 3, 1]
-            features = parts.target.prefill(text[:-1])
-            for drafter in parts.drafters:
+            sequence, text = self.open(), [1, 2, 3, 1]
+            features = sequence.target.prefill(text[:-1])
+            for drafter in sequence.drafters:
                 drafter.observe(text, features)
                 drafter.draft(text, 1, GREEDY.sampler(len(text), self.info.vocab_size))
         return found
@@ -289,7 +289,7 @@ class Pair:
 
     def prepare(
         self,
-        parts: SequenceParts,
+        sequence: CachedSequence,
         prompt_tokens: Sequence[int],
         *,
         sampling: Sampling = GREEDY,
@@ -300,9 +300,9 @@ class Pair:
         read_prompt: Callable[[], Iterator[bool]] | None = None,
         key: str | None = None,
     ) -> RunningSequence:
-        """Return a sequence to be decoded by `decode`, or by a batch with others.
+        """Return a running sequence for `decode`, or for a batch with others.
 
-        Its parts may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
+        `sequence` may already hold a prefix of the prompt. With `top_logprobs`, rounds carry the
         log-probabilities of their tokens and that many alternatives for each. `prediction` is text that the
         answer is expected to contain: it is drafted where it fits. `read_prompt` replaces the prefill. Unless
         `key` is None, lookup copies from earlier answers with that key, and this answer becomes one of them.
@@ -322,15 +322,15 @@ class Pair:
                 earlier, on_end = self.earlier.ring(key), partial(self.earlier.add, key, prompt)
             except (OSError, MemoryError) as error:  # such as a limit of the address space
                 _log.warning("an answer copies from no earlier ones: %s", one_line(error))
-        if parts.draft_error is not None:
-            self._open_drafters(parts)
+        if sequence.draft_error is not None:
+            self._open_drafters(sequence)
         drafters, extras = for_request(
-            parts.drafters, prompt, grammar=sampling.grammar, prediction=prediction
+            sequence.drafters, prompt, grammar=sampling.grammar, prediction=prediction
         )
         running = RunningSequence(
-            parts.target,
+            sequence.target,
             drafters,
-            parts.policy,
+            sequence.policy,
             recorder or sampler,
             prompt,
             limit,
@@ -340,12 +340,12 @@ class Pair:
             on_end,
             self._suppressed,
             None if self._memory is None else self._memory.attention,
-            partial(self._drop_drafters, parts),
+            partial(self._drop_drafters, sequence),
             max(2**28, self.budget() // 16),
         )
-        if parts.draft_error is not None:
-            running.stop_drafting(parts.draft_error)
-        for drafter in parts.drafters:
+        if sequence.draft_error is not None:
+            running.stop_drafting(sequence.draft_error)
+        for drafter in sequence.drafters:
             running.try_drafting(partial(drafter.copy_from, earlier), None)
         return running
 

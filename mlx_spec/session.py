@@ -142,7 +142,7 @@ class Session:
     def change_policy(self, policy: DraftLengthPolicy) -> None:
         """Use another policy from the next answer on; the caches stay."""
         self._stop()
-        self._sequence.parts = replace(self._sequence.parts, policy=policy)
+        self._sequence.policy = policy
 
     def resume(self, turns: Sequence[Mapping[str, Any]]) -> None:
         """Replace the conversation by these turns: a message of the user and an answer each.
@@ -183,7 +183,7 @@ class Session:
         question = {"role": "user", "content": content}
         messages = [*self.messages, question]
         prompt = conversation_prompt(messages, self._tokenizer, self._vision, thinking=thinking)
-        rounds = decode(self._prepare(self._sequence.parts, prompt, sampling=sampling, max_tokens=max_tokens))
+        rounds = decode(self._prepare(self._sequence, prompt, sampling=sampling, max_tokens=max_tokens))
         self._generation = Generation(self._sequence, prompt, AnswerStream(self._tokenizer, prompt))
         self._running = self._stream(question, self._generation, rounds)
         return self._running

@@ -25,7 +25,6 @@ from mlx_spec.apps.server.protocols.stored_responses import ItemField, ResponseS
 from mlx_spec.checkpoint.files import new_folder, write_json
 from mlx_spec.checkpoint.gguf_model import gguf_folder
 from mlx_spec.convert.train.answers import RecordedAnswer, read_answer, write_answer
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy import saved_costs
@@ -116,7 +115,7 @@ def test_cache_files(
 ) -> None:
     monkeypatch.setattr(prefix_files, "MIN_TOKENS", 64)
     plain, tokens = pairs.make_pair("full", "none"), tiny.prompt(70)
-    sequence = CachedSequence(plain.open())
+    sequence = plain.open()
     pairs.generate(plain, sequence, tokens, 1)
 
     def write(folder: Path) -> None:

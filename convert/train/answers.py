@@ -145,13 +145,13 @@ def record(
     running: dict[int, tuple[AnswerRequest, Recorder]] = {}
     while True:
         for question in islice(todo, max_running - len(batch)):
-            parts = pair.open()
-            recorder = parts.drafters[0]
+            sequence = pair.open()
+            recorder = sequence.drafters[0]
             assert isinstance(recorder, Recorder)
-            sequence = pair.prepare(parts, question.tokens, sampling=question.sampling, max_tokens=max_tokens)
-            for _ in sequence.prefill():  # in large chunks: no client waits for tokens meanwhile
+            added = pair.prepare(sequence, question.tokens, sampling=question.sampling, max_tokens=max_tokens)
+            for _ in added.prefill():  # in large chunks: no client waits for tokens meanwhile
                 pass
-            running[batch.add(sequence, park=True)] = question, recorder
+            running[batch.add(added, park=True)] = question, recorder
         if not running:
             return
         for id, result in batch.step():

@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator
 
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import prefill
-from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.policy.calibrate import Slice, Stopwatch, measure
 from mlx_spec.policy.costs import Table
@@ -24,7 +24,7 @@ def scratch_text(tokenizer: Tokenizer, wanted: int, context_length: int | None) 
 
 
 def measure_costs(
-    parts: SequenceParts,
+    sequence: CachedSequence,
     text: Prompt,
     vocab_size: int,
     copying: Collection[int],
@@ -34,24 +34,24 @@ def measure_costs(
 ) -> Generator[Slice, None, Table]:
     """Return the costs after `text`. Unless `whole`, only as much of it is read as the time allows.
 
-    `parts` belong to a new sequence. Yields before each pass: the caller may do other work then, or stop.
+    `sequence` is a new one. Yields before each pass: the caller may do other work then, or stop.
     """
-    yield from _read(parts, text, watch, whole=whole)
-    begun = text_prompt(text[: parts.target.size + 1])
+    yield from _read(sequence, text, watch, whole=whole)
+    begun = text_prompt(text[: sequence.target.size + 1])
     history = list(begun)
     sampler = Sampling().sampler(len(begun), vocab_size)
     # Some drafters wait for the hidden state of a generated token.
-    rounds = generate(parts.target, parts.drafters, FixedPolicy(0), sampler, begun, max_tokens=2)
+    rounds = generate(sequence.target, sequence.drafters, FixedPolicy(0), sampler, begun, max_tokens=2)
     for _ in range(2):
         yield watch.before("plain")
         watch.go_on()
         history += next(rounds).tokens
     rounds.close()
-    return (yield from measure(parts.target, parts.drafters, history, vocab_size, copying, watch))
+    return (yield from measure(sequence.target, sequence.drafters, history, vocab_size, copying, watch))
 
 
 def _read(
-    parts: SequenceParts, text: Prompt, watch: Stopwatch, *, whole: bool
+    sequence: CachedSequence, text: Prompt, watch: Stopwatch, *, whole: bool
 ) -> Generator[Slice, None, None]:
     """Read a text in chunks that double while they are quick. Stop after a quarter of the time."""
     chunk = 1
@@ -59,7 +59,7 @@ def _read(
     def step() -> int:
         return chunk
 
-    chunks = prefill(parts.target, parts.drafters, text, step)
+    chunks = prefill(sequence.target, sequence.drafters, text, step)
     while whole or watch.share < 1 / 4:
         yield watch.before(chunk)
         watch.go_on()

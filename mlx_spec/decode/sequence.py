@@ -1,4 +1,4 @@
-"""A sequence that is kept between generations, and the tokens that its caches hold."""
+"""A sequence that is kept between answers, and the tokens that its caches hold."""
 
 from __future__ import annotations
 
@@ -15,23 +15,6 @@ from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState, Copy, Drafter, DraftLengthPolicy
 
 
-@dataclass
-class SequenceParts:
-    """The target, the drafters and the policy of one sequence. They keep their caches between generations.
-
-    A drafter that failed is dropped with the others; `Pair.prepare` opens new ones for the next answer.
-    """
-
-    target: LMTarget
-    drafters: tuple[Drafter, ...]
-    policy: DraftLengthPolicy
-    draft_error: Exception | None = None  # of a drafter that failed
-
-    def drop_drafters(self, error: Exception) -> None:
-        """Have no drafters until others are opened: their caches are not known after an error."""
-        self.drafters, self.draft_error = (), error
-
-
 @dataclass(frozen=True)
 class Reread:
     """Tokens of a prompt that are read again, although they were read before, and why.
@@ -45,14 +28,16 @@ class Reread:
 
 
 class CachedSequence:
-    """A sequence, and the identity of the tokens that its caches hold.
+    """The target, the drafters and the policy of one sequence, and the identity of the tokens in its caches.
 
-    Call `rewind_to_prefix` before a generation and `append` with the tokens that it emits. The generation may
-    be closed at any time: the target knows how many of its tokens it holds.
+    They keep their caches between answers. Call `rewind_to_prefix` before an answer and `append` with the
+    tokens that it emits. The answer may be closed at any time: the target knows how many of its tokens it
+    holds. A drafter that failed is dropped with the others; `Pair.prepare` opens others for the next one.
     """
 
-    def __init__(self, parts: SequenceParts) -> None:
-        self.parts = parts
+    def __init__(self, target: LMTarget, drafters: tuple[Drafter, ...], policy: DraftLengthPolicy) -> None:
+        self.target, self.drafters, self.policy = target, drafters, policy
+        self.draft_error: Exception | None = None  # of a drafter that failed
         self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
         self._emitted: list[int] = []  # tokens after it
         self.question_end = 0  # where the last question of its prompt ends
@@ -60,23 +45,26 @@ class CachedSequence:
         self.reread: Reread | None = None  # of the prompt that it was last lent for; None if nothing is
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
+    def drop_drafters(self, error: Exception) -> None:
+        """Have no drafters until others are opened: their caches are not known after an error."""
+        self.drafters, self.draft_error = (), error
+
     @property
     def identity(self) -> Identity:
         """Return the tokens in the caches, with numbers below 0 for rows that are not text."""
-        return self._whole_identity()[: self.parts.target.size]
+        return self._whole_identity()[: self.target.size]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the caches, with the drafters' caches."""
-        return self.parts.target.nbytes + sum(drafter.nbytes for drafter in self.parts.drafters)
+        return self.target.nbytes + sum(drafter.nbytes for drafter in self.drafters)
 
     @property
     def fork_bytes(self) -> int:
         """Return the bytes of a fork of all tokens: it shares the checkpoints."""
-        target = self.parts.target
-        parked = target.checkpoints.parked
+        parked = self.target.checkpoints.parked
         windows = 0 if parked is None else parked.nbytes
-        return self.nbytes - sum(target.pinned.values()) + windows
+        return self.nbytes - sum(self.target.pinned.values()) + windows
 
     def shared(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt the caches already hold, without cutting a span.
@@ -88,14 +76,14 @@ class CachedSequence:
     def match(self, prompt: Prompt) -> tuple[int, int]:
         """Return what `shared` returns, and how many tokens of a prompt `rewind_to_prefix` would keep."""
         shared = self.shared(prompt)
-        return shared, reusable(self.parts.target.reach(), shared) if shared else 0
+        return shared, reusable(self.target.reach(), shared) if shared else 0
 
     def reusable(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt `rewind_to_prefix` would keep."""
         return self.match(prompt)[1]
 
     def fork_from(self, origin: CachedSequence, prompt: Prompt, *, in_use: bool) -> bool:
-        """Copy what another sequence has of a prompt. This one must be new, with the same kinds of parts.
+        """Copy what another sequence has of a prompt. This one must be new, of the same pair.
 
         Rows are copied in the first steps of a prefill. Those of an origin that is `in_use` are not
         referenced before: its next pass would copy whole buffers. Returns False, and copies nothing, if a
@@ -105,33 +93,33 @@ class CachedSequence:
             states = origin._drafter_states()
         except InvalidValue:
             return False
-        target, shared = self.parts.target, origin.shared(prompt)
-        kept = target.fork_from(origin.parts.target, shared, len(prompt) - shared)
+        target, shared = self.target, origin.shared(prompt)
+        kept = target.fork_from(origin.target, shared, len(prompt) - shared)
         self._identity = origin.identity[:kept]
-        copies = self._restore_drafters(states, origin.parts.drafters if in_use else ())
+        copies = self._restore_drafters(states, origin.drafters if in_use else ())
         if in_use:
-            target.follow(origin.parts.target, copies)
+            target.follow(origin.target, copies)
         return True
 
     def state(self) -> CacheState:
         """Return the state of all caches. Raises InvalidValue if a drafter cannot save its caches."""
         drafters = {str(i): state for i, state in enumerate(self._drafter_states())}
-        return CacheState.join({"target": self.parts.target.state(), **drafters})
+        return CacheState.join({"target": self.target.state(), **drafters})
 
     def restore(self, identity: Sequence[int] | Identity, state: CacheState) -> None:
-        """Take over a state and its identity. This sequence must be new, with the same kinds of parts."""
-        self.parts.target.restore(state.part("target"))
-        self._restore_drafters([state.part(str(i)) for i in range(len(self.parts.drafters))])
+        """Take over a state and its identity. This sequence must be new, of the same pair."""
+        self.target.restore(state.part("target"))
+        self._restore_drafters([state.part(str(i)) for i in range(len(self.drafters))])
         self._identity = np.array(identity, np.int64)
 
     def _drafter_states(self) -> list[CacheState]:
         """Return the states of the drafters. Raises InvalidValue if one cannot be saved."""
         try:
-            return [drafter.state() for drafter in self.parts.drafters]
+            return [drafter.state() for drafter in self.drafters]
         except InvalidValue:
             raise
         except Exception as error:
-            self.parts.drop_drafters(error)
+            self.drop_drafters(error)
             raise InvalidValue(f"a drafter failed and cannot be saved ({error})") from error
 
     def _restore_drafters(self, states: Sequence[CacheState], in_use: Sequence[Drafter] = ()) -> list[Copy]:
@@ -140,16 +128,16 @@ class CachedSequence:
         Returns what copies the rows of those that are `in_use`.
         """
         try:
-            for drafter, state in zip(self.parts.drafters, states, strict=True):
+            for drafter, state in zip(self.drafters, states, strict=True):
                 drafter.restore(state)
             copies = list[Copy]()
-            for drafter, origin in zip(self.parts.drafters, in_use, strict=False):
+            for drafter, origin in zip(self.drafters, in_use, strict=False):
                 copies += (later := drafter.follow(origin))
                 if not later:
                     mx.eval(list(drafter.state().arrays.values()))
             return copies
         except Exception as error:
-            self.parts.drop_drafters(error)
+            self.drop_drafters(error)
             return []
 
     def rewind_to_prefix(self, prompt: Prompt) -> int:
@@ -159,15 +147,15 @@ class CachedSequence:
         prompt's, as far as the target has processed it.
         """
         shared = self.shared(prompt)
-        kept = self.parts.target.rewind(shared)
+        kept = self.target.rewind(shared)
         if self.reread is None and shared > kept:
             self.reread = Reread(shared - kept, "no place")
         opening = min(prompt.turns, default=len(prompt))
         self.question_end = max(prompt.turns, default=len(prompt))
-        self.parts.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt), opening)
+        self.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt), opening)
         self._places = set()
         try:
-            self.drafter_missing = max((drafter.missing(kept) for drafter in self.parts.drafters), default=0)
+            self.drafter_missing = max((drafter.missing(kept) for drafter in self.drafters), default=0)
         except Exception:  # its drafts will fail, too
             self.drafter_missing = kept
         self._identity, self._emitted = prompt.identity, []
@@ -183,25 +171,25 @@ class CachedSequence:
     def pin_at(self, sizes: Iterable[int]) -> None:
         """Let the prompt that is read now, or the next one, leave checkpoints at these sizes."""
         self._places |= set(sizes)
-        self.parts.target.pin_at(sorted(self._places))
+        self.target.pin_at(sorted(self._places))
 
     def coming(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt it will have once it has read its own; 0 if it has read that."""
-        if self._emitted or self.parts.target.size >= len(self._identity) - 1:
+        if self._emitted or self.target.size >= len(self._identity) - 1:
             return 0
         return shared_prefix(self._identity, prompt.identity)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Record the tokens that a generation emitted."""
+        """Record the tokens that an answer emitted."""
         self._emitted += tokens
 
     def truncate(self, length: int) -> None:
         """Forget all after the first `length` tokens of prompt and output.
 
-        The last of them is pending, as at the end of a generation that stopped there.
+        The last of them is pending, as at the end of an answer that stopped there.
         """
         self._identity = self._whole_identity()[:length]
-        self.parts.target.rewind(min(max(length - 1, 0), self.parts.target.size))
+        self.target.rewind(min(max(length - 1, 0), self.target.size))
 
     def _whole_identity(self) -> Identity:
         """Return the identity, with tokens that the caches do not hold yet."""

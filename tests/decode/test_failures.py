@@ -18,7 +18,7 @@ from support.pairs import alone, make_pair
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.round import Group
-from mlx_spec.decode.sequence import CachedSequence, SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics
 from mlx_spec.drafters.earlier import EarlierAnswers, TextRing
 from mlx_spec.errors import NotFinite
@@ -61,7 +61,9 @@ def texts_of(kind: str) -> list[list[int]]:
     return [alone(pair, kind, prompt, COUNT, sampling) for prompt, sampling in pairs]
 
 
-def in_a_batch(pair: Pair, opened: Sequence[SequenceParts]) -> tuple[list[list[Round]], dict[int, Exception]]:
+def in_a_batch(
+    pair: Pair, opened: Sequence[CachedSequence]
+) -> tuple[list[list[Round]], dict[int, Exception]]:
     """Return the rounds of each prompt, and the errors by prompt."""
     batch, found, errors = pair.batch(4), [list[Round]() for _ in opened], dict[int, Exception]()
     for parts, prompt, sampling in zip(opened, PROMPTS, SAMPLINGS, strict=False):
@@ -119,11 +121,11 @@ def test_drafts_that_fail_are_off_for_that_answer(
 
 def test_the_next_answer_drafts_again(draft_errors: list[str]) -> None:
     pair = make_pair("sliding")
-    kept = CachedSequence(pair.open())
-    kept.parts.drafters = (Breaking(kept.parts.drafters[0], "draft", 2),)
+    kept = pair.open()
+    kept.drafters = (Breaking(kept.drafters[0], "draft", 2),)
     prompt, drafted = PROMPTS[0], list[int]()
     for _ in range(2):
-        rounds = decode(pair.prepare(kept.parts, prompt, max_tokens=COUNT))
+        rounds = decode(pair.prepare(kept, prompt, max_tokens=COUNT))
         kept.rewind_to_prefix(text_prompt(prompt))
         done = list(rounds)
         kept.append(emitted(done))
@@ -252,9 +254,9 @@ def test_a_drafter_that_takes_all_memory_costs_its_drafts() -> None:
 
 def test_a_drafter_that_cannot_be_opened_or_saved_costs_no_answer(draft_errors: list[str]) -> None:
     pair = make_pair("full")
-    kept = CachedSequence(pair.open())
-    kept.parts.drafters = (Breaking(kept.parts.drafters[0], "state", 0),)
-    fork = CachedSequence(pair.open())
+    kept = pair.open()
+    kept.drafters = (Breaking(kept.drafters[0], "state", 0),)
+    fork = pair.open()
     assert not fork.fork_from(kept, text_prompt(PROMPTS[0]), in_use=False)
     good, pair._drafters = pair._drafters, ()
 
@@ -262,12 +264,12 @@ def test_a_drafter_that_cannot_be_opened_or_saved_costs_no_answer(draft_errors: 
         raise RuntimeError("no room for it")
 
     pair._drafters = (type(good[0])("same", good[0].needs, fail),)
-    for parts in (kept.parts, pair.open()):
-        rounds = list(decode(pair.prepare(parts, PROMPTS[0], max_tokens=COUNT)))
+    for sequence in (kept, pair.open()):
+        rounds = list(decode(pair.prepare(sequence, PROMPTS[0], max_tokens=COUNT)))
         assert emitted(rounds) == alone(pair, "full", PROMPTS[0], COUNT, Sampling())
         assert rounds[0].reason is Reason.FAILED
     pair._drafters = good
-    rounds = list(decode(pair.prepare(kept.parts, PROMPTS[1], max_tokens=COUNT)))
+    rounds = list(decode(pair.prepare(kept, PROMPTS[1], max_tokens=COUNT)))
     assert any(round.drafted for round in rounds)
     assert len(draft_errors) == 2
     draft_errors.clear()
@@ -354,7 +356,7 @@ def test_a_draft_that_cannot_be_verified(draft_errors: list[str], name: str) -> 
     pair = make_pair("full")
     texts = texts_of("full")
 
-    def opened(odd: Any = None) -> list[SequenceParts]:
+    def opened(odd: Any = None) -> list[CachedSequence]:
         made = [pair.open() for _ in PROMPTS]
         for i, (parts, prompt, text) in enumerate(zip(made, PROMPTS, texts, strict=True)):
             parts.drafters = (Odd([*prompt, *text], ODD[name]) if i == 1 else truthful(prompt, text),)

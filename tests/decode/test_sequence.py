@@ -9,7 +9,6 @@ from support import tiny
 from support.pairs import KINDS, alone, generate, make_pair
 
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics, added
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
@@ -21,22 +20,22 @@ GREEDY = Sampling()
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_that_share_a_beginning(kind: str) -> None:
     pair = make_pair(kind, "other")
-    held = CachedSequence(pair.open())
+    held = pair.open()
     first = tiny.prompt(60)
     prompts = [first, first, first[:40] + [7] * 9, first[:40] + [7] * 9 + [3, 4], first[:10]]
     for prompt in prompts:
         expected = alone(pair, kind, prompt, 6, GREEDY)
         assert generate(pair, held, prompt, 6) == expected
         assert held.identity.tolist() == (prompt + expected)[:-1]
-    assert held.nbytes > held.parts.target.nbytes > 0  # the drafter has caches, too
+    assert held.nbytes > held.target.nbytes > 0  # the drafter has caches, too
 
 
 def test_without_a_rewind_the_text_is_wrong() -> None:
     """The control of the test above."""
     pair, prompt, other = make_pair("full"), tiny.prompt(40), tiny.prompt(50, seed=5)
-    held = CachedSequence(pair.open())
+    held = pair.open()
     generate(pair, held, prompt, 12)
-    wrong = [t for round in decode(pair.prepare(held.parts, other, max_tokens=12)) for t in round.tokens]
+    wrong = [t for round in decode(pair.prepare(held, other, max_tokens=12)) for t in round.tokens]
     assert wrong != alone(pair, "full", other, 12, GREEDY)
 
 
@@ -44,7 +43,7 @@ def test_without_a_rewind_the_text_is_wrong() -> None:
 def test_what_is_kept(kind: str) -> None:
     pair, tokens = make_pair(kind), tiny.prompt(30)
     prompt = text_prompt(tokens)
-    held = CachedSequence(pair.open())
+    held = pair.open()
     assert (held.identity.size, held.nbytes, held.shared(prompt)) == (0, 0, 0)
     emitted = generate(pair, held, tokens, 10)
     assert held.nbytes > 0
@@ -62,7 +61,7 @@ def test_what_is_kept(kind: str) -> None:
 def test_truncate_forgets_what_a_stop_string_cut_off(kind: str) -> None:
     length = 4
     pair, prompt = make_pair(kind), tiny.prompt(40)
-    held = CachedSequence(pair.open())
+    held = pair.open()
     emitted = generate(pair, held, prompt, 12)
     held.truncate(len(prompt) + length)
     assert held.identity.tolist() == (prompt + emitted)[: len(held.identity)]

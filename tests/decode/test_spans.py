@@ -14,7 +14,6 @@ from support.spans import golden as unread
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import PREFILL_STEP, RunningSequence, prefill
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
@@ -79,8 +78,8 @@ def test_greedy_text_is_that_of_transformers(variant: str) -> None:
     for step, wanted in zip((5, 16, 64), map(partial(golden, variant), cases), strict=True):
         said = wanted.greedy[:COUNT]
         wrong = [token if i % 7 else 300 for i, token in enumerate(said)]
-        plain, own = pairs[0].open(), pairs[2].open()
-        again = replace(pairs[1].open(), target=plain.target)  # goes on with what plain decoding read
+        plain, again, own = (pair.open() for pair in pairs)
+        again.target = plain.target  # goes on with what plain decoding read
         for pair, parts, expected in zip(pairs, (plain, again, own), ((), wrong, ()), strict=True):
             parts.target.rewind(min(parts.target.size, len(wanted.prompt) - 1))
             sequence = pair.prepare(parts, wanted.prompt, max_tokens=COUNT, prediction=expected)
@@ -112,15 +111,15 @@ def test_small_chunks(variant: str, case: str, step: int) -> None:
 def test_prompts_in_random_order_from_one_cache(variant: str, drafter: str, prompts: int) -> None:
     """Second turns, the same picture twice, and other pictures in equal tokens."""
     draw, pair = random.Random(1), pair_of(variant, drafter)
-    held, reused = CachedSequence(pair.open()), 0
+    held, reused = pair.open(), 0
     for case in draw.choices(CASES, k=prompts):
         wanted = golden(variant, case)
         kept = held.rewind_to_prefix(wanted.prompt)
-        assert kept == held.parts.target.size
+        assert kept == held.target.size
         # A recurrent state may lie in a picture, where a chunk ended.
-        assert kept == wanted.prompt.whole(kept) or held.parts.target.is_recurrent
+        assert kept == wanted.prompt.whole(kept) or held.target.is_recurrent
         assert not any(span.rows.are_computed for span in wanted.prompt.spans)
-        sequence = pair.prepare(held.parts, wanted.prompt, max_tokens=2)
+        sequence = pair.prepare(held, wanted.prompt, max_tokens=2)
         for each in answer(sequence, draw.choice([17, 64, 1024])):
             held.append(each.tokens)
         assert list(sequence.history[len(wanted.prompt) :]) == wanted.greedy[:2]
@@ -134,13 +133,13 @@ def test_prompts_in_random_order_from_one_cache(variant: str, drafter: str, prom
 @pytest.mark.parametrize(("variant", "drafter"), BOTH)
 def test_a_saved_sequence_goes_on(variant: str, drafter: str) -> None:
     pair, first, second = pair_of(variant, drafter), golden(variant, "again.0"), golden(variant, "again.1")
-    held, other = CachedSequence(pair.open()), CachedSequence(pair.open())
+    held, other = pair.open(), pair.open()
     held.rewind_to_prefix(first.prompt)
-    for each in answer(pair.prepare(held.parts, first.prompt, max_tokens=24)):
+    for each in answer(pair.prepare(held, first.prompt, max_tokens=24)):
         held.append(each.tokens)
     other.restore(held.identity, held.state())
     assert other.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
-    rounds = answer(pair.prepare(other.parts, second.prompt, max_tokens=COUNT))
+    rounds = answer(pair.prepare(other, second.prompt, max_tokens=COUNT))
     assert [token for each in rounds for token in each.tokens] == second.greedy[:COUNT]
 
 
@@ -223,11 +222,11 @@ def test_control_of_what_caches_compare() -> None:
     assert one.prompt.tokens == other.prompt.tokens
 
     def wrong_by(told: Callable[[Prompt], Prompt]) -> float:
-        held = CachedSequence(pair_of("31b").open())
+        held = pair_of("31b").open()
         for each in (one, other):
             held.rewind_to_prefix(told(each.prompt))
-            list(prefill(held.parts.target, (), each.prompt))
-        row = held.parts.target.verify(mx.array(other.prompt[-1:]))[0]
+            list(prefill(held.target, (), each.prompt))
+        row = held.target.verify(mx.array(other.prompt[-1:]))[0]
         return float(mx.abs(row - other.logits).max())
 
     assert wrong_by(lambda prompt: prompt) < TOLERANCE

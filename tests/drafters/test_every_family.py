@@ -28,7 +28,6 @@ import mlx_spec
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.decode import round as one_round
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.model.target import LMTarget
@@ -255,13 +254,13 @@ def pair_of(family: str, folder: Path) -> Pair:
 def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
     pair = pair_of(family, tmp_path)
     prompt = [2, *tiny.prompt(40)[1:]]
-    warm, cold = CachedSequence(pair.open()), CachedSequence(pair.open())
-    cold.parts.target.prefill(prompt[:25])
+    warm, cold = pair.open(), pair.open()
+    cold.target.prefill(prompt[:25])
     cold.append(prompt[:25])
     expected: list[int] = []
     for cached, before in ((warm, (0, 0)), (cold, (25, 25))):
         assert (cached.rewind_to_prefix(text_prompt(prompt)), cached.drafter_missing) == before
-        tokens = emitted(list(decode(pair.prepare(cached.parts, prompt, max_tokens=8))))
+        tokens = emitted(list(decode(pair.prepare(cached, prompt, max_tokens=8))))
         expected = expected or tokens
         assert tokens == expected
         cached.append(tokens)

@@ -219,7 +219,7 @@ def test_a_model_that_just_fits_takes_the_room_of_free_caches() -> None:
     assert one is not None
     prompt = text_prompt([1] * 20)
     sequence = one.prefix_cache.take(prompt)
-    for round in decode(one.pair.prepare(sequence.parts, prompt, max_tokens=2)):
+    for round in decode(one.pair.prepare(sequence, prompt, max_tokens=2)):
         sequence.append(round.tokens)
     one.prefix_cache.give_back(sequence)
     assert one.prefix_cache.nbytes > 0

@@ -127,7 +127,7 @@ def test_conversations_that_share_a_beginning_keep_it_both(pair: Pair) -> None:
 def test_a_fork_of_a_sequence_in_use(pair: Pair) -> None:
     cache, start = cache_of(pair), text(1, 60)
     first = cache.take(one := text_prompt(start + text(2, 40)))
-    rounds = decode(pair.prepare(first.parts, one, max_tokens=8))
+    rounds = decode(pair.prepare(first, one, max_tokens=8))
     first.rewind_to_prefix(one)
     emitted = next(rounds).tokens
     prompt = text_prompt(start + text(3, 30))
@@ -213,7 +213,7 @@ def test_nobody_waits_for_a_prompt_that_failed(pair: Pair) -> None:
     first = cache.take(prompt)
     first.rewind_to_prefix(prompt)
     assert cache.waits(prompt) and not cache.waits(text_prompt(text(1, 200) + text(2, 300)))
-    first.parts.target.prefill(prompt[:100])
+    first.target.prefill(prompt[:100])
     assert cache.waits(prompt)
     cache.forget(first)
     assert not cache.waits(prompt)
@@ -225,7 +225,7 @@ def test_places_go_before_lent_caches_are_too_large() -> None:
     cache, prompt = cache_of(pair), text_prompt(text(1, 300), (100, 200))
     sequence = cache.take(prompt)
     sequence.rewind_to_prefix(prompt)
-    target = sequence.parts.target
+    target = sequence.target
     target.prefill(prompt[:-1])
     assert [place.size for place in target.checkpoints] == [100, 200, 267, 299]
     assert cache.nbytes == cache.used_nbytes == target.nbytes > sum(target.pinned.values()) > 0
@@ -251,7 +251,7 @@ def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:
         tokens = shared.copy()
         tokens[3999 * i + 3999 :] += 1
         sequence.rewind_to_prefix(text_prompt(tokens.tolist()))
-        sequence.parts.target.count(32_000)
+        sequence.target.count(32_000)
         cache.give_back(sequence)
     prompt = text_prompt(shared.tolist())
     assert len(prompt.identity) == 32_000  # the preparation thread makes it
@@ -290,7 +290,7 @@ def test_interleaved_conversations_equal_plain_decoding(kind: str) -> None:
         prompt = text_prompt(histories[name])
         sequence = cache.take(prompt)
         reused += sequence.shared(prompt) > 0
-        rounds = decode(pair.prepare(sequence.parts, prompt, max_tokens=6))
+        rounds = decode(pair.prepare(sequence, prompt, max_tokens=6))
         sequence.rewind_to_prefix(prompt)
         answer: list[int] = []
         for round in rounds:

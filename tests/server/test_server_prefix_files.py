@@ -79,7 +79,7 @@ def generate(
     """Answer a prompt; the client hangs up after `most` rounds."""
     sequence.rewind_to_prefix(text_prompt(prompt))
     rounds = []
-    with closing(decode(pair.prepare(sequence.parts, prompt, max_tokens=count))) as running:  # type: ignore[type-var]
+    with closing(decode(pair.prepare(sequence, prompt, max_tokens=count))) as running:  # type: ignore[type-var]
         for round in islice(running, most):
             sequence.append(round.tokens)
             rounds.append(round)
@@ -92,7 +92,7 @@ def facts(rounds: list[Round]) -> list[tuple[object, ...]]:
 
 def write(found: PrefixFiles, pair: Pair, prompt: Sequence[int], rounds: int = 1) -> CachedSequence:
     """Answer a prompt, offer it and wait until it is written."""
-    sequence = CachedSequence(pair.open())
+    sequence = pair.open()
     generate(pair, sequence, prompt, most=rounds)
     found.offer(sequence)
     found.close([])
@@ -122,17 +122,17 @@ CASES = [
 def test_files_tell_pictures_apart(variant: str, drafter: str, tmp_path: Path) -> None:
     pair = spans.pair_of(variant, drafter)
     first, second = (spans.golden(variant, f"again.{turn}") for turn in range(2))
-    held, found = CachedSequence(pair.open()), files(pair, tmp_path)
+    held, found = pair.open(), files(pair, tmp_path)
     held.rewind_to_prefix(first.prompt)
-    for round in decode(pair.prepare(held.parts, first.prompt, max_tokens=24)):
+    for round in decode(pair.prepare(held, first.prompt, max_tokens=24)):
         held.append(round.tokens)
     found.offer(held)
     found.close([])
     restored = files(pair, tmp_path).restore(second.prompt, 0, pair.open)
     assert restored is not None
-    assert restored.parts.target.places == held.parts.target.places
+    assert restored.target.places == held.target.places
     assert restored.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
-    rounds = decode(pair.prepare(restored.parts, second.prompt, max_tokens=8))
+    rounds = decode(pair.prepare(restored, second.prompt, max_tokens=8))
     assert [token for round in rounds for token in round.tokens] == second.greedy[:8]
     others = tuple(replace(span, digest=b"another") for span in second.prompt.spans)
     assert found.restore(Prompt(second.prompt.tokens, others), 0, pair.open) is None
@@ -152,7 +152,7 @@ def test_a_restored_sequence_goes_on_as_the_one_in_memory(
     assert (
         len(restored.identity) == restored.rewind_to_prefix(text_prompt(prompt)) == reused >= len(PROMPT) - 40
     )
-    for theirs, ours in zip(kept.parts.drafters, restored.parts.drafters, strict=True):
+    for theirs, ours in zip(kept.drafters, restored.drafters, strict=True):
         assert bool(ours.nbytes) == bool(theirs.nbytes)  # it does not read the prompt again
     expected, found = generate(pair, kept, prompt), generate(pair, restored, prompt)
     assert (facts(found), restored.drafter_missing) == (facts(expected), kept.drafter_missing)
@@ -384,7 +384,7 @@ def test_a_writer_that_is_killed_leaves_a_usable_folder(
 def test_a_full_disk_is_one_warning(
     plain: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, sequence = files(plain, tmp_path), CachedSequence(plain.open())
+    found, sequence = files(plain, tmp_path), plain.open()
     generate(plain, sequence, PROMPT)
 
     def full(handle: int) -> None:
@@ -400,7 +400,7 @@ def test_a_full_disk_is_one_warning(
 
 def test_a_conversation_goes_on_while_it_is_written(plain: Pair, tmp_path: Path) -> None:
     """The file holds what was offered, whatever is written into the caches meanwhile."""
-    found, sequence = files(plain, tmp_path), CachedSequence(plain.open())
+    found, sequence = files(plain, tmp_path), plain.open()
     generate(plain, sequence, PROMPT)
     tokens, before = sequence.identity, {n: mx.array(a) for n, a in sequence.state().arrays.items()}
     mx.eval(before)

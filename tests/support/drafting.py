@@ -22,7 +22,6 @@ from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
@@ -165,10 +164,10 @@ def generate_with(
     """Return rounds of a pair, with prefixes kept and cut; check them against its target's plain decoding."""
     done: list[Round] = []
     for first, second in ((QUESTIONS[i], OTHER[i]) for i in conversations):
-        cached, prompt = CachedSequence(pair.open()), [2, *pair.tokenizer.encode(first)]
+        cached, prompt = pair.open(), [2, *pair.tokenizer.encode(first)]
         for text in (first, second):
             cached.rewind_to_prefix(text_prompt(prompt))
-            found = list(decode(pair.prepare(cached.parts, prompt, sampling=sampling, max_tokens=24)))
+            found = list(decode(pair.prepare(cached, prompt, sampling=sampling, max_tokens=24)))
             assert emitted(found) == plain_text(target, tuple(prompt), sampling), text
             cached.append(emitted(found))
             done += found

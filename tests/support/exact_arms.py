@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_spec.apps.selftest import ScriptedDrafter
 from mlx_spec.decode.loop import decode
-from mlx_spec.decode.sequence import SequenceParts
+from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
@@ -52,24 +52,24 @@ class Ways:
         for _ in running.prefill():
             pass
         self._read = reader.target.state()  # the prompt, read once for all ways
-        parts = self.parts()
-        self.plain = self.answer(parts, self.prompt)
-        self.target = parts.target
+        sequence = self.sequence()
+        self.plain = self.answer(sequence, self.prompt)
+        self.target = sequence.target
         self.truth = [*self.prompt, *self.plain]
 
-    def parts(self, K: int = 0, drafters: Sequence[Drafter] = ()) -> SequenceParts:
+    def sequence(self, K: int = 0, drafters: Sequence[Drafter] = ()) -> CachedSequence:
         """A sequence that has read the prompt, with a fixed draft length."""
         target = self.pair.open().target
         target.restore(self._read)
-        return SequenceParts(target, tuple(drafters), FixedPolicy(K))
+        return CachedSequence(target, tuple(drafters), FixedPolicy(K))
 
-    def scripted(self, K: int, *, spoiled: bool = False) -> SequenceParts:
+    def scripted(self, K: int, *, spoiled: bool = False) -> CachedSequence:
         """A sequence that drafts the plain answer, with a wrong token in each draft if `spoiled`."""
-        return self.parts(K, [ScriptedDrafter(self.truth, self.pair.info.vocab_size if spoiled else None)])
+        return self.sequence(K, [ScriptedDrafter(self.truth, self.pair.info.vocab_size if spoiled else None)])
 
-    def answer(self, parts: SequenceParts, prompt: Sequence[int], count: int | None = None) -> list[int]:
+    def answer(self, sequence: CachedSequence, prompt: Sequence[int], count: int | None = None) -> list[int]:
         running = self.pair.prepare(
-            parts, text_prompt(prompt), sampling=self.sampling, max_tokens=count or self.count
+            sequence, text_prompt(prompt), sampling=self.sampling, max_tokens=count or self.count
         )
         return [token for done in decode(running) for token in done.tokens]
 
@@ -84,7 +84,7 @@ class Ways:
         own.target.restore(self._read)
         yield self._drafted("own drafters", own)
         own.target.rewind(len(self.prompt) - 1)
-        yield self._drafted("rewound", SequenceParts(own.target, (), FixedPolicy(0)))
+        yield self._drafted("rewound", CachedSequence(own.target, (), FixedPolicy(0)))
         if others:
             answers = dict[int, list[int]]()
             for index, done in self.pair.generate_batch(
@@ -92,24 +92,24 @@ class Ways:
             ):
                 answers.setdefault(index, []).extend(done.tokens)
             yield compared("batch", self.plain, answers[0])
-        yield from self._later_turns(SequenceParts(self.target, (), FixedPolicy(0)), drafted)
+        yield from self._later_turns(CachedSequence(self.target, (), FixedPolicy(0)), drafted)
 
-    def _drafted(self, way: str, parts: SequenceParts) -> Comparison:
-        text = self.answer(parts, self.prompt)
-        return compared(way, self.plain, text, self.target, parts.target)
+    def _drafted(self, way: str, sequence: CachedSequence) -> Comparison:
+        text = self.answer(sequence, self.prompt)
+        return compared(way, self.plain, text, self.target, sequence.target)
 
-    def _later_turns(self, plain: SequenceParts, drafted: SequenceParts) -> Iterator[Comparison]:
+    def _later_turns(self, plain: CachedSequence, drafted: CachedSequence) -> Iterator[Comparison]:
         """Continue after the answer, whose K and V come from plain decoding, or from drafts."""
         follow, count = [*self.truth, *self.prompt[:8]], max(self.count // 3, 8)
         restored = self.pair.open().target
         restored.restore(saved_and_read(drafted.target.state()))
         expected = self.answer(plain, follow, count)
-        for way, parts in (
+        for way, sequence in (
             ("second turn", drafted),
-            ("second turn from a file", SequenceParts(restored, (), FixedPolicy(0))),
+            ("second turn from a file", CachedSequence(restored, (), FixedPolicy(0))),
         ):
-            text = self.answer(parts, follow, count)
-            yield compared(way, expected, text, plain.target, parts.target)
+            text = self.answer(sequence, follow, count)
+            yield compared(way, expected, text, plain.target, sequence.target)
 
 
 def saved_and_read(state: CacheState) -> CacheState:

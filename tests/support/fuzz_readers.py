@@ -38,7 +38,6 @@ from mlx_spec.checkpoint import gguf_model
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.generation import read_generation_config
 from mlx_spec.convert.train import answers as training
-from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.grammar.json_schema import enforced
@@ -336,7 +335,7 @@ def cache(folder: Path) -> Reader:
     prefix_files.MIN_TOKENS = 64
     plain, tokens = pairs.make_pair("sliding", "same"), tiny.prompt(200)
     writer = PrefixFiles(CacheFolder(folder / "c", 10**9), {"model": "a"}, plain)
-    sequence = CachedSequence(plain.open())
+    sequence = plain.open()
     pairs.generate(plain, sequence, tokens, 2)
     writer.offer(sequence)
     writer.close([])

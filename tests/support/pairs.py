@@ -105,7 +105,7 @@ def alone(pair: Pair, kind: str, prompt: list[int], count: int, sampling: Sampli
 
 def generate(pair: Pair, held: CachedSequence, prompt: list[int], count: int) -> list[int]:
     """Continue a prompt with a kept sequence, as those who keep one do."""
-    rounds = decode(pair.prepare(held.parts, prompt, max_tokens=count))
+    rounds = decode(pair.prepare(held, prompt, max_tokens=count))
     held.rewind_to_prefix(text_prompt(prompt))
     emitted: list[int] = []
     for round in rounds:

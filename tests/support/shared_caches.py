@@ -91,7 +91,7 @@ def serve(batch: Batch, cache: PrefixCache, pair: Pair, requests: Sequence[Serve
 
     def begin(request: Served) -> RunningSequence:
         request.caches = cache.take(request.prompt)
-        running = pair.prepare(request.caches.parts, request.prompt, max_tokens=request.most)
+        running = pair.prepare(request.caches, request.prompt, max_tokens=request.most)
         request.reused = request.caches.rewind_to_prefix(request.prompt)
         return running
 

@@ -346,7 +346,7 @@ class Job:
             sampling = replace(sampling, seed=sampling.seed + choice.place[1])
         try:
             running = self.model.pair.prepare(
-                sequence.parts,
+                sequence,
                 choice.prompt,
                 sampling=sampling,
                 max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
@@ -385,7 +385,7 @@ class Job:
         Yields True after each chunk.
         """
         pair, top = self.model.pair, self.request.top_logprobs or 0
-        prompt, target = choice.prompt, sequence.parts.target
+        prompt, target = choice.prompt, sequence.target
         processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
         scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
         self._scores[choice.place[0]] = scores

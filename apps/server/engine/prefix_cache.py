@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.decode.sequence import CachedSequence, Reread, SequenceParts
+from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.checkpoints import PlaceKey
 from mlx_spec.model.target import LMTarget
@@ -54,7 +54,7 @@ class Kept:
     @property
     def target(self) -> LMTarget:
         """Return its target."""
-        return self.sequence.parts.target
+        return self.sequence.target
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PrefixCache:
     is never dropped. `files` keeps sequences across restarts. Only the engine thread may use this class.
     """
 
-    open: Callable[[], SequenceParts]
+    open: Callable[[], CachedSequence]
     count: int
     max_bytes: Callable[[], int]
     files: PrefixFiles | None = None
@@ -193,7 +193,7 @@ class PrefixCache:
         return sequence.identity, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
-        sequence = CachedSequence(self.open())
+        sequence = self.open()
         sequence.restore(*snapshot)
         return sequence
 
@@ -224,7 +224,7 @@ class PrefixCache:
                 continue
             break
         if found is None:
-            found, reused = Kept(CachedSequence(self.open())), 0
+            found, reused = Kept(self.open()), 0
         for match in matches:
             has_question = match.shared >= match.kept.sequence.question_end
             match.kept.is_superseded |= has_question and not match.kept.is_lent
@@ -258,7 +258,7 @@ class PrefixCache:
         excess, many = self.nbytes + nbytes - self.max_bytes(), len(self) + 1 - self.count
         if self._drop(excess, many, worth, but=best):
             started = time.perf_counter()
-            fork = CachedSequence(self.open())
+            fork = self.open()
             if fork.fork_from(best.sequence, prompt, in_use=best.is_lent):
                 self.counters.forks += 1
                 self.counters.fork_bytes += fork.nbytes

@@ -34,7 +34,7 @@ from mlx_spec.checkpoint.headers import WEIGHTS
 from mlx_spec.checkpoint.writer import safetensors_header
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.measuring import scratch_text
-from mlx_spec.decode.sequence import CachedSequence, SequenceParts, reusable
+from mlx_spec.decode.sequence import CachedSequence, reusable
 from mlx_spec.device import device_name
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.pair import Pair
@@ -254,7 +254,9 @@ class PrefixFiles:
                 return False
         return False
 
-    def restore(self, prompt: Prompt, known: int, open: Callable[[], SequenceParts]) -> CachedSequence | None:
+    def restore(
+        self, prompt: Prompt, known: int, open: Callable[[], CachedSequence]
+    ) -> CachedSequence | None:
         """Return a sequence with a prefix of a prompt from a file; None if no file saves enough.
 
         `known` tokens of the prompt are in memory.
@@ -263,7 +265,7 @@ class PrefixFiles:
             try:
                 if not self._folder.check(name).result():
                     raise ValueError("its content was changed")
-                return self._read(name, prompt, CachedSequence(open()))
+                return self._read(name, prompt, open())
             except DAMAGE as error:
                 self._folder.ignore(name, error)
         return None
@@ -288,7 +290,7 @@ class PrefixFiles:
         It must have grown by the factor `growth` since its last write. So all writes of a sequence together
         have at most five times the bytes of the last one.
         """
-        tokens, has_drafters = sequence.identity, sequence.parts.draft_error is None
+        tokens, has_drafters = sequence.identity, sequence.draft_error is None
         if len(tokens) < MIN_TOKENS or not self._folder.is_ready or not has_drafters:
             return
         held = _compact(tokens)
@@ -297,7 +299,7 @@ class PrefixFiles:
         if len(tokens) < max(stored + MIN_TOKENS, growth * stored):
             return
         try:
-            prefix, state = StoredPrefix(held, sequence.parts.target.reach()), sequence.state()
+            prefix, state = StoredPrefix(held, sequence.target.reach()), sequence.state()
         except InvalidValue:  # a drafter fails
             return
         content = {"key": self._key, "reach": prefix.reach, "numbers": state.numbers}
@@ -327,7 +329,7 @@ class PrefixFiles:
         del arrays
         kept = sequence.rewind_to_prefix(prompt)
         # One at a time between the rounds of others: each is copied into a buffer with room for more.
-        sequence.parts.target.compute_later(sequence.state().arrays.values())
+        sequence.target.compute_later(sequence.state().arrays.values())
         LOG.info("goes on from %d tokens of the cache folder", kept)
         return sequence
 
@@ -336,8 +338,8 @@ def _probe(pair: Pair) -> CacheState:
     """Return the state of a scratch sequence. Raises SpecError."""
     probe_tokens = 160  # more than any drafter leaves unprocessed
     tokens = scratch_text(pair.tokenizer, probe_tokens, None)
-    sequence = CachedSequence(pair.open())
-    for _ in decode(pair.prepare(sequence.parts, tokens, max_tokens=2)):
+    sequence = pair.open()
+    for _ in decode(pair.prepare(sequence, tokens, max_tokens=2)):
         pass
     return sequence.state()
 
