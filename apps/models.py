@@ -238,7 +238,7 @@ def _pull(options: Pull) -> int:
     for repo, folder in folders.items():
         if folder is not None:
             note(f"{repo} is here")
-    message = f"interrupted: complete files are kept, `mlx-spec pull {name}` goes on from there"
+    message = f"interrupted: what arrived is kept, `mlx-spec pull {name}` goes on from there"
     with Interrupts(message):  # ends the process at once: threads that wait for the network would delay it
         for plan in plans:
             here = plan.total - plan.missing

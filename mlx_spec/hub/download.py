@@ -1,7 +1,7 @@
 """Turn a name into a folder: a path, or a repository in the cache or on the Hub.
 
 huggingface_hub downloads, by hf_xet where a repository has it. Weights are checked against the SHA-256 that
-the Hub publishes. A large file that is interrupted begins again; files that are complete are kept.
+the Hub publishes. A download that broke goes on from there, also within a file (`partial.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_spec.checkpoint.config import has_weights
-from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, sha256, typed_path
+from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, typed_path
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2
+from mlx_spec.hub.names import PREFIX, cache_folder
+from mlx_spec.hub.partial import check_arrived, download_blob, partial_file
 
 if TYPE_CHECKING:
     import httpx
@@ -40,6 +42,7 @@ class Download:
     revision: str | None  # as requested
     commit: str
     sizes: Mapping[str, int]  # bytes by file
+    hashes: Mapping[str, str]  # SHA-256 by file, of those that are large
 
     @property
     def total(self) -> int:
@@ -48,14 +51,25 @@ class Download:
 
     @property
     def missing(self) -> int:
-        """Return the bytes of the files that are not in the cache now."""
-        return sum(size for file, size in self.sizes.items() if not self.has(file))
+        """Return the bytes that are not in the cache now."""
+        missing = (size - self._arrived(file) for file, size in self.sizes.items() if not self.has(file))
+        return sum(max(size, 0) for size in missing)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the repository in the cache."""
+        return cache_folder() / (PREFIX + self.name.replace("/", "--"))
 
     def has(self, file: str) -> bool:
         """Return True if a file is in the cache."""
         from huggingface_hub import try_to_load_from_cache
 
         return isinstance(try_to_load_from_cache(self.name, file, revision=self.commit), str)
+
+    def _arrived(self, file: str) -> int:
+        """Return the bytes of a file that is not complete."""
+        part = partial_file(self.folder, self.hashes[file]) if file in self.hashes else None
+        return part.stat().st_size if part is not None and part.exists() else 0
 
 
 def find(name: str) -> Path:
@@ -172,7 +186,8 @@ def plan(name: str, *, revision: str | None = None) -> Download:
         for file in siblings
         if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS)
     }
-    return Download(name, revision, info.sha or "", sizes)
+    hashes = {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs is not None}
+    return Download(name, revision, info.sha or "", sizes, hashes)
 
 
 def _check_names(name: str, commit: str, files: Sequence[str]) -> None:
@@ -213,9 +228,7 @@ def fetch(download: Download) -> Path:
         if isinstance(error, OSError) and error.errno is not None:
             problem = f"{download.name} cannot be written to {cache} ({error.strerror})"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise NoSpace(
-                    f"{problem}: make room there and run it again, complete files are kept"
-                ) from error
+                raise NoSpace(f"{problem}: make room there and run it again, what arrived is kept") from error
             raise NotFound(f"{problem}: make it writable, or set HF_HOME to another folder") from error
         raise NotFound(explain(download.name, error)) from error
 
@@ -238,21 +251,12 @@ def _fetch(download: Download) -> Path:
         )
     )
     for file in new:
-        # In this thread, not in snapshot_download's: Ctrl-C then stops at once and removes the partial file.
+        # In this thread, not in snapshot_download's: Ctrl-C then stops at once.
+        size, digest = download.sizes[file], download.hashes.get(file)
+        is_checked = digest is not None and download_blob(download.folder, name, file, commit, size, digest)
         blob = Path(hf_hub_download(name, file, revision=commit)).resolve()
-        expected, size = published_hash(blob), blob.stat().st_size
-        if size != download.sizes[file]:
-            blob.unlink()
-            raise BadCheckpoint(
-                f"{file} of {name} arrived with {size} bytes instead of {download.sizes[file]} and was "
-                "deleted: download it again"
-            )
-        if expected is not None and (digest := sha256(blob)) != expected:
-            blob.unlink()
-            raise BadCheckpoint(
-                f"{file} of {name} arrived with the SHA-256 {digest} instead of {expected} and was deleted: "
-                "download it again"
-            )
+        if not is_checked:
+            check_arrived(blob, f"{file} of {name}", size, published_hash(blob))
         for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes
             left.unlink(missing_ok=True)
     _record(download, folder)
@@ -294,7 +298,7 @@ def explain(name: str, error: BaseException) -> str:
         return f"{page} has no such revision: {one_line(error)}"
     return (
         f"{page} cannot be downloaded ({type(error).__name__}: {one_line(error)}): check the network and run "
-        "it again, complete files are kept"
+        "it again, what arrived is kept"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import hf_xet
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
@@ -177,7 +178,7 @@ def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.parametrize(
     ("number", "kind", "advice"),
     [
-        (errno.ENOSPC, hub.NoSpace, "make room there and run it again, complete files are kept"),
+        (errno.ENOSPC, hub.NoSpace, "make room there and run it again, what arrived is kept"),
         (errno.EROFS, NotFound, "make it writable, or set HF_HOME to another folder"),
     ],
 )
@@ -215,10 +216,61 @@ def test_the_nth_write_fails(served: Hub, tmp_path: Path, monkeypatch: pytest.Mo
 def test_connection_that_stays_broken(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     served.cut_after, served.cuts = 0, 100
-    with pytest.raises(NotFound, match="check the network and run it again, complete files are kept"):
+    with pytest.raises(NotFound, match="check the network and run it again, what arrived is kept"):
         hub.find(E2B)
     assert sum("safetensors" in path for path in served.asked) < 20 and partials(cache) == []
     assert not list(cache.glob("*/refs/*"))  # a revision leads to a whole snapshot only
+
+
+def test_a_broken_file_goes_on(served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_no_more(seconds: float) -> None:
+        served.cut_after = 0
+
+    monkeypatch.setattr(time, "sleep", send_no_more)  # before huggingface_hub tries again
+    whole = (served.repositories[E2B] / "model.safetensors").read_bytes()
+    served.cut_after, served.cuts = 60_000, 6
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what it keeps in memory at most
+    with pytest.raises(NotFound, match="check the network and run it again, what arrived is kept"):
+        hub.find(E2B)
+    (part,) = partials(cache)
+    assert part.read_bytes() == whole[:60_000]
+    assert hub.plan(E2B).total - hub.plan(E2B).missing == 60_000 + sum(
+        file.stat().st_size for file in cache.glob("*/blobs/*") if file != part
+    )
+    served.asked.clear()
+    served.sent = 0
+    folder = hub.find(E2B)
+    assert (folder / "model.safetensors").read_bytes() == whole and partials(cache) == []
+    assert [path.split()[-1] for path in served.asked if " from " in path] == ["60000"]
+    assert len(whole) - 60_000 <= served.sent < len(whole) - 30_000  # other answers are small
+
+
+@pytest.mark.parametrize("end", [0, 60_000, None])
+def test_xet_goes_on(end: int | None, served: Hub, cache: Path, tmp_path: Path) -> None:
+    weights = served.repositories[E2B] / "model.safetensors"
+    storage = f"local://{tmp_path / 'xet'}"
+    (tmp_path / "xet").mkdir()
+    with hf_xet.XetSession().new_upload_commit(endpoint=storage) as commit:
+        upload = commit.start_upload_file(str(weights))
+    served.xet = storage, upload.result().xet_info.hash
+    part = hub.download.partial_file(hub.plan(E2B).folder, sha256(weights))
+    part.parent.mkdir(parents=True)
+    part.write_bytes(weights.read_bytes()[:end])
+    folder = hub.find(E2B)
+    assert (folder / "model.safetensors").read_bytes() == weights.read_bytes() and partials(cache) == []
+    assert served.sent < 30_000  # the weights came from the storage
+
+
+def test_a_part_that_is_damaged_goes(served: Hub, cache: Path) -> None:
+    digest = sha256(served.repositories[E2B] / "model.safetensors")
+    part = hub.download.partial_file(hub.plan(E2B).folder, digest)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(1000))
+    with pytest.raises(BadCheckpoint, match=f"instead of {digest} and was deleted: download it again"):
+        hub.find(E2B)
+    assert partials(cache) == [] and hub.cached(E2B) is None
+    part.write_bytes(bytes(1_000_000))  # longer than the file: it begins again
+    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000 and partials(cache) == []
 
 
 def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,11 @@ class Tab:
         logged = [e["params"]["entry"] for e in self.events if e["method"] == "Log.entryAdded"]
         thrown = [e["params"] for e in self.events if e["method"] == "Runtime.exceptionThrown"]
         said = [e["params"] for e in self.events if e["method"] == "Runtime.consoleAPICalled"]
-        bad = [entry["text"] for entry in logged if entry["level"] in ("error", "warning")]
+        bad = [
+            " ".join(filter(None, (entry["text"], entry.get("url"))))
+            for entry in logged
+            if entry["level"] in ("error", "warning")
+        ]
         bad += [json.dumps(one["exceptionDetails"]) for one in thrown]
         return bad + [json.dumps(one["args"]) for one in said if one["type"] in ("error", "warning")]
 

@@ -33,6 +33,7 @@ class Hub:
     cuts: int = 0  # how many times it does
     breaks: threading.Event = field(default_factory=threading.Event)  # until it is set, it stalls instead
     swapped: bytes | None = None  # content that is sent instead of the weights
+    xet: tuple[str, str] | None = None  # a storage of Xet and the hash of the weights in it
     etag: str | None = None  # that of every file, instead of its own
     pushed: dict[str, Path] = field(default_factory=dict)  # what main holds by now; else COMMIT is main
 
@@ -103,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(500, "Broken")
         elif folder is None:
             self._error(401, "RepoNotFound")
+        elif path.endswith("/xet-token") and self.hub.xet is not None:
+            self._send(json.dumps({"casUrl": self.hub.xet[0], "exp": 2**32, "accessToken": "x"}).encode())
         elif path.startswith("/api/"):
             self._answer(name, folder, revision, "tree" in parts[2:3])
         elif not (file := folder / parts[-1]).is_file():
@@ -136,6 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(part)))
         self.send_header("ETag", f'"{self.hub.etag or etag}"')
         self.send_header("X-Repo-Commit", self.commit)
+        if breaks and self.hub.xet is not None:
+            repository = "/".join(self.path.split("/")[1:3])
+            self.send_header("X-Xet-Hash", self.hub.xet[1])
+            self.send_header("X-Xet-Refresh-Route", f"{self.hub.url}/api/models/{repository}/xet-token")
         self.end_headers()
         if self.command != "GET":
             return

@@ -53,7 +53,7 @@ class NamedModel(Fields):
 
 @dataclass
 class Fetch:
-    """A download that `mlx-spec pull` runs. Complete files stay, so a later one goes on from there."""
+    """A download that `mlx-spec pull` runs. What arrived stays, so a later one goes on from there."""
 
     name: str
     repositories: Sequence[str]
@@ -251,7 +251,7 @@ class Shelf:
             self._models = None
 
     def stop(self, name: str) -> None:
-        """Stop a download; its complete files stay."""
+        """Stop a download; what arrived stays."""
         fetch = self._fetches.get(name)
         if fetch is not None and fetch.process is not None and fetch.state == "running":
             fetch.state = "stopped"
