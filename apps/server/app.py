@@ -37,7 +37,7 @@ from . import page
 from .connection import Connection
 from .engine import answers
 from .engine.engine_thread import EngineThread
-from .engine.metrics import RequestCounter
+from .engine.metrics import RequestCounter, Status
 from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
 from .errors import LOG, Failure
 from .http import Api, answer, answer_error
@@ -130,17 +130,22 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
         name = http_request.path_params["name"]
         return JSONResponse(_model_json(name, engine.card(engine.resolve(name))))
 
-    async def health(_: Request) -> Response:
-        status = engine.status()
+    def health_json(status: Status) -> dict[str, Any]:
         health_names = {"ready": "ok", "closed": "draining"}  # the other states go by their own names
-        body = {
+        return {
             "status": health_names.get(status.state, status.state),
             "service": "mlx_spec",
             "version": __version__,
             "waiting": status.waiting,
             "running": status.running,
         }
-        return JSONResponse(body, status_code=200 if status.state == "ready" else 503)
+
+    async def health(_: Request) -> Response:
+        status = engine.status()
+        return JSONResponse(health_json(status), status_code=200 if status.state == "ready" else 503)
+
+    async def page_health(_: Request) -> Response:  # browsers log every 503
+        return JSONResponse(health_json(engine.status()))
 
     async def read_metrics(_: Request) -> Response:
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -148,6 +153,7 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
     app.add_route("/v1/models", models)
     app.add_route("/v1/models/{name:path}", model)
     app.add_route("/health", health)
+    app.add_route("/page/health", page_health)
     app.add_route("/metrics", read_metrics)
     app.add_route("/metrics.json", lambda _: JSONResponse(engine.metrics.json()))
 

@@ -275,7 +275,7 @@ async function follow(exchange, body) {
 
 // A message that comes before the first model is loaded waits for it.
 async function untilLoaded(signal) {
-  while ((await getJson("health", { signal })).status === "loading") {
+  while ((await getJson("page/health", { signal })).status === "loading") {
     await new Promise((resolve) => { setTimeout(resolve, WAITING_POLL_MS); });
   }
 }
@@ -356,7 +356,7 @@ async function listModels() {
 
 async function look() {
   try {
-    const health = await getJson("health");
+    const health = await getJson("page/health");
     server.health = health.status;
     figures.drawRequests(health);
     if (!needsKey) {

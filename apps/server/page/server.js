@@ -16,7 +16,7 @@ export class Refused extends Error {
 async function request(path, options = {}) {
   const headers = apiKey ? { ...options.headers, authorization: `Bearer ${apiKey}` } : options.headers;
   const response = await fetch(path, { cache: "no-store", ...options, headers });
-  if (response.ok || path === "health") return response; // health has status 503 while the server loads or shuts down
+  if (response.ok) return response;
   const body = await response.json().catch(() => null); // without JSON the error shows the status
   throw new Refused(response.status, body?.error?.message ?? `the server answered ${response.status}`);
 }
