@@ -162,12 +162,12 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]], plain_cost: float) -> Spe
     """Return the speed of an arm. Each pair in `runs` is a plain run and the arm's run of the same prompt."""
     import numpy as np
 
-    paces = [(len(own.tokens) / own.seconds, len(plain.tokens) / plain.seconds) for plain, own in runs]
-    ratios = [own / (plain * plain_cost) for own, plain in paces]
+    paces = [(len(run.tokens) / run.seconds, len(plain.tokens) / plain.seconds) for plain, run in runs]
+    ratios = [drafted / (plain * plain_cost) for drafted, plain in paces]
     speeds = [
         sum(len(r.tokens) for r in arm) / sum(r.seconds for r in arm) for arm in zip(*runs, strict=True)
     ]
-    speculative = [round for _, own in runs for round in own.done if round.drafted]
+    speculative = [round for _, run in runs for round in run.done if round.drafted]
     drafted = sum(round.drafted for round in speculative)
     emitted = sum(len(round.tokens) for round in speculative)
     low, high = np.quantile(ratios, (0.25, 0.75)) if ratios else (0.0, 0.0)
@@ -178,7 +178,7 @@ def _speed(name: str, runs: Sequence[tuple[Run, Run]], plain_cost: float) -> Spe
         (float(low), float(high)),
         sum(round.accepted for round in speculative) / drafted if drafted else None,
         emitted / len(speculative) if speculative else None,
-        sum(own.tokens != plain.tokens for plain, own in runs),
+        sum(run.tokens != plain.tokens for plain, run in runs),
     )
 
 
@@ -216,16 +216,16 @@ def _run(options: Options) -> int:
     if options.agent:
         return _run_agent(options)
     pair = load(**vars(options.spec))
-    found, answers = measured(pair, options.tokens, options.repeats, options.num_draft_tokens)
+    speeds, answers = measured(pair, options.tokens, options.repeats, options.num_draft_tokens)
     if not options.json:
-        show(*_report(pair, found, answers))
+        show(*_report(pair, speeds, answers))
         return 0
     figures = {
         "device": device_name(),
         "target": pair.info.target,
         "drafter": pair.info.drafter,
         "answers": answers,
-        "decoders": [dataclasses.asdict(speed) for speed in found],
+        "decoders": [dataclasses.asdict(speed) for speed in speeds],
     }
     show(json.dumps(figures))
     return 0
@@ -249,11 +249,11 @@ def _run_agent(options: Options) -> int:
     return 0
 
 
-def speed_table(found: Sequence[Speed]) -> list[str]:
+def speed_table(speeds: Sequence[Speed]) -> list[str]:
     """Return the lines of a table of speeds, and of the explanation of its columns."""
     head = ("decoder", "tokens/s", "× plain", "middle half", "accepted", "tokens a round")
     return [
-        *table([head, *map(_row, found)], right=(1, 2)),
+        *table([head, *map(_row, speeds)], right=(1, 2)),
         "",
         "× plain: tokens/s divided by the tokens/s of plain decoding in the same turns",
         "middle half: half of the answers had a ratio between these two",
@@ -261,13 +261,13 @@ def speed_table(found: Sequence[Speed]) -> list[str]:
     ]
 
 
-def _report(pair: Pair, found: Sequence[Speed], answers: int) -> list[str]:
+def _report(pair: Pair, speeds: Sequence[Speed], answers: int) -> list[str]:
     who = dict.fromkeys(name if name == "lookup" else "its drafter" for name in pair.drafter_names)
     names = f"{pair.info.target} with {' and '.join(who) or 'no drafter'}"
-    lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *speed_table(found)]
+    lines = [f"{names} on {device_name()}, answers of each: {answers}", "", *speed_table(speeds)]
     if not pair.drafter_names:
         lines += ["", "this target has no drafter here: name one with --drafter, or use lookup"]
-    if other := [f"{speed.name}: {speed.other_text}" for speed in found if speed.other_text]:
+    if other := [f"{speed.name}: {speed.other_text}" for speed in speeds if speed.other_text]:
         way = "`mlx-spec doctor` tells a rounding from a bug"
         lines += ["", f"answers with other tokens than plain decoding ({', '.join(other)}): {way}"]
     return lines

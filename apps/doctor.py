@@ -72,24 +72,24 @@ def _run(options: Options) -> int:
         checks.append(check)
         if not options.json:
             show_folded(f"{check.state:<6} {check.name:<10}  {check.text}")
-    problem, found, lines, parts = None, None, list[str](), dict[str, str]()
+    problem, result, lines, words = None, None, list[str](), dict[str, str]()
     if any(check.name == "backend" and check.state == "wrong" for check in checks):
         problem = "without MLX nothing can be tested"
     else:
         try:
             pair = load(**vars(options.spec))
-            parts, found = tested(pair, quick=options.quick)
-            lines = certificate(parts, found, checks, datetime.now(UTC))
+            words, result = tested(pair, quick=options.quick)
+            lines = certificate(words, result, checks, datetime.now(UTC))
         except SpecError as error:
             problem = str(error)
-    is_fine = found is not None and found.passed and all(check.state != "wrong" for check in checks)
+    is_fine = result is not None and result.passed and all(check.state != "wrong" for check in checks)
     if options.json:
         report = {
             "ok": is_fine,
             "problem": problem,
             "checks": [dataclasses.asdict(check) for check in checks],
-            "exact": parts.get("exact"),
-            "self_test": None if found is None else dataclasses.asdict(found),
+            "exact": words.get("exact"),
+            "self_test": None if result is None else dataclasses.asdict(result),
             "certificate": "\n".join(lines) or None,
         }
         show(json.dumps(json.loads(json.dumps(report), parse_constant=lambda _: None)))  # NaN is not JSON
@@ -109,30 +109,30 @@ def tested(pair: Pair, *, quick: bool) -> tuple[dict[str, str], SelfTest]:
     target, drafter = _inspected(pair.info.target, "target"), _inspected(pair.info.drafter, "drafter")
     effort = selftest.QUICK if quick else selftest.LONG
     window = None if target is None else target.window
-    found = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
+    result = selftest.self_test(pair, window, effort, StageProgress(sys.stderr))
     words = part_in_words(pair.info.target, target), part_in_words(pair.info.drafter, drafter)
-    return {"target": words[0], "drafter": words[1], "exact": pair.rows.words}, found
+    return {"target": words[0], "drafter": words[1], "exact": pair.rows.words}, result
 
 
 def _inspected(name: str | None, role: Literal["target", "drafter"]) -> CheckpointInfo | None:
     """Return the description of a checkpoint, or of one half of a pair; None if it cannot be inspected."""
     try:
-        found = None if name is None or name == LOOKUP else inspect(name)
+        info = None if name is None or name == LOOKUP else inspect(name)
     except SpecError:
         return None
-    if isinstance(found, ConvertedPair):
-        return found.target if role == "target" else found.drafter
-    return found
+    if isinstance(info, ConvertedPair):
+        return info.target if role == "target" else info.drafter
+    return info
 
 
-def part_in_words(name: str | None, found: CheckpointInfo | None) -> str:
+def part_in_words(name: str | None, info: CheckpointInfo | None) -> str:
     """Describe a checkpoint in words, without its path."""
     path = Path(name or "none").expanduser()
     shown = path.name if path.exists() else name or "none"
-    if found is None:
+    if info is None:
         return shown
-    size = f"{shown_number(found.parameters)} parameters, {human_bytes(found.size)}"
-    return f"{shown}, {found.kind or found.family}, {size}, {found.precision}"
+    size = f"{shown_number(info.parameters)} parameters, {human_bytes(info.size)}"
+    return f"{shown}, {info.kind or info.family}, {size}, {info.precision}"
 
 
 # --- checks without a model
@@ -229,66 +229,66 @@ def _models() -> Check:
 # --- the certificate
 
 
-def certificate(parts: dict[str, str], found: SelfTest, checks: list[Check], now: datetime) -> list[str]:
-    """Return the lines of the certificate, each of at most 76 columns. `parts` are in words."""
+def certificate(words: dict[str, str], result: SelfTest, checks: list[Check], now: datetime) -> list[str]:
+    """Return the lines of the certificate, each of at most 76 columns. `words` describe the pair."""
     title, date = "mlx-spec doctor", now.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [LINE, f"{title}{date:>{WIDTH - len(title)}}", LINE]
-    for label, text in _rows(parts, found, checks):
+    for label, text in _rows(words, result, checks):
         lines += textwrap.wrap(
             " ".join(text.split()), WIDTH, initial_indent=f"{label:<13}", subsequent_indent=" " * 13
         )
     return [*lines, LINE]
 
 
-def _rows(parts: dict[str, str], found: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
+def _rows(words: dict[str, str], result: SelfTest, checks: list[Check]) -> Iterator[tuple[str, str]]:
     from .selftest import BATCHED, OWN
 
-    yield "verdict", found.verdict
+    yield "verdict", result.verdict
     # At most three differences are shown in full.
-    for comparison in (*found.wrong, *found.near_ties)[:3]:
-        yield from _finding(comparison, found.allowed)
-    yield from parts.items()
+    for comparison in (*result.wrong, *result.near_ties)[:3]:
+        yield from _finding(comparison, result.allowed)
+    yield from words.items()
     for check in checks:
         if check.state == "wrong":
             yield "wrong", f"{check.name}: {check.text}"
         elif check.name in ("machine", "system", "backend", "BLAS", "packages"):
             yield check.name, check.text
     for label, seeded in (("greedy", False), ("seeded", True)):
-        if cases := [each for each in found.comparisons if each.seeded == seeded]:
+        if cases := [case for case in result.comparisons if case.seeded == seeded]:
             tokens, rejected = sum(c.tokens for c in cases), sum(c.drafted - c.accepted for c in cases)
             prompts = len({case.prompt for case in cases})
             text = f"{len(cases)} answers to {prompts} prompts, {tokens} tokens"
             yield label, f"{text}, {rejected} draft tokens rejected"
-    if batched := [each for each in found.comparisons if each.decoder == BATCHED]:
-        equal = sum(each.divergence is None and each.error is None for each in batched)
+    if batched := [case for case in result.comparisons if case.decoder == BATCHED]:
+        equal = sum(case.divergence is None and case.error is None for case in batched)
         text = f"{len(batched)} of these answers in one batch with others, {equal} of them the same"
         yield "in a batch", text
-    if found.noise is not None:
-        most = f"{found.noise.roundings:.3g} roundings between correct caches"
-        yield "noise", f"{most}; near-tie: logits at most {found.allowed:.3g} roundings apart"
-    if found.picture:
-        yield "picture", f"a drawing of {found.picture} rows was read by the vision tower"
-    if found.window is not None:
-        yield "window", f"{found.window} tokens, {'crossed' if found.past_window else 'NOT reached'}"
-    if found.left_out:
-        yield "left out", f"{found.left_out} of the tests: the time was too short"
-    own = [each for each in found.comparisons if each.decoder == OWN]
-    if drafted := sum(each.drafted for each in own):
-        yield "acceptance", f"{sum(each.accepted for each in own) / drafted:.0%} of {drafted} draft tokens"
-    yield "test took", f"{found.seconds:.0f} s"
+    if result.noise is not None:
+        most = f"{result.noise.roundings:.3g} roundings between correct caches"
+        yield "noise", f"{most}; near-tie: logits at most {result.allowed:.3g} roundings apart"
+    if result.picture:
+        yield "picture", f"a drawing of {result.picture} rows was read by the vision tower"
+    if result.window is not None:
+        yield "window", f"{result.window} tokens, {'crossed' if result.past_window else 'NOT reached'}"
+    if result.left_out:
+        yield "left out", f"{result.left_out} of the tests: the time was too short"
+    own_cases = [case for case in result.comparisons if case.decoder == OWN]
+    if drafted := sum(case.drafted for case in own_cases):
+        yield "acceptance", f"{sum(c.accepted for c in own_cases) / drafted:.0%} of {drafted} draft tokens"
+    yield "test took", f"{result.seconds:.0f} s"
 
 
-def _finding(found: Comparison, allowed: float) -> Iterator[tuple[str, str]]:
-    kind = "difference" if found.is_wrong(allowed) else "near-tie"
-    how = f"{found.decoder}, {'seeded' if found.seeded else 'greedy'}, prompt {found.prompt!r}"
-    if found.error is not None:
-        yield "broke off", f"{how}: after {found.tokens} tokens, {found.error}"
-    if found.divergence is not None:
-        at = found.divergence
-        place = f"token {at.position} is {at.found!r} where plain decoding says {at.expected!r}"
-        yield kind, f"{how}: {place}; {_distance(at.gap)}"
-    if found.drift is not None and not found.drift.within(allowed):
-        yield kind, f"{how}: {found.tokens} equal tokens, but after them {_distance(found.drift)}"
+def _finding(comparison: Comparison, allowed: float) -> Iterator[tuple[str, str]]:
+    label = "difference" if comparison.is_wrong(allowed) else "near-tie"
+    how = f"{comparison.decoder}, {'seeded' if comparison.seeded else 'greedy'}, prompt {comparison.prompt!r}"
+    if comparison.error is not None:
+        yield "broke off", f"{how}: after {comparison.tokens} tokens, {comparison.error}"
+    if comparison.divergence is not None:
+        at = comparison.divergence
+        tokens = f"token {at.position} is {at.found!r} where plain decoding says {at.expected!r}"
+        yield label, f"{how}: {tokens}; {_distance(at.gap)}"
+    if comparison.drift is not None and not comparison.drift.within(allowed):
+        yield label, f"{how}: {comparison.tokens} equal tokens, but after them {_distance(comparison.drift)}"
 
 
 def _distance(gap: Gap) -> str:

@@ -70,9 +70,9 @@ class Options:
         """Return the address in --url. Raises InvalidValue."""
         # IPv6 addresses are in brackets.
         url = r"http://(?:\[([^/\]]+)\]|([^/:@\[\]]+)):(\d{1,5})(?:/|/v1)?"
-        if (found := re.fullmatch(url, self.url)) is None:
+        if (match := re.fullmatch(url, self.url)) is None:
             raise InvalidValue(f"--url {self.url}: write http://HOST:PORT")
-        return Address(found[1] or found[2], int(found[3]))
+        return Address(match[1] or match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
@@ -168,31 +168,31 @@ AGENTS: dict[str, Agent] = {
 def _run(options: Options) -> int:
     """Return the status of the agent."""
     agent = AGENTS[options.agent]
-    place = shutil.which(options.agent)
-    if place is None and not options.print:
+    program = shutil.which(options.agent)
+    if program is None and not options.print:
         raise NotFound(f"{options.agent} is not on PATH: install it with `{agent.install}`")
-    with _server(options) as (address, own):
+    with _server(options) as (address, is_ours):
         variables, words = agent.settings(_endpoint(address, options, agent))
         variables |= _bypass_proxy(address.connect_host)
         words += options.arguments or []
-        if place is None or options.print:
+        if program is None or options.print:
             pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
             show(" ".join(["env", *pairs, options.agent, shlex.join(words)]).rstrip())
             return 0
         environment = os.environ | variables
-        if not own:
-            os.execve(place, [place, *words], environment)
+        if not is_ours:
+            os.execve(program, [program, *words], environment)
         # Ctrl-C is for the agent, which may go on. The agent would inherit SIG_IGN, but not a handler.
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
-        status = subprocess.Popen([place, *words], env=environment).wait()
+        status = subprocess.Popen([program, *words], env=environment).wait()
         return status if status >= 0 else 128 - status
 
 
 def _bypass_proxy(host: str) -> dict[str, str]:
     """Return the variables that let an agent reach the server without the user's HTTP proxy."""
-    given = {name.lower(): value for name, value in os.environ.items() if value}
-    without = given.get("no_proxy", "")
-    if without == "*" or not given.keys() & {"http_proxy", "all_proxy"}:
+    variables = {name.lower(): value for name, value in os.environ.items() if value}
+    without = variables.get("no_proxy", "")
+    if without == "*" or not variables.keys() & {"http_proxy", "all_proxy"}:
         return {}
     return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{without},{host}".removeprefix(","))
 
@@ -271,8 +271,8 @@ def _announced(process: subprocess.Popen[bytes], log: Path) -> Address:
     """Wait until a server writes its address into its log; return it. Raises NotFound if the server ends."""
     while True:
         has_ended = process.poll() is not None  # asked before the log is read, so that the log is complete
-        if found := re.search(r"  page  http://(.+):(\d+)\n", log.read_text(errors="replace")):
-            return Address(found[1], int(found[2]))
+        if match := re.search(r"  page  http://(.+):(\d+)\n", log.read_text(errors="replace")):
+            return Address(match[1], int(match[2]))
         if has_ended:
             raise NotFound(last_words(log) or "the server could not start: its log says nothing")
         time.sleep(0.05)

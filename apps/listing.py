@@ -43,8 +43,8 @@ def _fit(model: LocalModel, models: Sequence[LocalModel]) -> str:
     """Return in words whether a model fits, together with the drafter on this disk; "" if it is not known."""
     if model.found is None:
         return ""
-    needs, found = [model.found.memory], model.found
-    if isinstance(found, CheckpointInfo) and not found.kind:
+    needs, info = [model.found.memory], model.found
+    if isinstance(info, CheckpointInfo) and not info.kind:
         here = set(partners(model, models)[:1])
         needs += [other.found.memory for other in models if other.name in here and other.found]
     return fit(total_need(needs))
@@ -72,15 +72,15 @@ def expected_gain(name: str, chip: roofline.Chip) -> float | None:
 
 def drafter_words(model: LocalModel, models: Sequence[LocalModel]) -> str:
     """Return in words what drafts for a model, or what a drafter drafts for."""
-    found = model.found
+    info = model.found
     if model.name == SMOLLM2:
         return "bundled"
-    if isinstance(found, ConvertedPair):
-        return "in the pair" if found.drafter else "lookup"
+    if isinstance(info, ConvertedPair):
+        return "in the pair" if info.drafter else "lookup"
     here = partners(model, models)
-    if isinstance(found, CheckpointInfo) and found.kind:
+    if isinstance(info, CheckpointInfo) and info.kind:
         return f"drafts for {', '.join(here) or 'none of these'}"
     if here:
         return here[0]
-    missing = found.goes_with[:1] if isinstance(found, CheckpointInfo) else ()
+    missing = info.goes_with[:1] if isinstance(info, CheckpointInfo) else ()
     return f"{missing[0]}, which is not here" if missing else "lookup"

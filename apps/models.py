@@ -76,30 +76,30 @@ class Remove:
 # --- a checkpoint in lines and as JSON
 
 
-def description(found: CheckpointInfo | ConvertedPair) -> list[str]:
+def description(info: CheckpointInfo | ConvertedPair) -> list[str]:
     """Return the lines that `mlx-spec inspect` prints."""
-    if isinstance(found, CheckpointInfo):
-        return [found.name, *_facts(_checkpoint(found) | {"problem": found.problem})]
-    tokens = "differ: what the drafter writes is encoded again" if found.retokenized else None
-    tested = _self_test(found.self_test) if found.name != DEMO else None
-    lines = [found.name, *_facts({"self-test": tested, "tokens": tokens})]
-    for role, part in (("target", found.target), ("drafter", found.drafter)):
-        lines += [f"  {role}", *(_facts(_checkpoint(part), indent=4) if part else [f"    no {role}"])]
-    return lines + _facts({"problem": found.problem})
+    if isinstance(info, CheckpointInfo):
+        return [info.name, *_facts(_checkpoint(info) | {"problem": info.problem})]
+    tokens = "differ: what the drafter writes is encoded again" if info.retokenized else None
+    tested = _self_test(info.self_test) if info.name != DEMO else None
+    lines = [info.name, *_facts({"self-test": tested, "tokens": tokens})]
+    for role, half in (("target", info.target), ("drafter", info.drafter)):
+        lines += [f"  {role}", *(_facts(_checkpoint(half), indent=4) if half else [f"    no {role}"])]
+    return lines + _facts({"problem": info.problem})
 
 
-def as_json(found: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | None:
+def as_json(info: CheckpointInfo | ConvertedPair | None) -> dict[str, Any] | None:
     """Return the fields of a checkpoint as a JSON object, with the names of `CheckpointInfo`."""
-    if found is None:
+    if info is None:
         return None
-    if isinstance(found, ConvertedPair):
-        parts = {"target": as_json(found.target), "drafter": as_json(found.drafter)}
-        rest = {"retokenized": found.retokenized, "problem": found.problem}
-        return {"name": found.name, **parts, "self_test": dict(found.self_test), **rest}
-    values = {"name": found.name} | dataclasses.asdict(found)
+    if isinstance(info, ConvertedPair):
+        halves = {"target": as_json(info.target), "drafter": as_json(info.drafter)}
+        rest = {"retokenized": info.retokenized, "problem": info.problem}
+        return {"name": info.name, **halves, "self_test": dict(info.self_test), **rest}
+    values = {"name": info.name} | dataclasses.asdict(info)
     if values["needs"]:
         values["needs"] = {key: value for key, value in values["needs"].items() if value is not None}
-    return values | {"speculative_heads": None if found.kind else found.speculative_heads}
+    return values | {"speculative_heads": None if info.kind else info.speculative_heads}
 
 
 def shown_number(value: int) -> str:
@@ -118,63 +118,63 @@ def context_words(sizes: Mapping[int, int]) -> str | None:
         most = memory_for_models()
     except ImportError:
         return None
-    parts = (
+    sizes_in_words = (
         f"{tokens // 1024}k {human_bytes(size)}{' (too much)' if size > most else ''}"
         for tokens, size in sizes.items()
     )
-    return f"{', '.join(parts)}; here {human_bytes(most)}"
+    return f"{', '.join(sizes_in_words)}; here {human_bytes(most)}"
 
 
-def _checkpoint(found: CheckpointInfo) -> dict[str, object]:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_types.items())
+def _checkpoint(info: CheckpointInfo) -> dict[str, object]:
+    layer_types = ", ".join(f"{count} {layer_type}" for layer_type, count in info.layer_types.items())
     facts: dict[str, object] = {
-        "family": f"{found.kind} ({found.family})" if found.kind else found.family,
-        "parameters": shown_number(found.parameters),
-        "weights": f"{human_bytes(found.size)}, {found.precision}",
-        "read for a token": _read(found),
-        "layers": f"{found.layers} ({kinds})" if found.layers and kinds else found.layers,
-        "hidden size": found.hidden_size,
-        "heads": _heads(found),
-        "vocabulary": found.vocab_size,
-        "window": found.window,
-        "context": found.context,
-        "tokenizer": "yes" if found.has_tokenizer else "no",
-        "chat template": "yes" if found.has_template else "no",
+        "family": f"{info.kind} ({info.family})" if info.kind else info.family,
+        "parameters": shown_number(info.parameters),
+        "weights": f"{human_bytes(info.size)}, {info.precision}",
+        "read for a token": _read(info),
+        "layers": f"{info.layers} ({layer_types})" if info.layers and layer_types else info.layers,
+        "hidden size": info.hidden_size,
+        "heads": _heads(info),
+        "vocabulary": info.vocab_size,
+        "window": info.window,
+        "context": info.context,
+        "tokenizer": "yes" if info.has_tokenizer else "no",
+        "chat template": "yes" if info.has_template else "no",
     }
-    if found.kind:
-        needs = _needs(found.needs) if found.needs else None
-        return facts | {"needs a target of": needs, "made for": ", ".join(found.goes_with)}
-    own = "none"
-    if found.speculative_heads == "present":
-        layers = found.prediction_layers
-        own = f"present ({layers} layer{'s' if layers > 1 else ''})" if layers else "present"
-    elif found.speculative_heads == "stripped":
-        own = "stripped: config.json promises them, no tensor of theirs is here"
-    eyes = f"yes, by a vision tower of {human_bytes(found.vision)}"
-    facts |= {"memory by context": context_words(found.contexts)}
-    own_parts = {"pictures": f"no: {found.no_vision}" if found.no_vision else eyes, "own draft heads": own}
-    return facts | own_parts | {"drafters": ", ".join(found.goes_with)}
+    if info.kind:
+        needs = _needs(info.needs) if info.needs else None
+        return facts | {"needs a target of": needs, "made for": ", ".join(info.goes_with)}
+    heads = "none"
+    if info.speculative_heads == "present":
+        layers = info.prediction_layers
+        heads = f"present ({layers} layer{'s' if layers > 1 else ''})" if layers else "present"
+    elif info.speculative_heads == "stripped":
+        heads = "stripped: config.json promises them, no tensor of theirs is here"
+    eyes = f"yes, by a vision tower of {human_bytes(info.vision)}"
+    facts |= {"memory by context": context_words(info.contexts)}
+    of_target = {"pictures": f"no: {info.no_vision}" if info.no_vision else eyes, "own draft heads": heads}
+    return facts | of_target | {"drafters": ", ".join(info.goes_with)}
 
 
-def _read(found: CheckpointInfo) -> str:
+def _read(info: CheckpointInfo) -> str:
     """Return in words the bytes of weights that a token reads; for GGUF also their size in the file."""
-    file = "" if found.gguf_read is None else f", in the GGUF file {human_bytes(found.gguf_read)}"
-    return f"{human_bytes(found.read)}{file}"
+    file = "" if info.gguf_read is None else f", in the GGUF file {human_bytes(info.gguf_read)}"
+    return f"{human_bytes(info.read)}{file}"
 
 
-def _heads(found: CheckpointInfo) -> str | None:
-    if found.heads is None:
+def _heads(info: CheckpointInfo) -> str | None:
+    if info.heads is None:
         return None
-    text = f"{found.heads} of {found.head_dim}, {found.kv_heads} for K/V"
-    if (found.global_head_dim, found.global_kv_heads) != (found.head_dim, found.kv_heads):
-        text += f"; of {found.global_head_dim} and {found.global_kv_heads} for K/V in full attention"
+    text = f"{info.heads} of {info.head_dim}, {info.kv_heads} for K/V"
+    if (info.global_head_dim, info.global_kv_heads) != (info.head_dim, info.kv_heads):
+        text += f"; of {info.global_head_dim} and {info.global_kv_heads} for K/V in full attention"
     return text
 
 
 def _needs(shape: TargetShape) -> str:
-    parts = [("hidden size", shape.hidden_size), ("vocabulary", shape.vocab_size), ("layers", shape.layers)]
-    parts.append(("window", shape.window))
-    lines = [f"{name} {value}" for name, value in parts if value is not None]
+    numbers = [("hidden size", shape.hidden_size), ("vocabulary", shape.vocab_size), ("layers", shape.layers)]
+    numbers.append(("window", shape.window))
+    lines = [f"{name} {value}" for name, value in numbers if value is not None]
     if shape.kv_heads is not None:
         kv = f"K/V {shape.kv_heads} × {shape.head_dim}"
         lines.append(f"{kv} and, in full attention, {shape.global_kv_heads} × {shape.global_head_dim}")
@@ -187,10 +187,10 @@ def _self_test(result: Mapping[str, Any]) -> str:
         return "not recorded"
     plain = {key: value for key, value in result.items() if isinstance(value, str | int | float)}
     verdict, reason = plain.pop("result", None), plain.pop("why", None)
-    parts = [f"{verdict} ({reason})" if reason else str(verdict)] if verdict is not None else []
+    figures = [f"{verdict} ({reason})" if reason else str(verdict)] if verdict is not None else []
     for key, value in plain.items():
-        parts.append(f"{key.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}")
-    return ", ".join(parts) or "recorded"
+        figures.append(f"{key.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}")
+    return ", ".join(figures) or "recorded"
 
 
 def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
@@ -202,12 +202,12 @@ def _facts(facts: Mapping[str, object], indent: int = 2) -> list[str]:
 
 def _inspect(options: Inspect) -> int:
     """Show a checkpoint. Return the exit status: 1 if it cannot be loaded."""
-    found = inspect(options.name)
+    info = inspect(options.name)
     if options.json:
-        show(json.dumps(as_json(found), indent=2))
+        show(json.dumps(as_json(info), indent=2))
     else:
-        show_folded(*description(found))
-    return ERROR if found.problem else 0
+        show_folded(*description(info))
+    return ERROR if info.problem else 0
 
 
 def _list(options: ListOptions) -> int:

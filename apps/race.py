@@ -167,15 +167,15 @@ def verdict(race: Race, tokenizer: Tokenizer) -> list[str]:
             f"the plain answer runs two rows a pass, so that both write one text; with one row it would be "
             f"{race.plain_cost:.2f} × as fast, and the multiple counts that"
         )
-    if (place := race.difference) is None:
+    if (position := race.difference) is None:
         so_far = "" if all(run.is_complete for run in race.runs) else " so far"
         exact = "" if race.doubt is None else f" (likely, not certain: {race.doubt})"
         return [*lines, f"every token the same{so_far}{exact} ✓"]
-    words = [repr(tokenizer.decode(run.tokens[place : place + 4])) for run in race.runs]
+    words = [repr(tokenizer.decode(run.tokens[position : position + 4])) for run in race.runs]
     why = "`mlx-spec doctor` tells a rounding from a bug"
     return [
         *lines,
-        f"the first difference is token {place + 1}: {words[0]} with drafts, {words[1]} plain; "
+        f"the first difference is token {position + 1}: {words[0]} with drafts, {words[1]} plain; "
         + (why if race.doubt is None else f"{race.doubt}; {why}"),
     ]
 
@@ -184,8 +184,8 @@ def _multiple_words(race: Race) -> str:
     if race.multiple is None:
         return "the answer is too short to compare: ask for one of 60 tokens or more"
     (low, middle, high), count = race.multiple, len(race.ratios)
-    kind = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
-    return f"{middle:.2f} × {kind} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"
+    what = "plain speed, too close to call" if low <= 1 <= high else "faster" if middle > 1 else "plain speed"
+    return f"{middle:.2f} × {what} (likely {low:.2f} to {high:.2f}; median of {count} pairs of turns)"
 
 
 def show_race(

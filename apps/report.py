@@ -45,9 +45,9 @@ def _run(options: Options) -> int:
     try:
         require_backend()
         pair = load(**vars(options.spec))
-        parts, found = tested(pair, quick=True)
-        lines += certificate(parts, found, checks, datetime.now(UTC))
-        is_fine &= found.passed
+        words, result = tested(pair, quick=True)
+        lines += certificate(words, result, checks, datetime.now(UTC))
+        is_fine &= result.passed
         speeds, answers = measured(pair, tokens=64, repeats=1)
         lines += [f"answers of each: {answers}", "", *speed_table(speeds), LINE]
     except SpecError as error:
@@ -90,18 +90,18 @@ def _to_answer() -> Iterator[str]:
         yield from textwrap.wrap(question, WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
-def hiding(*given: str | None) -> Callable[[str], str]:
+def hiding(*models: str | None) -> Callable[[str], str]:
     """Return a function that replaces paths and the names of user and host in a text.
 
-    `given` are names of models. Those that are paths are replaced whole: they may have spaces.
+    `models` are names of models. Those that are paths are replaced whole: they may have spaces.
     """
     host = socket.gethostname()
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
-    known = [name for name in given if name is not None and Path(name).expanduser().is_absolute()]
+    known = [name for name in models if name is not None and Path(name).expanduser().is_absolute()]
     folders = sorted({*known, str(Path.home()), os.getcwd()} - {"/"}, key=len, reverse=True)
-    places = "|".join(map(re.escape, folders)) or "(?!)"
+    folder_pattern = "|".join(map(re.escape, folders)) or "(?!)"
     rest = r"(?:/[^\s/:,'\"]+)"
-    path = re.compile(rf"(?:{places}){rest}*/?|(?<![\w/])(?:~|\.{{1,2}})?{rest}+/?")
+    path = re.compile(rf"(?:{folder_pattern}){rest}*/?|(?<![\w/])(?:~|\.{{1,2}})?{rest}+/?")
     name = "|".join(re.escape(name) for name in names if len(name) > 2)  # shorter ones are parts of words
     private = re.compile(rf"(?<!\w)(?:{name})(?!\w)" if name else r"(?!)")
     return lambda text: private.sub("(a name)", path.sub("(a path)", text))

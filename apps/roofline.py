@@ -135,8 +135,8 @@ def pair_acceptance(name: str, drafter: Path | None) -> float | None:
         case {"draft_tokens": int() as count, "tokens_a_round": {"0": {"all": int() | float() as length}}}:
             longest = 16  # tokens of a draft; a file that says more is not ours
             rates = (i / 1000 for i in range(1000))
-            places = range(min(count, longest) + 1)
-            return min(rates, key=lambda rate: abs(sum(rate**i for i in places) - length))
+            lengths = range(min(count, longest) + 1)
+            return min(rates, key=lambda rate: abs(sum(rate**i for i in lengths) - length))
     return None
 
 
@@ -195,12 +195,12 @@ def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) ->
     passes = 8  # handed to the device at once
     row = mx.ones((1, 4096), mx.bfloat16)
     try:
-        parts: Any = mx.quantize(row, **settings)
+        arrays: Any = mx.quantize(row, **settings)
     except ValueError:  # not quantized, or without a kernel: bfloat16 instead
-        parts, settings = (row,), {}
-    row_bytes: int = sum(part.nbytes for part in parts)
+        arrays, settings = (row,), {}
+    row_bytes: int = sum(array.nbytes for array in arrays)
     rows, times = size // row_bytes, list[float]()
-    weights: list[Any] = [mx.repeat(part, rows, axis=0) for part in parts]
+    weights: list[Any] = [mx.repeat(array, rows, axis=0) for array in arrays]
     while len(times) < 3 or sum(times) < seconds:  # the first also makes the weights; the median ignores it
         start, result = time.perf_counter(), row
         for _ in range(passes):  # each pass needs the result of the last one
@@ -215,9 +215,9 @@ def _run(options: Options) -> int:
     from mlx_spec.load import folders
 
     name, drafter_path = options.spec.target, options.drafter  # either may be a size, such as 17GB
-    target_path, own = (name, None) if SIZE.fullmatch(name) else folders(PairSpec(name))
+    target_path, pair_drafter = (name, None) if SIZE.fullmatch(name) else folders(PairSpec(name))
     if drafter_path is None:
-        drafter_path = own
+        drafter_path = pair_drafter
     elif not SIZE.fullmatch(drafter_path):
         drafter_path = folders(PairSpec(DEMO, drafter_path))[1]
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
@@ -264,8 +264,8 @@ def _sizes(name: str, context: int, format: WeightFormat) -> DecodeSizes:
 
     Raises NotFound and InvalidValue.
     """
-    if found := SIZE.fullmatch(name):
-        size = 1e9 * float(found[1])
+    if match := SIZE.fullmatch(name):
+        size = 1e9 * float(match[1])
         if not 0 < size < float("inf"):
             raise InvalidValue(f"{name} is not a model size: give one above 0, such as 17GB")
         return DecodeSizes(size, size, format)
@@ -284,25 +284,25 @@ def _measure(format: WeightFormat) -> dict[str, Any] | None:
 
 
 def _predict(chip: Chip, target: DecodeSizes, drafter: DecodeSizes | None, rate: float) -> dict[str, Any]:
-    found, plain = gains(chip, target, drafter, rate), 1 / pass_seconds(chip, target, 1)
+    by_length, plain = gains(chip, target, drafter, rate), 1 / pass_seconds(chip, target, 1)
     return {
         "chip": asdict(chip),
         "ceiling": 1e9 * chip.bandwidth / (target.read + target.kv_read),  # plain, if all time were reading
         "plain": plain,
-        "gains": found,  # by draft tokens from 0
-        "num_draft_tokens": found.index(max(found)),  # 0 if speculation does not pay
-        "tokens_per_second": plain * max(found),
+        "gains": by_length,  # by draft tokens from 0
+        "num_draft_tokens": by_length.index(max(by_length)),  # 0 if speculation does not pay
+        "tokens_per_second": plain * max(by_length),
     }
 
 
-def _row(found: dict[str, Any]) -> list[str]:
-    chip, gains = found["chip"], [f"{gain:.2f}" for gain in found["gains"][1:]]
-    own = this_chip()
-    mark = " < this Mac" if own is not None and own.name == chip["name"] else ""
+def _row(prediction: dict[str, Any]) -> list[str]:
+    chip, gains = prediction["chip"], [f"{gain:.2f}" for gain in prediction["gains"][1:]]
+    mac = this_chip()
+    mark = " < this Mac" if mac is not None and mac.name == chip["name"] else ""
     cells = [f"{chip['name']} ({chip['gpu_cores']}){mark}", f"{chip['bandwidth']:.0f}"]
-    cells += [f"{found['ceiling']:.1f}", f"{found['plain']:.1f}", *gains]
+    cells += [f"{prediction['ceiling']:.1f}", f"{prediction['plain']:.1f}", *gains]
     cells += [""] * (LONGEST_DRAFT - len(gains))
-    return [*cells, f"k={found['num_draft_tokens']} {found['tokens_per_second']:.1f}"]
+    return [*cells, f"k={prediction['num_draft_tokens']} {prediction['tokens_per_second']:.1f}"]
 
 
 def _key(name: str) -> str:

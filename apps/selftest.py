@@ -158,7 +158,7 @@ class SelfTest:
     @property
     def wrong(self) -> list[Comparison]:
         """Return the comparisons with a defect."""
-        return [each for each in self.comparisons if each.is_wrong(self.allowed)]
+        return [c for c in self.comparisons if c.is_wrong(self.allowed)]
 
     @property
     def near_ties(self) -> list[Comparison]:
@@ -204,8 +204,8 @@ def picture_question(pair: Pair) -> Question | None:
     question = "What do you see in this picture?"
     try:
         vision = pair.vision
-        parts = prepared([{"type": "image", "image": drawing()}, {"type": "text", "text": question}], vision)
-        prompt = conversation_prompt([{"role": "user", "content": parts}], pair.tokenizer, vision)
+        shown = prepared([{"type": "image", "image": drawing()}, {"type": "text", "text": question}], vision)
+        prompt = conversation_prompt([{"role": "user", "content": shown}], pair.tokenizer, vision)
     except (NoVision, InvalidValue):  # no tower, no Pillow, no template, or one without pictures
         return None
     return Question(f"a drawing: {question}", prompt)
@@ -228,8 +228,8 @@ def self_test(pair: Pair, window: int | None, effort: Effort, progress: StagePro
     for question, sampling in tester.cases(count):
         tester.compare(question, sampling, count)
     progress.end()
-    tester.found.seconds = time.monotonic() - tester.started
-    return tester.found
+    tester.result.seconds = time.monotonic() - tester.started
+    return tester.result
 
 
 class _Tester:
@@ -239,7 +239,7 @@ class _Tester:
         self._pair, self._window, self._effort = pair, window, effort
         self.started = time.monotonic()
         self._token_seconds = 0.0  # of plain decoding
-        self.found = SelfTest(window=window)
+        self.result = SelfTest(window=window)
         self.questions = chat_questions(pair.tokenizer)[: effort.questions]
 
     def _left(self) -> float:
@@ -263,7 +263,7 @@ class _Tester:
         first, *others = self.questions
         yield first, GREEDY
         if (seen := picture_question(self._pair)) is not None:
-            self.found.picture = sum(span.count for span in after(seen, ()).spans)
+            self.result.picture = sum(span.count for span in after(seen, ()).spans)
             yield seen, GREEDY
         most = self._pair.info.context_length
         if self._window is not None:
@@ -292,12 +292,12 @@ class _Tester:
         batch = self._pair.batch(len(self.questions) + 1)
         for question in self.questions:
             batch.add(self._pair.prepare(arm(self._pair, 0), question.tokens, max_tokens=count))
-        own = batch.add(running, park=True)
+        number = batch.add(running, park=True)
         while running.remaining > 0:
             for id, result in batch.step():
                 if isinstance(result, Exception):
                     raise result
-                if id == own:
+                if id == number:
                     yield result
 
     def compare(self, question: Question, sampling: Sampling, count: int) -> None:
@@ -305,21 +305,21 @@ class _Tester:
         prefill_cost = 1 / 32  # of a plain token, to read one token of a long prompt; upper bound
         reading = len(question.tokens) * prefill_cost * self._token_seconds
         if self._left() <= reading:
-            self.found.left_out += 1
+            self.result.left_out += 1
             return
         expected = self._decode(Answer(question, sampling), arm(self._pair, 0), count)
         if expected.error is not None or not expected.tokens:
-            self.found.comparisons.append(self._comparison(expected, expected))
+            self.result.comparisons.append(self._comparison(expected, expected))
             return
         self._measure_noise(expected)
         for name, sequence in self._decoders(expected.history):
-            if self._left() <= reading and self.found.comparisons:
-                self.found.left_out += 1
+            if self._left() <= reading and self.result.comparisons:
+                self.result.left_out += 1
                 return
-            found = self._decode(Answer(question, sampling, name), sequence, len(expected.tokens))
-            self.found.comparisons.append(self._comparison(expected, found))
-            if self._window is not None and len(found.history) > self._window:
-                self.found.past_window = True
+            answer = self._decode(Answer(question, sampling, name), sequence, len(expected.tokens))
+            self.result.comparisons.append(self._comparison(expected, answer))
+            if self._window is not None and len(answer.history) > self._window:
+                self.result.past_window = True
 
     def _decode(self, answer: Answer, sequence: CachedSequence, count: int) -> Answer:
         """Add at most `count` tokens, fewer if the time is up, or set `answer.error`. Return the answer."""
@@ -347,34 +347,34 @@ class _Tester:
         others = [next_logits(self._pair.open().target, expected.history)]
         if blocks.tokens == expected.tokens and blocks.next is not None:
             others.append(blocks.next)
-        noise, known = largest_noise(expected.next, others), self.found.noise
-        self.found.noise = max(noise, known or noise, key=lambda gap: gap.roundings)
+        noise, known = largest_noise(expected.next, others), self.result.noise
+        self.result.noise = max(noise, known or noise, key=lambda gap: gap.roundings)
 
-    def _comparison(self, expected: Answer, found: Answer) -> Comparison:
+    def _comparison(self, expected: Answer, actual: Answer) -> Comparison:
         """Compare two answers, token by token until one ends."""
-        drift, error, divergence = None, found.error, None
+        drift, error, divergence = None, actual.error, None
         difference = first_difference(
             lambda: self._pair.open().target,
-            after(found.question, ()),
+            after(actual.question, ()),
             expected.tokens,
-            found.tokens,
-            found.sampling,
+            actual.tokens,
+            actual.sampling,
         )
-        if found.tokens == expected.tokens and expected.next is not None and found.next is not None:
-            drift = logits_gap(expected.next, found.next)
+        if actual.tokens == expected.tokens and expected.next is not None and actual.next is not None:
+            drift = logits_gap(expected.next, actual.next)
         if difference is not None:
-            tokens = difference.expected, difference.found
+            tokens = difference.expected, difference.actual
             a, b = (self._pair.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens)
             divergence = Divergence(difference.position, a, b, difference.gap)
-        elif found.next is not None and len(found.tokens) < len(expected.tokens):
-            error = f"it ended after {len(found.tokens)} of {len(expected.tokens)} tokens"
+        elif actual.next is not None and len(actual.tokens) < len(expected.tokens):
+            error = f"it ended after {len(actual.tokens)} of {len(expected.tokens)} tokens"
         return Comparison(
-            prompt=found.question.name,
-            decoder=found.decoder,
-            seeded=found.sampling.temperature > 0,
-            tokens=min(len(expected.tokens), len(found.tokens)),
-            drafted=found.statistics.drafted,
-            accepted=found.statistics.accepted,
+            prompt=actual.question.name,
+            decoder=actual.decoder,
+            seeded=actual.sampling.temperature > 0,
+            tokens=min(len(expected.tokens), len(actual.tokens)),
+            drafted=actual.statistics.drafted,
+            accepted=actual.statistics.accepted,
             divergence=divergence,
             drift=drift,
             error=error,

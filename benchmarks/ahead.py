@@ -34,9 +34,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.virtual_clock import CURVES, PLAIN_SECONDS, Answer, Curve, Device, ModelDrafter, make_text
 
 from mlx_spec import load
-from mlx_spec.ahead.costs import AheadCosts
 from mlx_spec.ahead.drafter import fan_out
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.policy.ahead_costs import AheadCosts
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import DraftLengthPolicy, Round
 
@@ -126,7 +126,7 @@ def seconds(
     """Return the seconds of a session after a first answer that warms up."""
     curve: Curve = replace(CURVES[CURVE], drafted=cost)
     device = Device(curve, NOISE, [seed, 99])
-    policies = AdaptivePolicies(["draft"], own_costs={"draft": AheadCosts()} if ahead else {})
+    policies = AdaptivePolicies(["draft"], ahead_costs={"draft": AheadCosts()} if ahead else {})
     policies.use(curve.table())
     policy = FixedPolicy(K, ahead=ahead) if fixed else policies.policy(device.clock)
     beside = Beside(cost, link, np.random.default_rng([seed, 5]))

@@ -289,7 +289,7 @@ def places(shape: Shape, tokens: int) -> dict[str, float]:
     for _ in prefill(target, (), prompt):
         pass
     scale, pinned = shape.kv_bytes / FULL_BYTES / 1e6, sum(target.pinned.values())
-    count = len(list(target.checkpoints))
+    count = len(list(target.rewind_points))
     return {
         "K and V": round(tokens * shape.kv_bytes / 1e6),
         "places": count,

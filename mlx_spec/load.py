@@ -431,16 +431,16 @@ def _policies(
         return FixedPolicy(0, Reason.DISABLED)
     if spec.num_draft_tokens is not None:
         first = offered[0]
-        ahead = first.own_costs is not None
+        ahead = first.ahead_costs is not None
         return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=ahead, ratios=Ratios())
     checkpoints = {name: source.checkpoint for source in offered for name in source.names}
     prints = tuple(name if stored is None else stored.fingerprint for name, stored in checkpoints.items())
     key = _key(target, prints, quantization, spec)
     copying = [name for name, stored in checkpoints.items() if stored is None]
-    own = {source.name: source.own_costs for source in offered if source.own_costs is not None}
+    own = {source.name: source.ahead_costs for source in offered if source.ahead_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
     names, folder = list(checkpoints), saved_costs.folder()
-    return BatchPolicies(names, copying, own_costs=own, together=together, key=key, folder=folder)
+    return BatchPolicies(names, copying, ahead_costs=own, together=together, key=key, folder=folder)
 
 
 def _key(target: Checkpoint, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:

@@ -78,7 +78,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Places:
+class RotaryPositions:
     """The rotary positions of a sequence with spans in the plane.
 
     Row (y, x) of a span that begins at position p is at (p, p + y, p + x) in time, y and x. Text after it
@@ -89,15 +89,15 @@ class Places:
     spans: tuple[tuple[int, int, int], ...] = ()  # index of the first row, rows and columns of each
 
     @classmethod
-    def of(cls, sight: Sight | None, spans: Iterable[Span]) -> Places:
-        """Return the places of spans; none for a family that counts rows as tokens."""
+    def of(cls, sight: Sight | None, spans: Iterable[Span]) -> RotaryPositions:
+        """Return the positions beside spans; plain ones for a family that counts rows as tokens."""
         if sight is None or not sight.axes:
             return cls()
         return cls(sight.axes, tuple((s.start, *s.grid) for s in spans if s.grid is not None))
 
-    def before(self, size: int) -> Places:
-        """Return the places of the spans that end within the first `size` positions of a prompt."""
-        return Places(self.axes, tuple(s for s in self.spans if s[0] + s[1] * s[2] <= size))
+    def before(self, size: int) -> RotaryPositions:
+        """Return the positions with the spans that end within the first `size` indices of a prompt."""
+        return RotaryPositions(self.axes, tuple(s for s in self.spans if s[0] + s[1] * s[2] <= size))
 
     def shift(self, index: int) -> int:
         """Return the shift of a token at an index."""
@@ -110,13 +110,13 @@ class Places:
     def positions(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return time, y and x [3, end - start] of the indices from `start` up to `end`."""
         index = np.arange(start, end)
-        found = np.stack([index, index, index])
+        positions = np.stack([index, index, index])
         for first, h, w in self.spans:
             row, count = index - first, h * w
             turned = np.stack([np.zeros_like(row), *np.divmod(row, w)]) - row
             after = np.where(row >= count, max(h, w) - count, 0)
-            found += np.where((row >= 0) & (row < count), turned, after)
-        return found
+            positions += np.where((row >= 0) & (row < count), turned, after)
+        return positions
 
 
 Identity = np.ndarray[Any, np.dtype[np.int64]]  # what caches compare in place of tokens
@@ -156,15 +156,16 @@ class Prompt(Sequence[int]):
         on. With a salt, the first number is drawn from the salt and the token: whatever compares identities
         keeps the prompts of several users apart. A text without a salt is its own identity.
         """
-        found = np.fromiter(self.tokens, np.int64, len(self.tokens))
+        identity = np.fromiter(self.tokens, np.int64, len(self.tokens))
         for span in self.spans:
             drawn = hashlib.shake_256(span.digest).digest(8 * span.count)
-            found[span.start : span.end] = -1 - (np.frombuffer(drawn, "<u8") >> 1).astype(np.int64)
-        if self.salt and len(found):
-            drawn = hashlib.shake_256(int(found[0]).to_bytes(8, "little", signed=True) + self.salt).digest(8)
-            found[0] = -1 - (int.from_bytes(drawn, "little") >> 1)
-        found.setflags(write=False)
-        return found
+            identity[span.start : span.end] = -1 - (np.frombuffer(drawn, "<u8") >> 1).astype(np.int64)
+        if self.salt and len(identity):
+            first = int(identity[0]).to_bytes(8, "little", signed=True)
+            drawn = hashlib.shake_256(first + self.salt).digest(8)
+            identity[0] = -1 - (int.from_bytes(drawn, "little") >> 1)
+        identity.setflags(write=False)
+        return identity
 
     def whole(self, size: int) -> int:
         """Return the largest number of positions, at most `size`, that cuts no span."""

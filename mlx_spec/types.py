@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import mlx.core as mx
 
-from mlx_spec.prompt import Places
+from mlx_spec.prompt import RotaryPositions
 
 FinishReason = Literal["stop", "length"]
 MAX_DRAFT_TOKENS = 16  # draft tokens of one round; published costs of a pass end at 17 rows
@@ -103,7 +103,7 @@ class Features:
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
     final_hidden: mx.array | None = None  # [T, D]
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
-    places: Places = field(default_factory=Places)  # the target's rotary positions beside pictures
+    rotary: RotaryPositions = field(default_factory=RotaryPositions)  # the target's
 
     def part(self, low: int, high: int) -> Features:
         """Return the features of the rows from `low` up to `high`."""
@@ -123,7 +123,7 @@ class CacheState:
         """Return one state of several: `part.name` is the array `name` of the state `part`."""
         return cls(
             {f"{part}.{name}": array for part, s in parts.items() for name, array in s.arrays.items()},
-            {f"{part}.{name}": given for part, s in parts.items() for name, given in s.numbers.items()},
+            {f"{part}.{name}": values for part, s in parts.items() for name, values in s.numbers.items()},
         )
 
     def part(self, name: str) -> CacheState:
@@ -207,7 +207,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its log-probability. An emitted token also has the most likely tokens in its place."""
+    """A token and its log-probability. An emitted token also has the most likely tokens beside it."""
 
     token: int
     token_bytes: bytes  # its text in UTF-8, perhaps a part of a character
@@ -231,7 +231,7 @@ class Round:
     kind: Literal["plain", "drained", "draft"]
     source: str | None = None  # a name for users of where the draft of a "draft" round is from
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
-    ranks: tuple[int, ...] = ()  # for each accepted token of a tree: likelier guesses for the same place
+    ranks: tuple[int, ...] = ()  # for each accepted token of a tree: likelier guesses beside it
     ahead: bool | None = None  # `Draft.ahead` of its draft
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
@@ -354,7 +354,7 @@ class Drafter(Observer, Protocol):
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens that may follow `history`."""
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, calls: Sequence[DraftCall]) -> list[Draft]:
         """Return the drafts of several sequences, whose drafters are of this kind and share its weights."""
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
@@ -362,7 +362,7 @@ class Drafter(Observer, Protocol):
 
 
 @dataclass(frozen=True)
-class DraftRequest:
+class DraftCall:
     """A draft that one sequence of several wants."""
 
     drafter: Drafter
@@ -395,15 +395,3 @@ class DraftLengthPolicy(Protocol):
 
     def settle(self) -> None:
         """Learn the rest. Called while the device computes the next round, if there is one."""
-
-
-class GroupPolicy(Protocol):
-    """Decides how many tokens each sequence drafts when several share a pass."""
-
-    def decide(
-        self, policies: Sequence[DraftLengthPolicy], histories: Sequence[Sequence[int]]
-    ) -> list[Decision]:
-        """Return the decision for each sequence. Called first in every round."""
-
-    def observe(self, rounds: Sequence[Round | None]) -> None:
-        """Learn from the finished round of each sequence; None if it failed."""

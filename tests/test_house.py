@@ -53,7 +53,7 @@ SYNCS = {
     "mlx_spec/decode/sequence.py": "ends the copy of caches before their sequence decodes on",
     "mlx_spec/model/fork_rows.py": "ends the copies of windows and states of a sequence in use",
     "mlx_spec/model/target.py": "ends a chunk of the prompt, so that its activations can be freed",
-    "mlx_spec/model/checkpoints.py": "ends the copies of windows before the next pass writes into them",
+    "mlx_spec/model/rewind_points.py": "ends the copies of windows before the next pass writes into them",
     "mlx_spec/model/row_bits.py": "compares bits once on a device",
     "mlx_spec/model/layers_alone.py": "compares bits once on a device",
     "mlx_spec/model/probe.py": "asks a model once whether it reads rows together as one by one",

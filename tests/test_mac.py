@@ -139,7 +139,7 @@ def test_the_cpu_of_a_mac_does_not_take_the_costs_of_its_gpu(monkeypatch):
 def test_a_thread_does_not_draft_ahead_beside_a_gpu(monkeypatch):
     mac.imitate(monkeypatch)
     mx.set_default_device(mx.cpu)
-    assert drafting_ahead(lookup_source(), None).own_costs is not None
+    assert drafting_ahead(lookup_source(), None).ahead_costs is not None
     mx.set_default_device(mx.gpu)
     with pytest.raises(mlx_spec.InvalidValue, match="drafting ahead needs a processor beside the target's"):
         drafting_ahead(lookup_source(), None)

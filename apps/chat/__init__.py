@@ -49,13 +49,13 @@ def _talk(options: Options, terminal: Terminal, interrupts: Interrupts) -> int:
     return ranks.run(lambda: run(options, prompt, terminal, interrupts, ranks))
 
 
-def _read_prompt(given: str | None, piped: str | None) -> str | None:
+def _read_prompt(typed: str | None, piped: str | None) -> str | None:
     """Return the prompt followed by the piped text; None for a conversation. Raises InvalidValue."""
-    if given is None and piped is None:
+    if typed is None and piped is None:
         if sys.stdin is None:
             raise InvalidValue("stdin is closed, so nothing can be asked: leave it open, or use -p TEXT")
         return None
-    text = "\n\n".join(part for part in ((given or "").strip(), (piped or "").strip()) if part)
+    text = "\n\n".join(stripped for stripped in ((typed or "").strip(), (piped or "").strip()) if stripped)
     if not text:
         raise InvalidValue("the prompt is empty: give -p TEXT, or pipe text to stdin")
     return checked(text, "the prompt")

@@ -193,15 +193,15 @@ def status_line(statistics: Statistics, max_tokens: int) -> list[tuple[str, str]
         drafts += f": {statistics.reason_words}"
     elif statistics.accepted and statistics.tokens_per_pass is not None:
         drafts += f", {statistics.tokens_per_pass:.1f} a pass"
-    parts = [f"{statistics.tokens_per_second:.0f} tokens/s", drafts]
+    words_of = [f"{statistics.tokens_per_second:.0f} tokens/s", drafts]
     if statistics.finish_reason is None:
-        parts.append("interrupted")
+        words_of.append("interrupted")
     elif statistics.finish_reason == "length":
-        parts.append("cut: the context is full" if count < max_tokens else "cut at --max-tokens")
+        words_of.append("cut: the context is full" if count < max_tokens else "cut at --max-tokens")
     if (words := statistics.gain_words) is None:
-        return [(" · ".join(parts), DIM)]
+        return [(" · ".join(words_of), DIM)]
     is_faster = (statistics.gain or 0.0) > 1
-    return [(words, GAINED if is_faster else DIM), (" · " + " · ".join(parts), DIM)]
+    return [(words, GAINED if is_faster else DIM), (" · " + " · ".join(words_of), DIM)]
 
 
 def wants_race(statistics: Statistics) -> bool:
@@ -229,7 +229,7 @@ def details(statistics: Statistics, first_seconds: float | None, peak_bytes: int
             f"mostly {statistics.draft_length} draft tokens in a pass, "
             f"{statistics.accepted} of {statistics.drafted} accepted, "
             f"{statistics.acceptance_length:.1f} tokens for each draft",
-            *(line for name, each in statistics.by_drafter.items() for line in _bars(name, each)),
+            *(line for name, positions in statistics.by_drafter.items() for line in _bars(name, positions)),
         ]
     if tried := statistics.ahead_hits + statistics.ahead_misses:
         lines.append(f"drafted ahead: {statistics.ahead_hits} of {tried} drafts were there at once")

@@ -137,8 +137,8 @@ class Commands:
         if choice.drafter not in (LOOKUP, NONE):
             self._own_drafters[choice.target] = choice.drafter
         if word:
-            own = self._own_drafters.get(choice.target)
-            self._switch(models.with_drafts(choice, word.lower(), own))
+            drafter = self._own_drafters.get(choice.target)
+            self._switch(models.with_drafts(choice, word.lower(), drafter))
         else:
             self._terminal.note(self._drafts())
 
@@ -146,8 +146,8 @@ class Commands:
         settings = self._conversation.settings
         name, _, value = text.partition(" ")
         if not name:
-            for each, current in values(settings).items():
-                self._terminal.note(f"{each:20}{shown(current)}")
+            for setting, current in values(settings).items():
+                self._terminal.note(f"{setting:20}{shown(current)}")
             return
         if value.strip() or name not in NAMES:
             settings = changed(settings, name, value.strip())

@@ -121,10 +121,10 @@ class LineEditor:
         def _tab(event: KeyPressEvent) -> None:
             # Complete at once, not in a task, so that text typed after the Tab comes after the completion.
             buffer, wanted = event.current_buffer, CompleteEvent(completion_requested=True)
-            found = list(buffer.completer.get_completions(buffer.document, wanted))
-            if len(found) == 1:
-                buffer.apply_completion(found[0])
-            elif common := get_common_complete_suffix(buffer.document, found):
+            completions = list(buffer.completer.get_completions(buffer.document, wanted))
+            if len(completions) == 1:
+                buffer.apply_completion(completions[0])
+            elif common := get_common_complete_suffix(buffer.document, completions):
                 buffer.insert_text(common)
             else:
                 buffer.start_completion()

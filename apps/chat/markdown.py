@@ -22,11 +22,11 @@ def _keep_math(state: StateInline, silent: bool) -> bool:
     """Leave a formula in \\(...\\), \\[...\\], $$...$$ or $...$ unchanged: it would lose its backslashes."""
     in_dollars = r"\$\$.+?\$\$|\$(?![\s$])[^$\n]*?(?<!\s)\$(?!\d)"  # $5 or $6 are prices
     formula = re.compile(rf"\\\(.*?\\\)|\\\[.*?\\\]|{in_dollars}", re.DOTALL)
-    found = formula.match(state.src, state.pos)
-    if found is not None and not silent:
-        state.pending += found[0]
-    state.pos = state.pos if found is None else found.end()
-    return found is not None
+    match = formula.match(state.src, state.pos)
+    if match is not None and not silent:
+        state.pending += match[0]
+    state.pos = state.pos if match is None else match.end()
+    return match is not None
 
 
 PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")

@@ -63,9 +63,9 @@ def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:
 
 def _meant(name: str, drafter: str | None) -> tuple[str, str | None]:
     """Return a target as `load` takes it, and its drafter; None if `load` finds the drafter itself."""
-    found = resolve(name)
-    is_published = find_alias(name) is not None and found.drafter != made_for(found.target)
-    return found.target, found.drafter if drafter is None and is_published else drafter
+    spec = resolve(name)
+    is_published = find_alias(name) is not None and spec.drafter != made_for(spec.target)
+    return spec.target, spec.drafter if drafter is None and is_published else drafter
 
 
 def open_pair(choice: PairSpec, *, think: bool = False, ranks: Ranks | None = None) -> Pair:
@@ -88,22 +88,22 @@ def check_thinking(pair: Pair) -> None:
 # --- drafts
 
 
-def with_drafts(choice: PairSpec, word: str, own: str | None) -> PairSpec:
+def with_drafts(choice: PairSpec, word: str, drafter: str | None) -> PairSpec:
     """Return the same model with other drafts: auto, off, lookup or a number. Raises InvalidValue.
 
-    `own` is the drafter for "auto"; None for the one that `load` finds.
+    `drafter` is for "auto"; None for the one that `load` finds.
     """
     match word:
         case "auto":
-            return replace(choice, drafter=own, num_draft_tokens=None)
+            return replace(choice, drafter=drafter, num_draft_tokens=None)
         case "off":
             return replace(choice, num_draft_tokens=0)
         case "lookup":
             return replace(choice, drafter=LOOKUP, num_draft_tokens=None)
     if word not in map(str, range(MAX_DRAFT_TOKENS + 1)):
         raise InvalidValue(f"/draft {word} is not known: give auto, off, lookup or 1 to {MAX_DRAFT_TOKENS}")
-    drafter = own if choice.drafter == NONE else choice.drafter
-    return replace(choice, drafter=drafter, num_draft_tokens=int(word))
+    named = drafter if choice.drafter == NONE else choice.drafter
+    return replace(choice, drafter=named, num_draft_tokens=int(word))
 
 
 # --- models by name
@@ -120,11 +120,11 @@ def find_model(name: str, present: PairSpec) -> tuple[PairSpec, list[str]]:
 
     Raises NotFound.
     """
-    found = resolve(name)
-    drafter = None if found.drafter == made_for(found.target) else found.drafter
-    parts = [found.target, *([found.drafter] if found.drafter else [])]
-    missing = [each for each in parts if not (each == DEMO or typed_path(each).exists() or _is_local(each))]
-    return PairSpec(found.target, drafter, kv_bits=present.kv_bits, exact=present.exact), missing
+    spec = resolve(name)
+    drafter = None if spec.drafter == made_for(spec.target) else spec.drafter
+    wanted = [spec.target, *([spec.drafter] if spec.drafter else [])]
+    missing = [one for one in wanted if not (one == DEMO or typed_path(one).exists() or _is_local(one))]
+    return PairSpec(spec.target, drafter, kv_bits=present.kv_bits, exact=present.exact), missing
 
 
 def listing(present: str) -> list[str]:
@@ -171,10 +171,10 @@ def used_last() -> PairSpec | None:
         return PairSpec(target, drafter)
     models = [model for model in local_models() if model.problem is None and model.origin != "bundled"]
     for model in sorted(models, key=lambda model: model.last_used, reverse=True):
-        found = model.found
-        if isinstance(found, ConvertedPair) and found.drafter is not None:
+        info = model.found
+        if isinstance(info, ConvertedPair) and info.drafter is not None:
             return PairSpec(model.name)
-        if isinstance(found, CheckpointInfo) and not model.is_drafter and (here := partners(model, models)):
+        if isinstance(info, CheckpointInfo) and not model.is_drafter and (here := partners(model, models)):
             return PairSpec(model.name, None if made_for(model.name) in here else here[0])
     return None
 

@@ -89,15 +89,15 @@ def ready_turns(turns: Sequence[Mapping[str, Any]], pair: Pair) -> list[dict[str
 
     If it reads no pictures, they keep only their files.
     """
-    found = []
+    ready_ones = []
     for turn in turns:
         content = turn["content"]
         try:
-            found.append({**turn, "content": ready(content, pair)})
+            ready_ones.append({**turn, "content": ready(content, pair)})
         except NoVision:
             kept = [{"type": "image", "image": None, "url": _url(p)} if _is_image(p) else p for p in content]
-            found.append({**turn, "content": kept})
-    return found
+            ready_ones.append({**turn, "content": kept})
+    return ready_ones
 
 
 def stored(content: Content) -> Content:
@@ -113,7 +113,7 @@ def is_stored(content: object) -> bool:
         return isinstance(content, str)
     return all(
         isinstance(part, dict)
-        and any(part.get("type") == kind and isinstance(part.get(kind), str) for kind in ("text", "image"))
+        and any(part.get("type") == key and isinstance(part.get(key), str) for key in ("text", "image"))
         for part in content
     )
 
@@ -168,6 +168,6 @@ def _picture_file(name: str) -> Path | None:
 
 
 def _data_url(data: bytes) -> str:
-    found = READ.match(data)
-    assert found is not None and found.lastindex is not None, "a picture that was read"
-    return f"data:image/{FORMATS[found.lastindex - 1].lower()};base64,{base64.b64encode(data).decode()}"
+    header = READ.match(data)
+    assert header is not None and header.lastindex is not None, "a picture that was read"
+    return f"data:image/{FORMATS[header.lastindex - 1].lower()};base64,{base64.b64encode(data).decode()}"

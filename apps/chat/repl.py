@@ -79,8 +79,8 @@ def run(
         )
         if kept is not None and past is not None:
             defaults = vars(Options())
-            given = {name: value for name, value in vars(options).items() if value != defaults.get(name)}
-            chat.conversation.load(past | {"settings": past["settings"] | given})
+            typed = {name: value for name, value in vars(options).items() if value != defaults.get(name)}
+            chat.conversation.load(past | {"settings": past["settings"] | typed})
             if options.system is not None:
                 chat.conversation.change_system(options.system)
             journal.go_on(kept, chat.conversation.save())
@@ -155,8 +155,8 @@ def _take_line(chat: ChatState, commands: Commands, read: Callable[[], str]) -> 
 
 def _answer_as_json(chat: ChatState, prompt: str) -> int:
     outcome = chat.answer(chat.with_pictures(prompt))
-    found = as_json(outcome, chat.conversation.pair.info)
-    chat.terminal.piece(json.dumps(found, ensure_ascii=False) + "\n", "answer")
+    fields = as_json(outcome, chat.conversation.pair.info)
+    chat.terminal.piece(json.dumps(fields, ensure_ascii=False) + "\n", "answer")
     return _status(outcome)
 
 

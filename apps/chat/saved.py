@@ -222,15 +222,15 @@ def kept_folder() -> Path:
 
 def kept_files() -> list[Path]:
     """Return the kept conversations, the newest first. An empty file is left by a chat that was killed."""
-    found = []
+    dated = []
     for file in kept_folder().glob(f"*{KEPT_SUFFIX}"):
         try:
             stat = file.stat()
         except FileNotFoundError:  # removed meanwhile
             continue
         if stat.st_size:
-            found.append((stat.st_mtime_ns, file))
-    return [file for _, file in sorted(found, reverse=True)]
+            dated.append((stat.st_mtime_ns, file))
+    return [file for _, file in sorted(dated, reverse=True)]
 
 
 def newest() -> Path:

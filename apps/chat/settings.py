@@ -37,8 +37,8 @@ NAMES = tuple(  # the settings that `/set` knows
 
 def from_options(options: Options, of_model: Mapping[str, float] = MappingProxyType({})) -> AnswerSettings:
     """Return the settings of a command line; others are `of_model` or as usual. Raises InvalidValue."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    return from_values({**of_model, **given})
+    typed = {name: value for name, value in vars(options).items() if value is not None}
+    return from_values({**of_model, **typed})
 
 
 def for_model(
@@ -77,10 +77,10 @@ def values(settings: AnswerSettings) -> dict[str, Any]:
     return {name: vars(settings)[name] for name in NAMES}
 
 
-def from_values(given: Mapping[str, Any]) -> AnswerSettings:
+def from_values(by_name: Mapping[str, Any]) -> AnswerSettings:
     """Return the settings with these values; other settings have their defaults. Raises InvalidValue."""
     try:
-        return AnswerSettings(**{name: value for name, value in given.items() if name in NAMES})
+        return AnswerSettings(**{name: value for name, value in by_name.items() if name in NAMES})
     except TypeError as error:
         raise InvalidValue(f"the settings cannot be used: {error}") from error
 
@@ -96,8 +96,8 @@ def _typed(name: str, text: str) -> bool | int | float:
     """Return a typed value as a bool or a number. `AnswerSettings` checks later whether it is allowed."""
     if text in ("on", "off"):
         return text == "on"
-    for kind in (int, float):
+    for number in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return number(text)
     wanted = "on or off" if name == "think" else "a number"
     raise InvalidValue(f"{name}: {text!r} is not allowed: give {wanted}")

@@ -112,9 +112,9 @@ class Terminal:
         for line in lines:
             self.styled([(self._folded(line), DIM)])
 
-    def styled(self, parts: Sequence[tuple[str, str]]) -> None:
+    def styled(self, pieces: Sequence[tuple[str, str]]) -> None:
         """Show a line that is made up of texts with SGR styles."""
-        texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in parts)
+        texts = ((text.translate(CONTROLS), style if self._dims_notes else "") for text, style in pieces)
         note("".join(in_style(*each) for each in texts))
 
     @contextmanager
@@ -231,38 +231,38 @@ class Wrapping:
     def add(self, text: str, style: str, columns: int) -> str:
         """Return what to write for more text. With 0 columns, for an unknown width, nothing is wrapped."""
         self.text += text
-        return "".join(self._part(part, style, columns) for part in WORDS.findall(text))
+        return "".join(self._piece(piece, style, columns) for piece in WORDS.findall(text))
 
-    def _part(self, part: str, style: str, columns: int) -> str:
-        if part == "\n":
+    def _piece(self, piece: str, style: str, columns: int) -> str:
+        if piece == "\n":
             self.in_code ^= self.line.lstrip().startswith(("```", "~~~"))
-            self.shown += part
+            self.shown += piece
             self.line, self._column, self._word = "", 0, []
-            return part
-        self.line += part
+            return piece
+        self.line += piece
         if not columns or self.in_code or UNSURE_WIDTH.search(self.line):
-            self.shown += part
-            return in_style(part, style)
-        if part[0] == " ":
-            part = part[: max(columns - self._column, 0)]
+            self.shown += piece
+            return in_style(piece, style)
+        if piece[0] == " ":
+            piece = piece[: max(columns - self._column, 0)]
             self._word = []
-        elif cell_len(part) == 2 * len(part):
+        elif cell_len(piece) == 2 * len(piece):
             self._word = []
-        return self._fit(part, style, columns)
+        return self._fit(piece, style, columns)
 
-    def _fit(self, part: str, style: str, columns: int) -> str:
-        moved, width = "".join(piece for piece, _ in self._word), cell_len(part)
+    def _fit(self, piece: str, style: str, columns: int) -> str:
+        moved, width = "".join(text for text, _ in self._word), cell_len(piece)
         begun = cell_len(moved)
         codes = ""
         if self._column + width > columns and self._column > begun and begun + width <= columns:
             codes = f"\x1b[{self._column - begun + 1}G\x1b[K" if begun else ""
-            codes += "\n" + "".join(in_style(*piece) for piece in self._word)
+            codes += "\n" + "".join(in_style(*styled) for styled in self._word)
             self.shown = self.shown[: len(self.shown) - len(moved)] + "\n" + moved
             self._column = begun
-        self.shown += part
+        self.shown += piece
         self._column = (self._column + width - 1) % columns + 1 if self._column + width else 0
-        self._word = [*self._word, (part, style)] if part.strip(" ") else []
-        return codes + in_style(part, style)
+        self._word = [*self._word, (piece, style)] if piece.strip(" ") else []
+        return codes + in_style(piece, style)
 
 
 def in_style(text: str, style: str) -> str:

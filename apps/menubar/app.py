@@ -168,7 +168,7 @@ class App:
             selection = PairSpec(click.value, now.drafter if keeps else None)
         else:
             selection = PairSpec(now.target, click.value or None)
-        if selection == now or not self._state.own:
+        if selection == now or not self._state.is_ours:
             return
         self._update(selection=selection)
         names = {"target": selection.target, "drafter": selection.drafter}

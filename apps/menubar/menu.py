@@ -90,7 +90,7 @@ class State:
 
     phase: Phase = Phase.STOPPED
     url: str | None = None  # of the server, without /v1
-    own: bool = True  # False if another program started it: the menu then watches but never ends it
+    is_ours: bool = True  # False if another program started it: the menu then watches but never ends it
     names: tuple[str, ...] = ()  # of the models it serves, loaded ones first
     selection: PairSpec | None = None  # None: the default of `mlx-spec serve`
     models: Mapping[str, int] = field(default_factory=dict)  # models on this disk -> bytes
@@ -132,7 +132,7 @@ def _icon(state: State) -> tuple[str, str]:
 def _quit_words(state: State) -> str:
     if state.phase in (Phase.STOPPED, Phase.FAILED):
         return "Quit"
-    return "Quit and stop the server" if state.own else "Quit; the server goes on"
+    return "Quit and stop the server" if state.is_ours else "Quit; the server goes on"
 
 
 def _status(state: State) -> tuple[Item, ...]:
@@ -154,7 +154,7 @@ def headline(state: State) -> str:
         Phase.STOPPED: "Stopped",
         Phase.STARTING: f"Starting at {where}…",
         Phase.LOADING: "Loading the model…",
-        Phase.RUNNING: name if state.own else f"{name}, started elsewhere",
+        Phase.RUNNING: name if state.is_ours else f"{name}, started elsewhere",
         Phase.SILENT: f"Not responding at {where}",
         Phase.STOPPING: "Stopping…",
         Phase.CRASHED: f"Crashed: starts again in {state.retry_s:.0f} s",
@@ -164,12 +164,12 @@ def headline(state: State) -> str:
 
 def figures_line(figures: Figures) -> str:
     """Return a line such as `1.9 × faster · 61 tokens/s · 6.2 GB` of the figures that are known."""
-    parts = [
+    texts = [
         figures.gain,
         None if figures.tokens_per_second is None else f"{figures.tokens_per_second:.0f} tokens/s",
         None if figures.memory_bytes is None else human_bytes(figures.memory_bytes),
     ]
-    return " · ".join(part for part in parts if part)
+    return " · ".join(text for text in texts if text)
 
 
 def environment_example(url: str, *, key: bool) -> str:
@@ -182,7 +182,7 @@ def environment_example(url: str, *, key: bool) -> str:
 
 
 def _server(state: State) -> tuple[Item, ...]:
-    alive = state.phase in {Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT} and state.own
+    alive = state.phase in {Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.SILENT} and state.is_ours
     return (
         _item("Start", Action.START, allowed=state.phase in (Phase.STOPPED, Phase.CRASHED, Phase.FAILED)),
         _item("Stop", Action.STOP, allowed=alive or state.phase is Phase.CRASHED),
@@ -191,7 +191,7 @@ def _server(state: State) -> tuple[Item, ...]:
 
 
 def _selections(state: State) -> tuple[Menu, ...]:
-    allowed = state.own and state.phase is not Phase.STOPPING
+    allowed = state.is_ours and state.phase is not Phase.STOPPING
     selected = state.selection or PairSpec(DEMO)
     served, drafter = selected.target, selected.drafter
     targets = tuple(

@@ -46,10 +46,10 @@ class Address:
 
 def health(address: Address, patience_s: float) -> str | None:
     """Return "ok", "loading", "stuck", "draining" or "failed"; None if no mlx-spec server answers in time."""
-    found = get_json(address, "/health", patience_s=patience_s)
-    status = found.get("status")
+    answer = get_json(address, "/health", patience_s=patience_s)
+    status = answer.get("status")
     service = "mlx_spec"  # only an mlx-spec server has this name in /health
-    return status if found.get("service") == service and isinstance(status, str) else None
+    return status if answer.get("service") == service and isinstance(status, str) else None
 
 
 def details(address: Address, key: str | None) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def details(address: Address, key: str | None) -> dict[str, Any]:
     if rows := get_json(address, "/v1/models", key).get("data"):
         models = sorted(rows, key=lambda row: not row["loaded"])
         changes["names"] = tuple(row["id"] for row in models if row["id"] == row["model"])  # without aliases
-    if found := get_json(address, "/metrics.json", key):
-        last, queue = found.get("last") or {}, found.get("queue") or {}
+    if metrics := get_json(address, "/metrics.json", key):
+        last, queue = metrics.get("last") or {}, metrics.get("queue") or {}
         changes["figures"] = Figures(
             last.get("tokens_per_second") or None,
             last.get("gain_words"),
-            found.get("memory_bytes"),
+            metrics.get("memory_bytes"),
             last.get("reason_words") if last.get("speculation") == "off" else None,
             queue.get("running") or 0,
             queue.get("waiting") or 0,
@@ -76,14 +76,14 @@ def get_json(
 ) -> dict[str, Any]:
     """Return the JSON object at a path; {} if the server does not answer with one in time."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    place = address.connect_host, address.port
+    host_and_port = address.connect_host, address.port
     try:  # http.client uses no proxy
-        with contextlib.closing(http.client.HTTPConnection(*place, timeout=patience_s)) as connection:
+        with contextlib.closing(http.client.HTTPConnection(*host_and_port, timeout=patience_s)) as connection:
             connection.request("GET", path, headers=headers)
-            found = json.loads(connection.getresponse().read(4 * 2**20))
+            content = json.loads(connection.getresponse().read(4 * 2**20))
     except (OSError, http.client.HTTPException, ValueError, OverflowError):  # overflow: a port above 65535
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def is_free(address: Address) -> bool:
@@ -101,8 +101,8 @@ def candidates(address: Address) -> list[Address]:
     count = 10
     if address.port == 0:  # ten, because another program may take a free port meanwhile
         with contextlib.ExitStack() as probes:
-            found = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-            return [Address(address.host, probe.getsockname()[1]) for probe in found]
+            sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+            return [Address(address.host, probe.getsockname()[1]) for probe in sockets]
     end = min(address.port + count, 2**16)
     return [Address(address.host, port) for port in range(address.port, end)]
 
@@ -140,7 +140,7 @@ class ServerProcess:
         self._selection, self._retry_at, self._ready_at = selection, None, None
         wanted = self._wanted.address
         if wanted.port != 0 and health(wanted, self.PATIENCE_S) is not None:
-            self._watch(wanted, own=False)
+            self._watch(wanted, is_ours=False)
             return
         if (address := next(filter(is_free, candidates(wanted)), None)) is None:
             tried = f"ports {wanted.port} and those after it" if wanted.port else "the free ports found"
@@ -148,7 +148,7 @@ class ServerProcess:
             self._show(Phase.FAILED, problem=problem)
         else:
             self._process = launch(self._wanted.options, selection, address.port, self._log)
-            self._watch(address, own=True)
+            self._watch(address, is_ours=True)
 
     def stop(self) -> None:
         """End the server if this program started it. Returns when it has ended."""
@@ -171,9 +171,9 @@ class ServerProcess:
         elif self._address is not None:
             self._poll(self._address)
 
-    def _watch(self, address: Address, *, own: bool) -> None:
+    def _watch(self, address: Address, *, is_ours: bool) -> None:
         self._address = address
-        self._show(Phase.STARTING, url=address.url, own=own)
+        self._show(Phase.STARTING, url=address.url, is_ours=is_ours)
 
     def _retry(self, cause: str) -> None:
         """Start it again, later each time."""
@@ -204,7 +204,7 @@ class ServerProcess:
     def _show(self, phase: Phase, **changes: Any) -> None:
         """Report a phase, and forget the figures of an earlier server."""
         fresh = vars(State())
-        forgotten = {name: fresh[name] for name in ("url", "own", "names", "figures", "problem", "retry_s")}
+        forgotten = {name: fresh[name] for name in "url is_ours names figures problem retry_s".split()}
         self._update(phase=phase, **forgotten | changes)
 
     def _poll(self, address: Address) -> None:

@@ -120,7 +120,7 @@ class Heads:
     def __init__(self, network: AssistantNetwork, parts: TargetParts, ids: mx.array) -> None:
         self.ids = ids  # [W] int32
         self._parts, self._target = parts, parts.select(ids)
-        self._own = None if "draft_ids" in network else network.places(ids)  # rows of the drafter's table
+        self._own = None if "draft_ids" in network else network.table_rows(ids)  # rows of the drafter's table
 
     def target(self, rows: TrainingRows) -> mx.array:
         """Return the target's probabilities [B, A, W] of these tokens."""

@@ -27,13 +27,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.ahead.costs import AheadCosts
-from mlx_spec.ahead.request import AheadRequest, DrafterCopy, LocalCopy
-from mlx_spec.drafters.draft_model import Branches
+from mlx_spec.ahead.copies import DrafterCopy, LocalCopy
+from mlx_spec.drafters.draft_model import BranchCall, Branches
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
+from mlx_spec.policy.ahead_costs import AheadCosts
 from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
 
 
@@ -86,7 +86,7 @@ class Ahead(DrafterWrapper):
         self._copy: DrafterCopy | None = None
         self._mean = mean  # guesses for each number of accepted tokens
         self._limit = 0  # of the last draft
-        self._prepared: AheadRequest | None = None
+        self._prepared: BranchCall | None = None
         # The prior is an acceptance of 0.7, which weighs as much as 10 draft tokens.
         self._accepted = 0.7 * 10
         self._judged = 10.0  # draft tokens that were accepted or rejected
@@ -103,14 +103,14 @@ class Ahead(DrafterWrapper):
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return the draft that was prepared for `history`, else a draft of the inner drafter."""
-        self._limit, request = limit, self._prepared
-        outcome = None if request is None else request.outcome(history)
-        found = self._take()
-        if request is None or outcome is None:
+        self._limit, call = limit, self._prepared
+        outcome = None if call is None else call.outcome(history)
+        branches = self._take()
+        if call is None or outcome is None:
             return self.inner.draft(history, limit, sampler)
         self._accepted += len(outcome) - 1
-        self._judged += min(len(outcome), len(request.drafted))
-        if (draft := found.get(outcome)) is None:
+        self._judged += min(len(outcome), len(call.drafted))
+        if (draft := branches.get(outcome)) is None:
             return replace(self.inner.draft(history, limit, sampler), ahead=False)
         probs = None if draft.probs is None else draft.probs[:limit]
         return Draft(draft.tokens[:limit], probs, ahead=True)
@@ -124,26 +124,26 @@ class Ahead(DrafterWrapper):
         while sum(guesses) > most:  # by rounding
             guesses[guesses.index(max(guesses))] -= 1
         mx.async_eval(draft.tokens)
-        self._prepared = AheadRequest(list(history), draft, self._limit, guesses, sampler.fresh())
+        self._prepared = BranchCall(list(history), draft, self._limit, guesses, sampler.fresh())
         self._thread.run(partial(self._draft_ahead, self._prepared))
 
-    def _draft_ahead(self, request: AheadRequest) -> None:
+    def _draft_ahead(self, call: BranchCall) -> None:
         """Draft in the thread. An error is raised where the drafts are read."""
-        if request.branches.cancelled():
+        if call.branches.cancelled():
             return
         with suppress(InvalidStateError):  # it was cancelled meanwhile
             try:
                 self._copy = self._copy or self._make()
-                drafts = self._copy.draft_ahead(request)
+                drafts = self._copy.draft_ahead(call)
                 mx.eval([[d.tokens, [] if d.probs is None else d.probs] for d in drafts.values()])
-                request.branches.set_result(drafts)
+                call.branches.set_result(drafts)
             except BaseException as error:
-                request.branches.set_exception(error)
+                call.branches.set_exception(error)
 
     def _take(self) -> Branches:
         """Return the prepared drafts; none if they are not ready, and then cancel them."""
-        request, self._prepared = self._prepared, None
-        return {} if request is None or request.branches.cancel() else request.branches.result()
+        call, self._prepared = self._prepared, None
+        return {} if call is None or call.branches.cancel() else call.branches.result()
 
 
 def ahead_source(
@@ -163,7 +163,7 @@ def ahead_source(
     def make(parts: TargetParts) -> Ahead:
         return Ahead(source.make(parts), thread, make_copy or (lambda: LocalCopy(copied().make(parts))), mean)
 
-    return replace(source, make=make, own_costs=AheadCosts(), proposals=())
+    return replace(source, make=make, ahead_costs=AheadCosts(), proposals=())
 
 
 def check_ahead(source: DrafterSource) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.ahead.copies import LocalCopy
 from mlx_spec.ahead.drafter import check_ahead
-from mlx_spec.ahead.request import AheadRequest, LocalCopy
 from mlx_spec.distributed.ranks import Ranks
-from mlx_spec.drafters.draft_model import Branches
+from mlx_spec.drafters.draft_model import BranchCall, Branches
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.target import LMTarget
@@ -35,13 +35,13 @@ class RemoteDrafter:
         self._ranks, self._number = ranks, ranks.number(self)
         self._sent: list[int] = []  # the history that the rank has
 
-    def draft_ahead(self, request: AheadRequest) -> Branches:
+    def draft_ahead(self, call: BranchCall) -> Branches:
         """Send the tokens that rank 1 lacks and wait for its drafts; none if this process ends."""
-        keep = common_prefix(self._sent, request.history)
-        self._sent = request.history
-        rows = [keep, request.history[keep:], request.drafted, request.limit, request.guesses]
-        assert isinstance(request.sampler, Greedy)
-        processor = request.sampler.processor
+        keep = common_prefix(self._sent, call.history)
+        self._sent = call.history
+        rows = [keep, call.history[keep:], call.drafted, call.limit, call.guesses]
+        assert isinstance(call.sampler, Greedy)
+        processor = call.sampler.processor
         self._ranks.send("ahead", self._number, *rows, _packed(processor.sampling), processor.prompt_length)
         return {tuple(outcome): _draft_of(tokens) for outcome, tokens in self._ranks.receive()}
 
@@ -49,17 +49,17 @@ class RemoteDrafter:
 def draft_for_rank_0(ranks: Ranks, source: DrafterSource, vocab_size: int) -> int:
     """Draft ahead on this rank until rank 0 ends. Return its exit status."""
     check_ahead(source)
-    parts = LMTarget(source.network).parts  # any parts will do: the drafter reads nothing of the target
+    target_parts = LMTarget(source.network).parts  # any parts will do: the drafter reads none
     sequences: dict[int, tuple[LocalCopy, list[int]]] = {}
     while True:
         match ranks.receive():
             case ["ahead", number, keep, tokens, drafted, limit, guesses, packed, prompt_length]:
-                drafter, sent = sequences.get(number) or (LocalCopy(source.make(parts)), [])
+                drafter, sent = sequences.get(number) or (LocalCopy(source.make(target_parts)), [])
                 history = [*sent[:keep], *tokens]
                 sequences[number] = drafter, history
                 sampler = _unpacked(packed).sampler(prompt_length, vocab_size).drafting
-                request = AheadRequest(history, _draft_of(drafted), limit, guesses, sampler)
-                drafts = drafter.draft_ahead(request)
+                call = BranchCall(history, _draft_of(drafted), limit, guesses, sampler)
+                drafts = drafter.draft_ahead(call)
                 ranks.send(*([outcome, read_tokens(draft.tokens)] for outcome, draft in drafts.items()))
             case ["drop", number]:
                 sequences.pop(number, None)

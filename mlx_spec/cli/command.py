@@ -188,10 +188,10 @@ def parse(options: Callable[..., T], program: str, arguments: Sequence[str] | No
     """
     app = typer.Typer(add_completion=False)
     app.command(program, epilog=STATUSES, **settings)(options)
-    found = cast(T, run_app(app, f"mlx-spec {program}", arguments))
-    if isinstance(found, PairOptions) and found.mlx_blas:
+    parsed = cast(T, run_app(app, f"mlx-spec {program}", arguments))
+    if isinstance(parsed, PairOptions) and parsed.mlx_blas:
         use_blas(optimized=False)
-    return found
+    return parsed
 
 
 def program(
@@ -230,10 +230,10 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> obj
 
 def tidied(command: Any) -> Any:
     """Return a typer command whose help page folds its paragraphs and gives no flag a value."""
-    command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
-    for each in (*command.params, command.get_help_option(typer.Context(command))):
-        if isinstance(each, TyperOption) and each.is_flag and each.metavar is None:
-            each.metavar = " "
+    command.help = "\n\n".join(" ".join(text.split()) for text in (command.help or "").split("\n\n"))
+    for option in (*command.params, command.get_help_option(typer.Context(command))):
+        if isinstance(option, TyperOption) and option.is_flag and option.metavar is None:
+            option.metavar = " "
     return command
 
 
@@ -276,13 +276,13 @@ def guarded(run: Callable[[], int]) -> int:
         drop(sys.stdout)
         return 0
     except OSError as error:
-        place = error.filename
-        if place is None and isinstance(error, FileNotFoundError):
-            place = "the working folder"  # it was removed
-        elif place is None:
-            place = "stdout"
+        file = error.filename
+        if file is None and isinstance(error, FileNotFoundError):
+            file = "the working folder"  # it was removed
+        elif file is None:
+            file = "stdout"
             drop(sys.stdout)
-        tell(f"{place}: {error.strerror or error}: make room there, or give another place")
+        tell(f"{file}: {error.strerror or error}: make room there, or give another place")
         return ERROR
 
 

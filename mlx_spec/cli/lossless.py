@@ -47,7 +47,7 @@ class Difference:
 
     position: int  # in the answer, from 0
     expected: int  # token of plain decoding
-    found: int
+    actual: int
     gap: Gap  # between the two
 
 
@@ -55,16 +55,16 @@ def first_difference(
     open_target: Callable[[], LMTarget],
     prompt: Prompt,
     expected: Sequence[int],
-    found: Sequence[int],
+    actual: Sequence[int],
     sampling: Sampling = GREEDY,
 ) -> Difference | None:
     """Compare two answers to `prompt`. Return None if they are equal or one begins with the other."""
-    at = common_prefix(expected, found)
-    if at == min(len(expected), len(found)):
+    at = common_prefix(expected, actual)
+    if at == min(len(expected), len(actual)):
         return None
     history = Prompt((*prompt, *expected[:at]), prompt.spans)
-    gap = token_gap(open_target(), history, (expected[at], found[at]), sampling)
-    return Difference(at, expected[at], found[at], gap)
+    gap = token_gap(open_target(), history, (expected[at], actual[at]), sampling)
+    return Difference(at, expected[at], actual[at], gap)
 
 
 def largest_noise(single: mx.array, others: Iterable[mx.array]) -> Gap:

@@ -25,7 +25,7 @@ def limited(decision: Decision, most: int) -> Decision:
     """Return the decision with all drafts limited to `most` tokens."""
     if all(choice.limit <= most for choice in decision.choices):
         return decision
-    choices = [replace(each, limit=min(each.limit, most)) for each in decision.choices if most]
+    choices = [replace(choice, limit=min(choice.limit, most)) for choice in decision.choices if most]
     return replace(decision, choices=tuple(choices))
 
 

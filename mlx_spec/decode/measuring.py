@@ -37,11 +37,11 @@ def measure_costs(
     `sequence` is a new one. Yields before each pass: the caller may do other work then, or stop.
     """
     yield from _read(sequence, text, watch, whole=whole)
-    begun = text_prompt(text[: sequence.target.size + 1])
-    history = list(begun)
-    sampler = Sampling().sampler(len(begun), vocab_size)
+    prompt = text_prompt(text[: sequence.target.size + 1])
+    history = list(prompt)
+    sampler = Sampling().sampler(len(prompt), vocab_size)
     # Some drafters wait for the hidden state of a generated token.
-    rounds = generate(sequence.target, sequence.drafters, FixedPolicy(0), sampler, begun, max_tokens=2)
+    rounds = generate(sequence.target, sequence.drafters, FixedPolicy(0), sampler, prompt, max_tokens=2)
     for _ in range(2):
         yield watch.before("plain")
         watch.go_on()

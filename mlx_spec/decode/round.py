@@ -23,7 +23,8 @@ from mlx_spec.errors import DraftsGrow, NotFinite, caught, lacks_memory
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
 from mlx_spec.model.tree import tree_of
-from mlx_spec.types import Cost, Decision, Draft, DraftChoice, Features, GroupPolicy, Reason, Round, no_draft
+from mlx_spec.policy.batch import BatchPolicy
+from mlx_spec.types import Cost, Decision, Draft, DraftChoice, Features, Reason, Round, no_draft
 
 MAX_MISSES = 2  # rounds in a row without the wanted draft; then plain decoding queues tokens ahead again
 
@@ -37,7 +38,7 @@ class Group:
         self,
         sequences: list[RunningSequence],
         targets: SingleTarget | TargetBatch,
-        policy: GroupPolicy | None = None,
+        policy: BatchPolicy | None = None,
     ) -> None:
         self.sequences = sequences
         self.targets = targets
@@ -90,7 +91,7 @@ class Group:
             logits = self._verify(drafts, decisions)
             rounds = self._commit(drafts, self._accept(drafts, logits))
         else:
-            waits_for_draft = any(each.choices for each in decisions) and self._misses < MAX_MISSES
+            waits_for_draft = any(decision.choices for decision in decisions) and self._misses < MAX_MISSES
             rounds = self._plain(queue_next=may_queue and not waits_for_draft)
         return self._observe(rounds, decisions, time.perf_counter() - start)
 
@@ -100,7 +101,7 @@ class Group:
             count = len(self.sequences)
             lanes = lanes_without(index, count)
             self.queued = self.queued[mx.array([*lanes, *(count + lane for lane in lanes)], dtype=mx.int32)]
-        self._shortlisted = [each for each in self._shortlisted if each[0] is not self.sequences[index]]
+        self._shortlisted = [drawn for drawn in self._shortlisted if drawn[0] is not self.sequences[index]]
         self.sequences[index] = self.sequences[-1]
         self.sequences.pop()
 
@@ -121,13 +122,13 @@ class Group:
             decisions = self._shared_decisions(shared)
             if not may_probe:
                 plain = Decision((), Reason.ACCEPTANCE, decisions[0].plain_seconds)
-                decisions = [plain if each.reason is Reason.PROBE else each for each in decisions]
+                decisions = [plain if decision.reason is Reason.PROBE else decision for decision in decisions]
             pairs_of = zip(self.sequences, decisions, strict=True)
-            decisions = [each if s.draft_error is None else _without_drafts(each) for s, each in pairs_of]
+            decisions = [d if s.draft_error is None else _without_drafts(d) for s, d in pairs_of]
         most, pairs = self.targets.most_drafted, zip(self.sequences, decisions, strict=True)
         return [limited(decision, min(sequence.remaining - 1, most)) for sequence, decision in pairs]
 
-    def _shared_decisions(self, shared: GroupPolicy) -> list[Decision]:
+    def _shared_decisions(self, shared: BatchPolicy) -> list[Decision]:
         """Return what the policy of all decides. If it fails, find the sequences that it fails for."""
         try:
             policies = [sequence.policy for sequence in self.sequences]
@@ -161,13 +162,13 @@ class Group:
     def _drafts_of(self, choices: list[list[DraftChoice]]) -> list[Draft]:
         """Return for each sequence the draft of its first choice that has one. One pass may serve all."""
         drafts = [no_draft()] * len(choices)
-        wanting = [i for i, each in enumerate(choices) if each] if len(choices) > 1 else []
-        requests = [self.sequences[i].request(choices[i][0]) for i in wanting]
-        pairs = zip(wanting, requests, strict=True)
-        kinds = {(choices[i][0].drafter_index, type(request.drafter)) for i, request in pairs}
-        if len(kinds) == 1 < len(wanting):
+        wanting = [i for i, of_one in enumerate(choices) if of_one] if len(choices) > 1 else []
+        calls = [self.sequences[i].draft_call(choices[i][0]) for i in wanting]
+        pairs = zip(wanting, calls, strict=True)
+        drafters = {(choices[i][0].drafter_index, type(call.drafter)) for i, call in pairs}
+        if len(drafters) == 1 < len(wanting):
             try:
-                made = zip(wanting, requests[0].drafter.draft_batch(requests), strict=True)
+                made = zip(wanting, calls[0].drafter.draft_batch(calls), strict=True)
                 checked = [self.sequences[i].checked(draft, choices[i][0]) for i, draft in made]
             except BaseException as error:  # retry one by one to find the sequence that fails
                 caught(error)
@@ -205,7 +206,7 @@ class Group:
             verdicts, shortlisted = [logits.argmax(axis=-1).astype(mx.int32)], []
         else:
             verdicts = self._verdicts(drafts, logits)
-            shortlisted = [(i, fits) for i, each in enumerate(self.sequences) for fits in each.sampler.fits]
+            shortlisted = [(i, fits) for i, s in enumerate(self.sequences) for fits in s.sampler.fits]
         tokens = [draft.tokens if draft.drawn is None else draft.drawn for draft in drafts]
         flags = [_largest(logits), *(fits for _, fits in shortlisted)]
         numbers = iter(self._await(mx.concatenate([*verdicts, *tokens, *flags])))
@@ -253,7 +254,7 @@ class Group:
     def _commit(self, drafts: Sequence[Draft], accepted: Sequence[Accepted]) -> list[Emitted]:
         """Keep the rows of the new tokens, drop the others, and emit the tokens."""
         pairs = zip(drafts, accepted, strict=True)
-        rounds = [round_of(draft, self._doubt, *each) for draft, each in pairs]
+        rounds = [round_of(draft, self._doubt, *rows_and_tokens) for draft, rows_and_tokens in pairs]
         kept = [rows[: len(tokens)] for rows, tokens in accepted]
         if drafts[0].parents is not None:
             return self._emit(rounds, [self.sequences[0].target.commit_path(kept[0])])
@@ -286,8 +287,8 @@ class Group:
                 self.queued, queue_next = None, False
             draw = partial(sequence.draw, logits, no_draft().tokens, exact=True)
             (tokens[self.sequences.index(sequence)],) = self._await(sequence.attempt(draw, mx.array([0])))
-        kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
-        return self._emit([Round([token], 0, 0, kind, doubt=doubt) for token in tokens], features)
+        round_kind: Literal["plain", "drained"] = "plain" if queue_next else "drained"
+        return self._emit([Round([token], 0, 0, round_kind, doubt=doubt) for token in tokens], features)
 
     def _draw(self, tokens: mx.array, unread: int) -> mx.array:
         """Write one token of each sequence. Return the next tokens and `_largest` of their logits, [2 B].
@@ -353,7 +354,7 @@ class Group:
             done.append(sequence.error or round)
         if shared is not None:
             try:
-                shared.observe([None if isinstance(each, Exception) else each for each in done])
+                shared.observe([None if isinstance(outcome, Exception) else outcome for outcome in done])
             except BaseException as error:
                 self._policy = None  # what it learned is not known
                 for sequence in self.sequences:
@@ -423,7 +424,7 @@ class Group:
         return _read(array)
 
     @property
-    def _shared_policy(self) -> GroupPolicy | None:
+    def _shared_policy(self) -> BatchPolicy | None:
         """Return the policy that decides for all sequences; None if each decides for itself."""
         return self._policy if len(self.sequences) > 1 and self.targets.takes_drafts else None
 

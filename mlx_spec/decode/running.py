@@ -22,13 +22,14 @@ from mlx_spec.prompt import Prompt
 from mlx_spec.sampling.logits import Suppressed
 from mlx_spec.types import (
     Draft,
+    DraftCall,
     DraftChoice,
     Drafter,
     DraftLengthPolicy,
-    DraftRequest,
     Features,
     FinishReason,
     Observer,
+    Reason,
     RequestDrafter,
     Sampler,
     TokenLogprob,
@@ -83,17 +84,17 @@ def prefill(
             high = prompt.whole_chunk(low, high)
         spans = [span for span in prompt.spans if span.end > low and span.start < high]
         if unknown := [span for span in spans if not span.rows.are_computed]:
-            for part in unknown[0].rows.steps():
-                mx.eval(part)
+            for array in unknown[0].rows.steps():
+                mx.eval(array)
                 yield PrefillStep()
             continue
-        chunk, parts = (prompt[low:high], prompt.spans), target.prefill_parts
-        if parts > 1 and (in_parts() or (spans and target.reads_spans_whole)):
+        chunk, layers = (prompt[low:high], prompt.spans), target.prefill_parts
+        if layers > 1 and (in_parts() or (spans and target.reads_spans_whole)):
             for features in target.prefill_by_layers(*chunk, ends_prompt=high == end):
                 if features is None:
-                    yield PrefillStep(high - low, 1 / parts)
+                    yield PrefillStep(high - low, 1 / layers)
                     continue
-                yield from _observe_in_parts(drafters, prompt, read, features, high - low, 1 / parts)
+                yield from _observe_in_parts(drafters, prompt, read, features, high - low, 1 / layers)
             last = PrefillStep(ends_chunk=True)
         else:
             features = target.prefill(*chunk, ends_prompt=high == end)
@@ -286,13 +287,13 @@ class RunningSequence:
         if self.draft_error is None:
             # Not the text of the error: it may quote the text of a user.
             frames = traceback.extract_tb(error.__traceback__)[-1:]
-            place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-            kind = f"{type(error).__name__}{place}"
-            _log.warning("a drafter failed, and an answer goes on without drafts: %s", kind)
+            line = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+            failure = f"{type(error).__name__}{line}"
+            _log.warning("a drafter failed, and an answer goes on without drafts: %s", failure)
             self.draft_error = error.with_traceback(None)  # whose frames would keep the drafter
             self._drafters = ()  # so that what they keep goes back
-            plain = FixedPolicy(0).plain()
-            self.policy = plain if self._on_draft_error is None else self._on_draft_error(error)
+            on_error = self._on_draft_error
+            self.policy = FixedPolicy(0, Reason.FAILED) if on_error is None else on_error(error)
 
     @property
     def is_drafting(self) -> bool:
@@ -334,17 +335,16 @@ class RunningSequence:
         """Return the last token of the history, [1] int32."""
         return mx.array(self.history[-1:], dtype=mx.int32)
 
-    def request(self, choice: DraftChoice) -> DraftRequest:
-        """Return the request for the draft of a choice."""
+    def draft_call(self, choice: DraftChoice) -> DraftCall:
+        """Return the call that asks a drafter for the draft of a choice."""
         drafter = self._drafters[choice.drafter_index]
-        return DraftRequest(drafter, self.history, choice.limit, self._drafting)
+        return DraftCall(drafter, self.history, choice.limit, self._drafting)
 
     def draft(self, choices: Sequence[DraftChoice]) -> Draft:
         """Return the draft of the first drafter that has one."""
         for choice in choices:
-            request = self.request(choice)
-            made = request.drafter.draft(request.history, request.limit, request.sampler)
-            draft = self.checked(made, choice)
+            call = self.draft_call(choice)
+            draft = self.checked(call.drafter.draft(call.history, call.limit, call.sampler), choice)
             if draft.tokens.size:
                 return draft.with_choice(choice)
         return no_draft()

@@ -22,7 +22,8 @@ from mlx_spec.device import resident
 from mlx_spec.errors import InvalidValue, caught
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target_batch import SingleTarget, TargetBatch
-from mlx_spec.types import GroupPolicy, Round
+from mlx_spec.policy.batch import BatchPolicy
+from mlx_spec.types import Round
 
 Result = Round | Exception
 
@@ -61,7 +62,7 @@ class Batch:
         self,
         target_batch: Callable[[], TargetBatch] | None,
         max_running: int,
-        policies: Callable[[], GroupPolicy] | None = None,
+        policies: Callable[[], BatchPolicy] | None = None,
         max_padding: int = 2**30,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -106,7 +107,7 @@ class Batch:
     def nbytes(self) -> int:
         """Return the bytes of shared caches."""
         targets = [group.targets for group in self._groups]
-        return sum(each.nbytes for each in targets if isinstance(each, TargetBatch))
+        return sum(target.nbytes for target in targets if isinstance(target, TargetBatch))
 
     def add(self, sequence: RunningSequence, *, park: bool = False) -> int:
         """Add a sequence. Return its id.
@@ -167,7 +168,7 @@ class Batch:
             owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
             order = sorted(self._waiting, key=lambda entry: owners[_owner(entry)])
             entry = next((entry for entry in order if not entry.waits()), None)
-            if entry is None or not entry.has_room(sum(each.sequence.unread for each in self._reading)):
+            if entry is None or not entry.has_room(sum(reading.sequence.unread for reading in self._reading)):
                 return
             self._waiting.remove(entry)
             self._attempt(entry, partial(self._begin_entry, entry))
@@ -216,13 +217,13 @@ class Batch:
 
     def _read_chunk(self, entry: Entry) -> None:
         """Read a chunk. If it comes in steps, take as many as fit, also of the next chunks."""
-        start, parts = self._clock(), entry.sequence.target.prefill_parts
+        start, layers = self._clock(), entry.sequence.target.prefill_parts
         most_s = self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
         while True:
             began = self._clock()
             step = next(self._reading[entry], PrefillStep(ends_chunk=True))
             seconds = self._clock() - began
-            self._pace.read(step, seconds, parts)
+            self._pace.read(step, seconds, layers)
             is_part = step.share < 1 and not step.unobserved
             if is_part and self._pace.chunk() < step.rows and not entry.sequence.prompt.spans:
                 # On this device its steps take too long: it is read again in smaller chunks.
@@ -254,13 +255,13 @@ class Batch:
                 chosen.append(entry)
         sequences = [entry.sequence for entry in chosen]
         # Their caches move to shared buffers and back, in lanes as long as the longest.
-        moved = len(chosen) * max((each.target.nbytes for each in sequences), default=0)
+        moved = len(chosen) * max((sequence.target.nbytes for sequence in sequences), default=0)
         fits = len(chosen) > 1 and first in chosen and moved <= self._max_padding
         if self.target_batch is None or not fits:
             return []
         start, targets = self._clock(), self.target_batch()
-        sizes = [each.target.size for each in sequences]
-        prompts = [each.history[size:-1] for each, size in zip(sequences, sizes, strict=True)]
+        sizes = [sequence.target.size for sequence in sequences]
+        prompts = [sequence.history[size:-1] for sequence, size in zip(sequences, sizes, strict=True)]
         try:
             for sequence in sequences:
                 targets.join(sequence.target)
@@ -277,8 +278,8 @@ class Batch:
         for sequence, its_features in zip(sequences, features, strict=False):
             sequence.observe(sequence.history, its_features)
         mx.clear_cache()
-        parts = sequences[0].target.prefill_parts
-        self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, parts)
+        layers = sequences[0].target.prefill_parts
+        self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, layers)
         return chosen if features else []
 
     def _end_chunk(self, entry: Entry, seconds: float) -> None:
@@ -365,11 +366,11 @@ class Batch:
 
     def _fits(self, group: Group, single: Group) -> bool:
         """Return True if a sequence and a group may share buffers, with little padding."""
-        sizes = [s.target.size for each in (group, single) for s in each.sequences]
+        sizes = [s.target.size for one in (group, single) for s in one.sequences]
         # After a prompt of one token a target has no rows, and so no buffers yet.
         if self.target_batch is None or not min(sizes):
             return False
-        if any(s.failed_passes > 1 for each in (group, single) for s in each.sequences):
+        if any(s.failed_passes > 1 for one in (group, single) for s in one.sequences):
             return False
         if single.sequences[0].target.rows.is_required and self._row_class.must_part(sizes):
             return False

@@ -41,7 +41,7 @@ class CachedSequence:
         self._identity: Identity = np.zeros(0, np.int64)  # begins with what the target's cache holds
         self._emitted: list[int] = []  # tokens after it
         self.question_end = 0  # where the last question of its prompt ends
-        self._places: set[int] = set()  # where the next prompt should leave a checkpoint, beside its turns
+        self._pinned: set[int] = set()  # sizes where the next prompt leaves rewind points, beside its turns
         self.reread: Reread | None = None  # of the prompt that it was last lent for; None if nothing is
         self.drafter_missing = 0  # tokens kept by the last rewind that a drafter has not processed
 
@@ -61,8 +61,8 @@ class CachedSequence:
 
     @property
     def fork_bytes(self) -> int:
-        """Return the bytes of a fork of all tokens: it shares the checkpoints."""
-        parked = self.target.checkpoints.parked
+        """Return the bytes of a fork of all tokens: it shares the rewind points."""
+        parked = self.target.rewind_points.parked
         windows = 0 if parked is None else parked.nbytes
         return self.nbytes - sum(self.target.pinned.values()) + windows
 
@@ -152,8 +152,8 @@ class CachedSequence:
             self.reread = Reread(shared - kept, "no place")
         opening = min(prompt.turns, default=len(prompt))
         self.question_end = max(prompt.turns, default=len(prompt))
-        self.target.pin_at(sorted({*prompt.turns, *self._places}), len(prompt), opening)
-        self._places = set()
+        self.target.pin_at(sorted({*prompt.turns, *self._pinned}), len(prompt), opening)
+        self._pinned = set()
         try:
             self.drafter_missing = max((drafter.missing(kept) for drafter in self.drafters), default=0)
         except Exception:  # its drafts will fail, too
@@ -169,9 +169,9 @@ class CachedSequence:
         return (reread.tokens, 0) if reread.reason == "evicted" else (0, reread.tokens)
 
     def pin_at(self, sizes: Iterable[int]) -> None:
-        """Let the prompt that is read now, or the next one, leave checkpoints at these sizes."""
-        self._places |= set(sizes)
-        self.target.pin_at(sorted(self._places))
+        """Let the prompt that is read now, or the next one, leave rewind points at these sizes."""
+        self._pinned |= set(sizes)
+        self.target.pin_at(sorted(self._pinned))
 
     def coming(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt it will have once it has read its own; 0 if it has read that."""

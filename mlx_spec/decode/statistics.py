@@ -171,7 +171,7 @@ class Statistics:
             return Reason.FAILED
         reason = max(self.reasons, key=self.reasons.__getitem__, default=Reason.NO_DRAFTER)
         is_judged = reason in (Reason.PAYS, Reason.LEARNING)
-        if self.accepted and any(each.is_on for each in self.reasons):
+        if self.accepted and any(reason.is_on for reason in self.reasons):
             is_judged = reason is not Reason.FIXED
         if not (self.drafted and is_judged):
             return reason
@@ -290,20 +290,20 @@ DERIVED = [
 ]
 
 
-def added(parts: Sequence[Statistics]) -> Statistics:
+def added(answers: Sequence[Statistics]) -> Statistics:
     """Return the sums over several answers."""
-    if not parts:
+    if not answers:
         return Statistics()
     by_drafter: dict[str, Positions] = {}
     reasons, costs = Counter[Reason](), dict[Hashable, tuple[int, Cost]]()
-    for part in parts:
-        for drafter, positions in part.by_drafter.items():
+    for answer in answers:
+        for drafter, positions in answer.by_drafter.items():
             by_drafter[drafter] = by_drafter.get(drafter, Positions()).plus(positions)
-        reasons.update(part.reasons)
-        costs = _merged(costs, part.costs)
-    sums = {name: sum(vars(part)[name] for part in parts) for name in SUMMED}
-    doubt = next((part.doubt for part in parts if part.doubt), None)
-    return replace(parts[-1], by_drafter=by_drafter, reasons=reasons, costs=costs, doubt=doubt, **sums)
+        reasons.update(answer.reasons)
+        costs = _merged(costs, answer.costs)
+    sums = {name: sum(vars(answer)[name] for answer in answers) for name in SUMMED}
+    doubt = next((answer.doubt for answer in answers if answer.doubt), None)
+    return replace(answers[-1], by_drafter=by_drafter, reasons=reasons, costs=costs, doubt=doubt, **sums)
 
 
 def _merged(

@@ -105,12 +105,12 @@ def install_command(extras: str) -> str:
         record = json.loads(distribution("mlx-spec").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # run from a folder
         record = {}
-    url, kind = record.get("url", ""), record.get("vcs_info", {}).get("vcs")
-    source = f"mlx-spec[{extras}]" + (f" @ {kind}+{url}" if kind else f" @ {url}" if url else "")
-    parts = Path(sys.prefix).parts
-    if "uv" in parts and "tools" in parts:
+    url, system = record.get("url", ""), record.get("vcs_info", {}).get("vcs")
+    source = f"mlx-spec[{extras}]" + (f" @ {system}+{url}" if system else f" @ {url}" if url else "")
+    folders = Path(sys.prefix).parts
+    if "uv" in folders and "tools" in folders:
         return f"uv tool install --managed-python '{source}'"
-    return f"pipx install --force '{source}'" if "pipx" in parts else f"pip install '{source}'"
+    return f"pipx install --force '{source}'" if "pipx" in folders else f"pip install '{source}'"
 
 
 def device_name() -> str:

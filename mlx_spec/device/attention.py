@@ -29,13 +29,13 @@ def kernels() -> Kernels:
     """Return what decides on this machine."""
     import mlx.core as mx
 
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version("mlx"))[:3])
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version("mlx"))[:3])
     if mx.default_device().type == mx.cpu:
         return Kernels("cpu", numbers)
     if not mx.metal.is_available():
         return Kernels("cuda", numbers)
     generation = re.search(r"applegpu_g(\d+)", str(mx.device_info(mx.gpu).get("architecture")))
-    system = tuple(int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])[:2])
+    system = tuple(int(number) for number in re.findall(r"\d+", platform.mac_ver()[0])[:2])
     return Kernels(
         "metal", numbers, generation is not None and int(generation[1]) >= 17 and system >= (26, 2)
     )

@@ -44,10 +44,10 @@ def use_blas(*, optimized: bool = True, threads: int | None = None) -> Blas | No
     """
     if not _decided:
         slot = _slot() if sys.platform == "linux" and sys.maxsize > 2**32 else None
-        found = None if slot is None else _owner(slot.value)
-        if slot is not None and found is not None and found.is_reference:
-            found = (_replace(slot, threads) or found) if optimized else replace(found, is_wanted=True)
-        _decided.append(found)
+        blas = None if slot is None else _owner(slot.value)
+        if slot is not None and blas is not None and blas.is_reference:
+            blas = (_replace(slot, threads) or blas) if optimized else replace(blas, is_wanted=True)
+        _decided.append(blas)
     return _decided[0]
 
 
@@ -82,10 +82,10 @@ def _replace(slot: ctypes.c_size_t, threads: int | None) -> Blas | None:
     if sys.platform != "linux":  # mypy understands this for other platforms, and no assert in a function
         return None
     wheel = find_spec("scipy_openblas32")
-    own = (wheel and wheel.submodule_search_locations) or ()
+    dirs = (wheel and wheel.submodule_search_locations) or ()
     mkl = ("libmkl_rt.so.3", "libmkl_rt.so.2")
     libraries = (  # the wheel comes first, because `make` installs it and tests run with it
-        *((f"{place}/lib/libscipy_openblas.so", "scipy_", "scipy_openblas_set_num_threads") for place in own),
+        *((f"{path}/lib/libscipy_openblas.so", "scipy_", "scipy_openblas_set_num_threads") for path in dirs),
         ("libopenblas.so.0", "", "openblas_set_num_threads"),
         *((name, "", "MKL_Set_Num_Threads") for name in mkl),
         *((str(Path(sys.prefix, "lib", name)), "", "MKL_Set_Num_Threads") for name in mkl),
@@ -122,23 +122,23 @@ def _slot() -> ctypes.c_size_t | None:
         import mlx.core
     except ImportError:
         return None
-    system, found = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_LinkMap)()
+    system, linked = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_LinkMap)()
     try:
         handle = ctypes.CDLL(str(Path(mlx.core.__file__).parent / "lib" / "libmlx.so"))._handle
-        if system.dlinfo(ctypes.c_void_p(handle), 2, ctypes.byref(found)):
+        if system.dlinfo(ctypes.c_void_p(handle), 2, ctypes.byref(linked)):
             return None
     except (OSError, AttributeError):  # MLX is built in another way, or the C library has no dlinfo
         return None
-    place, tags = found.contents.dynamic, dict[int, int]()
-    while (entry := struct.unpack("<qQ", ctypes.string_at(place, 16)))[0]:
-        tags[entry[0]], place = entry[1], place + 16
+    address, tags = linked.contents.dynamic, dict[int, int]()
+    while (entry := struct.unpack("<qQ", ctypes.string_at(address, 16)))[0]:
+        tags[entry[0]], address = entry[1], address + 16
     strings, symbols, size, calls = (tags.get(tag) for tag in (5, 6, 2, 23))
     if strings is None or symbols is None or size is None or calls is None:
         return None
     for offset, info, _ in struct.iter_unpack("<QQq", ctypes.string_at(calls, size)):
         (name,) = struct.unpack("<I", ctypes.string_at(symbols + 24 * (info >> 32), 4))
         if ctypes.string_at(strings + name) == CALLED.encode():
-            address = found.contents.base + offset
+            address = linked.contents.base + offset
             page = address // mmap.PAGESIZE * mmap.PAGESIZE
             if system.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
                 return None

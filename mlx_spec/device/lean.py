@@ -58,10 +58,10 @@ class _Finder(MetaPathFinder):
         if rest and rest.partition(".")[0] not in used_here:
             complete()
         elif rest in ("", "utils"):
-            found = PathFinder.find_spec(fullname, path)
-            if found is not None and found.loader is not None:
-                found.loader = _Wrapped(found.loader)
-            return found
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Wrapped(spec.loader)
+            return spec
         return None
 
 
@@ -79,9 +79,9 @@ def complete() -> None:
     vars(utils).update(TokenizerWrapper=tokenizers.TokenizerWrapper, _load_tokenizer=tokenizers.load)
 
 
-def _load(*given: Any, **named: Any) -> Any:
+def _load(*arguments: Any, **options: Any) -> Any:
     complete()
-    return import_module("mlx_lm.tokenizer_utils").load(*given, **named)
+    return import_module("mlx_lm.tokenizer_utils").load(*arguments, **options)
 
 
 def install() -> None:

@@ -130,5 +130,5 @@ def _recommended() -> int | None:
     """Return the bytes of Metal's recommended working set; None without Metal."""
     import mlx.core as mx
 
-    found = mx.device_info(mx.gpu).get("max_recommended_working_set_size")
-    return None if found is None else int(found)
+    most_bytes = mx.device_info(mx.gpu).get("max_recommended_working_set_size")
+    return None if most_bytes is None else int(most_bytes)

@@ -96,14 +96,14 @@ class Ranks:
             self._start(self._listen, rank, peer)
         self._start(self._beat)
 
-    def compare(self, own: Mapping[str, str]) -> None:
+    def compare(self, identity: Mapping[str, str]) -> None:
         """End all ranks unless they have the same `identity`. Rank 0 waits until all have sent theirs."""
         if self.rank:
-            return self.send(own)
+            return self.send(identity)
         for _ in range(self.size - 1):
             rank, (other,) = self._received.get()
-            for name in [*own, *other]:
-                if (here := own.get(name)) != (there := other.get(name)):
+            for name in [*identity, *other]:
+                if (here := identity.get(name)) != (there := other.get(name)):
                     self.fail(f"rank {rank} has another {name} ({there}) than rank 0 ({here}): copy it")
 
     def shard(self, model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Ranks:
         """Do what rank 0 announces until it ends. Return its exit status."""
         targets: dict[int, Any] = {}
 
-        def given(argument: Any) -> Any:
+        def received(argument: Any) -> Any:
             match argument:
                 case {"tokens": int(size)}:
                     return mx.zeros((size,), mx.int32)
@@ -197,8 +197,8 @@ class Ranks:
                     return targets[number]
             return tuple(argument) if isinstance(argument, list) else argument
 
-        kinds: dict[str, Callable[..., RankTarget | RankTargetBatch]]
-        kinds = {"target": RankTarget, "group": RankTargetBatch}
+        classes: dict[str, Callable[..., RankTarget | RankTargetBatch]]
+        classes = {"target": RankTarget, "group": RankTargetBatch}
         stay = Stay()
         while True:
             message = self.receive(stay.release)
@@ -211,20 +211,20 @@ class Ranks:
                         self.batch_support()
                     case ["drop", number]:
                         targets.pop(number, None)
-                    case ["new", number, kind, needs, options]:
-                        targets[number] = kinds[kind](self, FeatureSpec(*map(given, needs)), **options)
+                    case ["new", number, role, needs, options]:
+                        targets[number] = classes[role](self, FeatureSpec(*map(received, needs)), **options)
                     case [number, method, arguments, options]:
-                        getattr(targets[number], method)(*map(given, arguments), **options)
+                        getattr(targets[number], method)(*map(received, arguments), **options)
 
     def _connect(self) -> dict[int, socket.socket]:
         """Return the connections by rank. A collective carries the addresses and the key of rank 0."""
-        given, server = b"", None
+        message, server = b"", None
         if self.rank == 0:
             server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
             name, port = socket.gethostname(), server.getsockname()[1]
-            given = json.dumps([name, _addresses(name), port, secrets.token_hex(16)]).encode()
+            message = json.dumps([name, _addresses(name), port, secrets.token_hex(16)]).encode()
         # The collective carries 2048 bytes, which hold the addresses of rank 0.
-        codes = mx.array([*given.ljust(2048, b"\0")], dtype=mx.int32)
+        codes = mx.array([*message.ljust(2048, b"\0")], dtype=mx.int32)
         codes = mx.distributed.all_sum(codes, group=self.group, stream=mx.cpu)
         name, addresses, port, key = json.loads(bytes(cast(list[int], codes.tolist())).rstrip(b"\0"))
         peers: dict[int, socket.socket] = {}
@@ -283,9 +283,9 @@ def _announced(method: Method) -> Method:
     """Return a method that all ranks call with the tokens of rank 0: the others add zeros to them."""
 
     @wraps(method)
-    def call(self: RankTarget | RankTargetBatch, *given: Any, **options: Any) -> Any:
-        with self.ranks.announce(self.number, method.__name__, given, options):
-            first, *others = given
+    def call(self: RankTarget | RankTargetBatch, *arguments: Any, **options: Any) -> Any:
+        with self.ranks.announce(self.number, method.__name__, arguments, options):
+            first, *others = arguments
             if isinstance(first, mx.array):  # tokens
                 first = mx.distributed.all_sum(first.astype(mx.int32), group=self.ranks.group)
             result = method(self, first, *others, **options)
@@ -314,7 +314,7 @@ class RankTarget(LMTarget):
     rewind = _announced(LMTarget.rewind)
     fork_from = _announced(LMTarget.fork_from)
     pin_at = _announced(LMTarget.pin_at)
-    drop_place = _announced(LMTarget.drop_place)
+    drop_rewind_point = _announced(LMTarget.drop_rewind_point)
     trim = _announced(LMTarget.trim)
 
     @property
@@ -377,10 +377,10 @@ def _described(argument: mx.array | RankTarget) -> dict[str, int]:
 
 def _addresses(name: str) -> list[str]:
     """Return the names and addresses under which other processes may reach this machine."""
-    found = [name]
+    addresses = [name]
     with suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    return [*found, "127.0.0.1"]
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return [*addresses, "127.0.0.1"]
 
 
 def _end(text: str, wait_s: float = 0.0) -> NoReturn:

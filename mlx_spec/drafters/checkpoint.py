@@ -60,14 +60,14 @@ Size = Annotated[int, range(1, 2**31)]  # of an axis
 Count = Annotated[int, range(1, 1025)]  # layers, heads or tokens: building more would take all memory
 
 
-def read_fields(kind: type[Fields], config: Config, where: str, **others: Any) -> Fields:
+def read_fields(fields_class: type[Fields], config: Config, where: str, **others: Any) -> Fields:
     """Return a dataclass whose fields are the keys of `config`, and `others`. `where` names the config.
 
     Raises BadCheckpoint for a key that is missing, or is not what the annotation of its field says.
     """
-    annotations = get_type_hints(kind, include_extras=True)
+    annotations = get_type_hints(fields_class, include_extras=True)
     keys = (key for key in annotations if key not in others)
-    return kind(**{key: required(config, key, annotations[key], where) for key in keys}, **others)
+    return fields_class(**{key: required(config, key, annotations[key], where) for key in keys}, **others)
 
 
 def required(config: Config, key: str, annotation: Any, where: str) -> Any:
@@ -81,11 +81,11 @@ def required(config: Config, key: str, annotation: Any, where: str) -> Any:
         if value not in arguments:
             raise BadCheckpoint(f"{where} has {key!r} = {value!r}, known are {', '.join(arguments)}")
         return value
-    kind = arguments[0] if origin in (Annotated, UnionType) else origin or annotation
-    if (kind, type(value)) in ((float, int), (tuple, list)):
-        value = kind(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is not of type {kind.__name__}")
+    expected = arguments[0] if origin in (Annotated, UnionType) else origin or annotation
+    if (expected, type(value)) in ((float, int), (tuple, list)):
+        value = expected(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise BadCheckpoint(f"{where} has {key!r} = {value!r}, which is not of type {expected.__name__}")
     if origin is Annotated and value not in (bounds := arguments[1]):
         limits = f"from {bounds[0]} to {bounds[-1]}"
         raise BadCheckpoint(f"{where} has {key!r} = {value}, which must be {limits}: {AGAIN}")

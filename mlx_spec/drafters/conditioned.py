@@ -108,20 +108,20 @@ class ConditionedDrafter(SequenceDrafter, ABC):
     def state(self) -> CacheState:
         """Return all rows: the written ones as K and V, the waiting ones as features."""
         written = len(self._positions) - self._num_waiting
-        parts = {
+        layers = {
             str(i): CacheState({str(j): a[..., :written, :] for j, a in enumerate(cache.buffers)})
             for i, cache in enumerate(self._caches)
         }
         waiting = CacheState({"rows": mx.concatenate(self._waiting)} if self._waiting else {})
-        places = CacheState(numbers={"positions": self._positions, "tokens": self._tokens})
-        return CacheState.join({**parts, "waiting": waiting, "all": places})
+        history = CacheState(numbers={"positions": self._positions, "tokens": self._tokens})
+        return CacheState.join({**layers, "waiting": waiting, "all": history})
 
     def restore(self, state: CacheState) -> None:
         for i, cache in enumerate(self._caches):
             if rows := state.part(str(i)).arrays:
                 cache.update_and_fetch(rows["0"], rows["1"])
-        places = state.part("all").numbers
-        self._positions, self._tokens = list(places["positions"]), list(places["tokens"])
+        history = state.part("all").numbers
+        self._positions, self._tokens = list(history["positions"]), list(history["tokens"])
         self._waiting = list(state.part("waiting").arrays.values())
 
     def missing(self, size: int) -> int:
@@ -214,15 +214,18 @@ def network_source(
     network: nn.Module,
     needs: FeatureSpec,
     vocab_size: int,
-    kind: Callable[..., SequenceDrafter] = ChainDrafter,
-    *own: object,
+    drafter_class: Callable[..., SequenceDrafter] = ChainDrafter,
+    *options: object,
 ) -> DrafterSource:
     """Return the source of drafters `kind(network, parts, needs, *own)`.
 
     `network` may bring an embedding and an LM head.
     """
     return DrafterSource(
-        name, needs, lambda parts: kind(network, own_parts(network, parts, vocab_size), needs, *own), network
+        name,
+        needs,
+        lambda parts: drafter_class(network, own_parts(network, parts, vocab_size), needs, *options),
+        network,
     )
 
 

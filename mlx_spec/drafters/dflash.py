@@ -61,18 +61,19 @@ def views(config: LayerConfig) -> list[View]:
     """Return the view of each layer. Raises BadCheckpoint."""
     layer: dict[str, Any] = config.written["layer_config"]
     depth = required(layer, "num_hidden_layers", Count, LAYER_CONFIG)
-    kinds = layer.get("layer_types") or [FULL] * depth
+    layer_types = layer.get("layer_types") or [FULL] * depth
     causal = required(config.written, "causal", list, CONFIG)
-    if len(kinds) != depth or set(kinds) - {SLIDING, FULL}:
+    if len(layer_types) != depth or set(layer_types) - {SLIDING, FULL}:
         raise BadCheckpoint(
-            f"{LAYER_CONFIG} has layer_types {kinds} for {depth} layers, known are {SLIDING!r} and {FULL!r}"
+            f"{LAYER_CONFIG} has layer_types {layer_types} for {depth} layers, "
+            f"known are {SLIDING!r} and {FULL!r}"
         )
     if len(causal) != depth:
         raise BadCheckpoint(f"{CONFIG} has causal {causal} for {depth} layers: convert it again")
     bounded = layer.get("use_sliding_window") is not False
     return [
-        View(required(layer, "sliding_window", int, LAYER_CONFIG) if kind == SLIDING and bounded else None, c)
-        for kind, c in zip(kinds, causal, strict=True)
+        View(required(layer, "sliding_window", int, LAYER_CONFIG) if name == SLIDING and bounded else None, c)
+        for name, c in zip(layer_types, causal, strict=True)
     ]
 
 

@@ -63,7 +63,7 @@ class Convolution(nn.Module):
         kernels = self.base_kernel[which] + mx.repeat(moves, self._group, axis=-1)  # [1, B, taps, D]
         rows = x.shape[1]
         padded = mx.pad(x, [(0, 0), (self._taps - 1, 0), (0, 0)])
-        starts = range(self._taps - 1, -1, -1)  # tap t reads the row t places before
+        starts = range(self._taps - 1, -1, -1)  # tap t reads the row t rows before
         shifted = mx.stack([padded[:, start : start + rows] for start in starts], axis=2)
         return (kernels * shifted).sum(axis=2)
 

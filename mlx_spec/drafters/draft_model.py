@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +23,7 @@ from mlx_spec.drafters.drawing import (
     draw_rows,
 )
 from mlx_spec.errors import BadCheckpoint
+from mlx_spec.grammar import read_tokens
 from mlx_spec.model.read import read_model
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import common_prefix
@@ -68,23 +71,49 @@ Outcome = tuple[int, ...]
 Branches = Mapping[Outcome, Draft]  # the draft that follows each outcome
 
 
-class BranchRequest(Protocol):
-    """Drafts that are wanted after several outcomes of a draft."""
+@dataclass(eq=False)
+class BranchCall:
+    """Drafts that are wanted after the likely outcomes of a draft that is being verified."""
 
-    history: list[int]  # before the draft
+    history: list[int]
+    draft: Draft  # the draft that is verified after `history`
     limit: int  # of each draft
-    sampler: DraftingSampler
-
-    @property
-    def drafted(self) -> list[int]:
-        """Return the tokens of the draft."""
+    guesses: Sequence[int]  # [K + 1] how many next tokens to guess, by the number of accepted tokens
+    sampler: DraftingSampler  # has counted no tokens
+    branches: Future[Branches] = field(default_factory=Future)  # cancelled once no draft waits for it
 
     @property
     def is_cancelled(self) -> bool:
-        """Return True if the drafts are no longer wanted."""
+        """Return True if no draft waits for these drafts."""
+        return self.branches.cancelled()
+
+    @cached_property
+    def drafted(self) -> list[int]:
+        """Return the tokens of the draft. Waits for the drafter."""
+        return read_tokens(self.draft.tokens)
 
     def outcomes(self, logits: mx.array) -> list[Outcome]:
-        """Choose outcomes by the logits [K + 1, V] after each prefix of the draft."""
+        """Return the likely outcomes by the drafter's logits [K + 1, V] after each prefix of its draft.
+
+        Only the logits choose them, never tokens that are drawn for them. So the distribution of a draft does
+        not depend on the choice of outcomes. Waits for the logits.
+        """
+        count = min(max(self.guesses) + 1, logits.shape[1])
+        ranked = self.sampler.rank(logits, self.history, self.draft.tokens, count)
+        tokens, outcomes = iter(read_tokens(ranked.flatten())), list[Outcome]()
+        for k, guesses in enumerate(self.guesses):
+            # Without the next draft token, which would count as accepted.
+            others = [t for t in islice(tokens, count) if [t] != self.drafted[k : k + 1]]
+            outcomes += [(*self.drafted[:k], token) for token in others[:guesses]]
+        return outcomes
+
+    def outcome(self, history: Sequence[int]) -> Outcome | None:
+        """Return the outcome that led to `history`, after verification; None if it is another text."""
+        start = len(self.history)
+        outcome = tuple(history[start:])
+        accepted = list(outcome[:-1])
+        follows = outcome and accepted == self.drafted[: len(accepted)]
+        return outcome if follows and history[:start] == self.history else None
 
 
 class DraftModel(SequenceDrafter):
@@ -157,27 +186,27 @@ class DraftModel(SequenceDrafter):
         """Return True if its model reads trees."""
         return self._model.tree_obstacle is None
 
-    def draft_branches(self, request: BranchRequest) -> Branches:
+    def draft_branches(self, call: BranchCall) -> Branches:
         """Return drafts after several outcomes of a draft, as branches of a tree; none if cancelled."""
-        self.write(request.history)
-        chain = [request.history[-1], *request.drafted]
-        outcomes = request.outcomes(self._write_tree(self._rows(chain), range(len(request.drafted))))
-        branches = {} if request.is_cancelled else self._branches(request, outcomes)
+        self.write(call.history)
+        chain = [call.history[-1], *call.drafted]
+        outcomes = call.outcomes(self._write_tree(self._rows(chain), range(len(call.drafted))))
+        branches = {} if call.is_cancelled else self._branches(call, outcomes)
         self._model.commit(len(chain))
-        self._written = [*request.history, *request.drafted]
+        self._written = [*call.history, *call.drafted]
         return branches
 
-    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Branches:
+    def _branches(self, call: BranchCall, outcomes: Sequence[Outcome]) -> Branches:
         """Draft after each outcome, one token of all of them in a pass. None if cancelled."""
-        builders = [DraftBuilder(request.history, request.sampler, outcome) for outcome in outcomes]
-        parents = [*range(len(request.drafted)), *(len(outcome) - 1 for outcome in outcomes)]
+        builders = [DraftBuilder(call.history, call.sampler, outcome) for outcome in outcomes]
+        parents = [*range(len(call.drafted)), *(len(outcome) - 1 for outcome in outcomes)]
         tokens = self._rows([outcome[-1] for outcome in outcomes])
-        for _ in range(request.limit):
+        for _ in range(call.limit):
             logits = self._write_tree(tokens, parents)
             drawn = [b.draw(logits[i : i + 1], begin=False) for i, b in enumerate(builders)]
             tokens = mx.concatenate(drawn)
             mx.eval(tokens)  # of all branches at once
-            if request.is_cancelled:
+            if call.is_cancelled:
                 return {}
             parents += range(len(parents) + 1 - len(outcomes), len(parents) + 1)
         return {outcome: builder.draft() for outcome, builder in zip(outcomes, builders, strict=True)}
@@ -247,16 +276,16 @@ class Pard(DraftModel):
         self._written += history[len(self._written) :]
         return draw_rows(self._vocabulary.fit(logits), history, sampler)
 
-    def _branches(self, request: BranchRequest, outcomes: Sequence[Outcome]) -> Branches:
+    def _branches(self, call: BranchCall, outcomes: Sequence[Outcome]) -> Branches:
         """Draft after each outcome, all of them in one pass."""
-        rows, parents = list[mx.array](), list(range(len(request.drafted)))
+        rows, parents = list[mx.array](), list(range(len(call.drafted)))
         for outcome in outcomes:
-            rows += [self._rows(outcome[-1:]), *[self._mask] * (request.limit - 1)]
-            parents += [len(outcome) - 1, *range(len(parents) + 1, len(parents) + request.limit)]
+            rows += [self._rows(outcome[-1:]), *[self._mask] * (call.limit - 1)]
+            parents += [len(outcome) - 1, *range(len(parents) + 1, len(parents) + call.limit)]
         logits = mx.split(self._write_tree(mx.concatenate(rows), parents), len(outcomes))
         return {
-            outcome: draw_rows(own, request.history, request.sampler, outcome)
-            for outcome, own in zip(outcomes, logits, strict=True)
+            outcome: draw_rows(rows_of, call.history, call.sampler, outcome)
+            for outcome, rows_of in zip(outcomes, logits, strict=True)
         }
 
     @classmethod
@@ -272,11 +301,11 @@ def draft_model_source(
     name: str,
     model: nn.Module,
     vocabulary: VocabularySizes,
-    kind: Callable[[nn.Module, VocabularySizes], DraftModel] = DraftModel,
+    make: Callable[[nn.Module, VocabularySizes], DraftModel] = DraftModel,
 ) -> DrafterSource:
-    """Return the source of drafters with `model`, each made by `kind`."""
-    remake = partial(draft_model_source, name, vocabulary=vocabulary, kind=kind)
-    return DrafterSource(name, DraftModel.needs, lambda parts: kind(model, vocabulary), model, remake=remake)
+    """Return the source of drafters with `model`, each made by `make`."""
+    remake = partial(draft_model_source, name, vocabulary=vocabulary, make=make)
+    return DrafterSource(name, DraftModel.needs, lambda _: make(model, vocabulary), model, remake=remake)
 
 
 def load_language_model(checkpoint: Checkpoint, config: dict[str, Any] | None = None) -> nn.Module:

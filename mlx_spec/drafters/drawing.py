@@ -10,14 +10,14 @@ import mlx.core as mx
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import InvalidValue
-from mlx_spec.policy.costs import RoundCosts
+from mlx_spec.policy.ahead_costs import AheadCosts
 from mlx_spec.types import (
     CacheState,
     Copy,
     Draft,
+    DraftCall,
     Drafter,
     DraftingSampler,
-    DraftRequest,
     EarlierTexts,
     Features,
     FeatureSpec,
@@ -55,9 +55,9 @@ class SequenceDrafter(Drafter):
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         """Do nothing. A drafter that copies text also copies these from now on."""
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, calls: Sequence[DraftCall]) -> list[Draft]:
         """Return the drafts of several sequences, one after the other."""
-        return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]
+        return [call.drafter.draft(call.history, call.limit, call.sampler) for call in calls]
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Do nothing. A drafter that works ahead begins here."""
@@ -110,7 +110,7 @@ class DrafterSource:
     trees: DrafterSource | None = None  # the same weights, drafting trees; None for other families
     checkpoint: Checkpoint | None = None  # if it has one
     remake: Callable[[Any], DrafterSource] | None = None  # returns a source with another copy of `network`
-    own_costs: RoundCosts | None = None  # costs of its rounds, if its drafters work while a pass runs
+    ahead_costs: AheadCosts | None = None  # costs of its rounds, if its drafters work while a pass runs
     drafts_together: bool = False  # one pass drafts for several sequences
     proposals: tuple[str, ...] = ()  # names of its drafters' proposals; empty if the only one has its name
 

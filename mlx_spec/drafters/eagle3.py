@@ -60,8 +60,8 @@ class Eagle3Network(nn.Module):
         if "input_norm" in self:
             features = self.input_norm(features)
         if "fc_norm" in self:
-            parts = mx.split(features, len(self.fc_norm), axis=-1)
-            features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1)
+            layers = mx.split(features, len(self.fc_norm), axis=-1)
+            features = mx.concatenate([n(p) for n, p in zip(self.fc_norm, layers, strict=True)], axis=-1)
         return self.fc(features)
 
     def __call__(
@@ -69,8 +69,8 @@ class Eagle3Network(nn.Module):
     ) -> tuple[mx.array, mx.array]:
         """Return the hidden state for the next step and the final norm's output, [T, D] each."""
         first, *rest = self.layers
-        own, *others = caches
-        x = first.read(embedded.astype(self.norm.weight.dtype)[None], hidden[None], own)
+        first_cache, *others = caches
+        x = first.read(embedded.astype(self.norm.weight.dtype)[None], hidden[None], first_cache)
         for layer, cache in zip(rest, others, strict=True):
             x = layer(x, cache)
         normed: mx.array = self.norm(x)[0]

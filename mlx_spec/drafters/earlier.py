@@ -177,8 +177,8 @@ class EarlierAnswers:
                 ages[file] = time.time() - file.stat().st_mtime
                 if ages[file] > max_age_s:
                     file.unlink()
-        own = [file for file, age in ages.items() if age <= max_age_s and file.name.startswith(self._name)]
-        for file in sorted(own, key=ages.__getitem__)[MAX_RINGS - 1 :: -1]:
+        files = [file for file, age in ages.items() if age <= max_age_s and file.name.startswith(self._name)]
+        for file in sorted(files, key=ages.__getitem__)[MAX_RINGS - 1 :: -1]:
             self._ring(file.stem.removeprefix(f"{self._name}-"))
 
     def _file(self, digest: str) -> Path:

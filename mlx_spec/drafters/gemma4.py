@@ -38,7 +38,7 @@ from mlx_spec.types import (
     FULL,
     SLIDING,
     Draft,
-    DraftRequest,
+    DraftCall,
     Features,
     FeatureSpec,
     KVRows,
@@ -115,8 +115,8 @@ def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
     if (text.get("layer_types") or [FULL] * (layer + 1))[layer] != FULL:
         return HeadShape(num_kv_heads, head_dim)
     if "per_layer_config" in text:
-        own = text["per_layer_config"].get(str(layer), {})
-        return HeadShape(own.get("num_key_value_heads", num_kv_heads), own.get("head_dim", head_dim))
+        sizes = text["per_layer_config"].get(str(layer), {})
+        return HeadShape(sizes.get("num_key_value_heads", num_kv_heads), sizes.get("head_dim", head_dim))
     if text.get("attention_k_eq_v"):
         num_kv_heads = text.get("num_global_key_value_heads") or num_kv_heads
     return HeadShape(num_kv_heads, text.get("global_head_dim") or head_dim)
@@ -136,8 +136,8 @@ def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapp
         raise BadCheckpoint(
             f"the drafter's layer_types hold {sorted(unknown)}, known are {SLIDING!r} and {FULL!r}"
         )
-    for kind in sorted(set(config.layer_types)):
-        required(config.rope_parameters, kind, dict, f"rope_parameters in {CONFIG}")
+    for layer_type in sorted(set(config.layer_types)):
+        required(config.rope_parameters, layer_type, dict, f"rope_parameters in {CONFIG}")
     clusters, vocab = config.num_centroids, config.vocab_size
     if clusters and vocab % clusters:
         raise BadCheckpoint(f"the drafter's num_centroids {clusters} does not divide its vocab_size {vocab}")
@@ -152,22 +152,22 @@ def check_fit(config: AssistantConfig, target_config: Mapping[str, Any]) -> None
     _check("hidden size", config.backbone_hidden_size, target.get("hidden_size"))
     _check("vocabulary size", config.vocab_size, target.get("vocab_size"))
     shapes = _owned_shapes(target)
-    for kind, expected in zip(config.layer_types, config.heads, strict=True):
-        if (shape := shapes.get(kind)) is None:
+    for layer_type, expected in zip(config.layer_types, config.heads, strict=True):
+        if (shape := shapes.get(layer_type)) is None:
             raise Mismatch(
-                f"the drafter reads {kind} K/V, the target has {sorted(shapes) or 'none'}: {ADVICE}"
+                f"the drafter reads {layer_type} K/V, the target has {sorted(shapes) or 'none'}: {ADVICE}"
             )
-        _check(f"{kind} K/V heads", expected.num_kv_heads, shape.num_kv_heads)
-        _check(f"{kind} head dimension", expected.head_dim, shape.head_dim)
+        _check(f"{layer_type} K/V heads", expected.num_kv_heads, shape.num_kv_heads)
+        _check(f"{layer_type} head dimension", expected.head_dim, shape.head_dim)
     if SLIDING in config.layer_types:
         _check("sliding window", config.sliding_window, target.get("sliding_window"))
     ropes = target.get("rope_parameters") or {}
-    for kind in (SLIDING, FULL):
-        ours, theirs = config.rope_parameters.get(kind, {}), ropes.get(kind, {})
+    for layer_type in (SLIDING, FULL):
+        ours, theirs = config.rope_parameters.get(layer_type, {}), ropes.get(layer_type, {})
         rope_keys = ("rope_type", "rope_theta", "partial_rotary_factor")
         for key in rope_keys:
             if key in ours and key in theirs:
-                _check(f"{kind} {key}", ours[key], theirs[key])
+                _check(f"{layer_type} {key}", ours[key], theirs[key])
 
 
 def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
@@ -177,7 +177,7 @@ def _owned_shapes(target: Mapping[str, Any]) -> dict[str, HeadShape]:
     """
     types: list[str] = target.get("layer_types") or [FULL] * int(target.get("num_hidden_layers") or 0)
     owners = types[: len(types) - int(target.get("num_kv_shared_layers") or 0)]
-    return {kind: head_shape(target, i, "config.json of the target") for i, kind in enumerate(owners)}
+    return {name: head_shape(target, i, "config.json of the target") for i, name in enumerate(owners)}
 
 
 def _check(what: str, expected: object, actual: object) -> None:
@@ -249,7 +249,7 @@ class AssistantNetwork(nn.Module):
         candidates, scores = self.masked_embedding(normed, table)
         return widened(scores, candidates, table.weight.shape[0])
 
-    def places(self, ids: mx.array) -> mx.array:
+    def table_rows(self, ids: mx.array) -> mx.array:
         """Return the rows of the embedding table that belong to token ids."""
         if "masked_embedding" not in self:
             return ids
@@ -412,37 +412,37 @@ class Gemma4Assistant(SequenceDrafter):
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return `limit` tokens; none if the newest features belong to another history."""
-        return self.draft_batch([DraftRequest(self, history, limit, sampler)])[0]
+        return self.draft_batch([DraftCall(self, history, limit, sampler)])[0]
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, calls: Sequence[DraftCall]) -> list[Draft]:
         """Return the drafts of several sequences with this network, in one pass a token."""
-        ready = [(i, r, newest) for i, r in enumerate(requests) if r.limit > 0 and (newest := _newest(r))]
-        drafts = [no_draft()] * len(requests)
+        ready = [(i, call, new) for i, call in enumerate(calls) if call.limit > 0 and (new := _newest(call))]
+        drafts = [no_draft()] * len(calls)
         if not ready:
             return drafts
         shared = _side_by_side([visible_rows(shared_kv(), self._window) for _, _, (_, shared_kv) in ready])
         hidden = mx.concatenate([rows for _, _, (rows, _) in ready])
-        positions = [len(request.history) - 1 for _, request, _ in ready]
+        positions = [len(call.history) - 1 for _, call, _ in ready]
         position = mx.array(positions if len(ready) > 1 else positions[0])
-        token = mx.array([request.history[-1] for _, request, _ in ready], dtype=mx.int32)
-        builders = [DraftBuilder(request.history, request.sampler) for _, request, _ in ready]
-        for step in range(max(request.limit for _, request, _ in ready)):
+        token = mx.array([call.history[-1] for _, call, _ in ready], dtype=mx.int32)
+        builders = [DraftBuilder(call.history, call.sampler) for _, call, _ in ready]
+        for step in range(max(call.limit for _, call, _ in ready)):
             hidden, normed = self._network(self._parts.embed(token), hidden, position, shared)
             logits, drawn = self._logits(hidden, normed), list[mx.array]()
-            for i, ((_, request, _), builder) in enumerate(zip(ready, builders, strict=True)):
-                own = slice(i, i + 1)
-                drawn.append(builder.draw(logits[own]) if step < request.limit else token[own])
+            for i, ((_, call, _), builder) in enumerate(zip(ready, builders, strict=True)):
+                lane = slice(i, i + 1)
+                drawn.append(builder.draw(logits[lane]) if step < call.limit else token[lane])
             token = mx.concatenate(drawn) if len(drawn) > 1 else drawn[0]
         for (i, _, _), builder in zip(ready, builders, strict=True):
             drafts[i] = builder.draft()
         return drafts
 
 
-def _newest(request: DraftRequest) -> Newest | None:
+def _newest(call: DraftCall) -> Newest | None:
     """Return the hidden state [1, D] and the K/V at the end of a history; None if they are not known."""
-    assert isinstance(request.drafter, Gemma4Assistant)
-    features = request.drafter.features
-    if features is None or request.drafter.length != len(request.history):
+    assert isinstance(call.drafter, Gemma4Assistant)
+    features = call.drafter.features
+    if features is None or call.drafter.length != len(call.history):
         return None
     assert features.final_hidden is not None and features.shared_kv is not None
     return features.final_hidden, features.shared_kv
@@ -453,16 +453,16 @@ def _side_by_side(shared: Sequence[Mapping[str, KVRows]]) -> Mapping[str, KVRows
     if len(shared) == 1:
         return shared[0]
     result = {}
-    for kind in shared[0]:
-        sizes = [rows[kind].keys.shape[2] for rows in shared]
+    for name in shared[0]:
+        sizes = [rows[name].keys.shape[2] for rows in shared]
         longest = max(sizes)
 
         def padded(rows: mx.array, longest: int = longest) -> mx.array:
             return mx.pad(rows, [(0, 0), (0, 0), (0, longest - rows.shape[2]), (0, 0)])
 
         mask = mx.arange(longest) < mx.array(sizes)[:, None, None, None] if min(sizes) < longest else None
-        keys = mx.concatenate([padded(rows[kind].keys) for rows in shared])
-        result[kind] = KVRows(keys, mx.concatenate([padded(rows[kind].values) for rows in shared]), mask)
+        keys = mx.concatenate([padded(rows[name].keys) for rows in shared])
+        result[name] = KVRows(keys, mx.concatenate([padded(rows[name].values) for rows in shared]), mask)
     return result
 
 

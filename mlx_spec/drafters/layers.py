@@ -103,12 +103,12 @@ def _rope(config: Config, conventions: Conventions, head_dim: int, target_config
 
 
 def load_layers(
-    kind: Callable[[LayerConfig], nn.Module], checkpoint: Checkpoint, written: Config, target_config: Config
+    make: Callable[[LayerConfig], nn.Module], checkpoint: Checkpoint, written: Config, target_config: Config
 ) -> tuple[nn.Module, LayerConfig]:
     """Load a network that reads captured layers. Raises BadCheckpoint, and Mismatch for another target."""
     config = LayerConfig.from_dict(written, checkpoint.headers.tensors, target_config)
     check_target(written, target_config)
-    network = kind(config)
+    network = make(config)
     capture, layers = config.conventions.capture, written["target"]["num_hidden_layers"]
     exist = all(0 <= index < layers for index in capture)
     if not (capture and exist and len(set(capture)) == len(capture)):
@@ -169,8 +169,8 @@ class DrafterAttention(nn.Module):
         heads, groups, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._heads, self._groups, self._scale = heads, groups, head**-0.5
 
-        def linear(part: str, inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=f"{name}.{part}.bias" in config.tensors)
+        def linear(projection: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=f"{name}.{projection}.bias" in config.tensors)
 
         self.q_proj = linear("q_proj", inputs, heads * head)
         self.k_proj = linear("k_proj", inputs, groups * head)

@@ -63,8 +63,8 @@ class MedusaNetwork(nn.Module):
         load_weights(network, checkpoint)
         needs, rates = known[conventions.hidden], GuessRates(heads)
 
-        def made(kind: type[Medusa]) -> Callable[[TargetParts], Medusa]:
-            return lambda parts: kind(network, needs, rates)
+        def made(drafter_class: type[Medusa]) -> Callable[[TargetParts], Medusa]:
+            return lambda parts: drafter_class(network, needs, rates)
 
         chains, trees = made(Medusa), made(MedusaTrees)
         other = DrafterSource("medusa trees", needs, trees, network, rates.tree_reach, drafts_trees=True)
@@ -95,7 +95,7 @@ class GuessRates:
         # Accepted and judged guesses. The prior is an acceptance of 0.6 for the first guess, and of 0.35 for
         # a further one if the guesses before it fail. It weighs as much as 6 drafts.
         self._first = [[6 * 0.6, 6.0] for _ in range(heads)]
-        # A place gets 3 further guesses. Less likely ones are accepted too rarely to be worth a row.
+        # A row gets 3 further guesses. Less likely ones are accepted too rarely to be worth a row.
         self._other = [[6 * 0.35, 6.0] for _ in range(3)]
         self._judged = 0  # drafts
         self._template: TreeTemplate | None = None
@@ -121,7 +121,7 @@ class GuessRates:
             self._template = None
 
     def template(self) -> TreeTemplate:
-        """Return the places that are likeliest to be accepted, MAX_DRAFT_TOKENS of them."""
+        """Return the nodes that are likeliest to be accepted, MAX_DRAFT_TOKENS of them."""
         if self._template is None:
             others = [accepted / judged for accepted, judged in self._other]
             rates = []

@@ -55,13 +55,13 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
     of an integer is token i of the prediction, so a token of the output takes a few operations (Hyyrö,
     Bit-parallel LCS-length computation revisited, 2004).
     """
-    places: dict[int, int] = {}
+    bits_of: dict[int, int] = {}
     for i, token in enumerate(prediction):
-        places[token] = places.get(token, 0) | 1 << i
+        bits_of[token] = bits_of.get(token, 0) | 1 << i
     everything = (1 << len(prediction)) - 1
     unmatched = everything
     for token in output:
-        matching = unmatched & places.get(token, 0)
+        matching = unmatched & bits_of.get(token, 0)
         unmatched = (unmatched + matching | unmatched - matching) & everything
     accepted = len(prediction) - unmatched.bit_count()
     return accepted, len(prediction) - accepted

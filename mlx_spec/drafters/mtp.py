@@ -32,8 +32,8 @@ from mlx_spec.drafters.conditioned import ChainDrafter, DrafterCache, check_conv
 from mlx_spec.drafters.drawing import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.model.places import placed
-from mlx_spec.prompt import Places
+from mlx_spec.model.rotary import multi_axis_rope
+from mlx_spec.prompt import RotaryPositions
 from mlx_spec.types import Features, FeatureSpec
 
 # --- the decoder layer of mlx-lm, with full attention, and with experts if the target has any
@@ -126,18 +126,18 @@ class MTPNetwork(nn.Module):
 class MTPDrafter(ChainDrafter):
     """A chain whose rows have the target's rotary positions, also in pictures and after them, as in vLLM."""
 
-    _places = Places()
+    _rotary = RotaryPositions()
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        self._places = features.places
+        self._rotary = features.rotary
         super().observe(history, features)
 
     def process(self, rows: mx.array, tokens: list[int]) -> None:
         start = self._positions[-self._num_waiting]
-        with placed(self._network, self._places, start, start + len(tokens)):
+        with multi_axis_rope(self._network, self._rotary, start, start + len(tokens)):
             super().process(rows, tokens)
 
     def _cut(self) -> None:
         super()._cut()
         for cache in self._caches:
-            cache.offset += self._places.shift(cache.offset)
+            cache.offset += self._rotary.shift(cache.offset)

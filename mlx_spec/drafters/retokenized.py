@@ -76,7 +76,7 @@ def split_characters(text: bytes) -> tuple[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Translated:
     """The end of a history in the drafter's tokens."""
 
     tokens: list[int]  # the drafter's tokens of all whole characters
@@ -100,7 +100,7 @@ class Translation:
         self._tokens = list(self._opening)  # of closed pieces
         self._ends = [(0, len(self._tokens))]  # of closed pieces, in tokens of the target and of the drafter
 
-    def read(self, history: Sequence[int]) -> Place:
+    def read(self, history: Sequence[int]) -> Translated:
         """Return the end of `history` in the drafter's tokens."""
         shared = common_prefix(self._history, history)
         while len(self._ends) > 1 and self._ends[-1][0] >= shared:
@@ -114,7 +114,7 @@ class Translation:
             start = end
         before = self._bytes(start, len(history))
         text, pending = split_characters(before)
-        return Place([*self._tokens, *self._encode(text)], before, pending)
+        return Translated([*self._tokens, *self._encode(text)], before, pending)
 
     def _closed(self, start: int) -> Iterator[int]:
         """Yield the ends of the pieces from `start` on, without the last one.
@@ -156,14 +156,14 @@ def same_control(tokenizer: Tokenizer, token: int, other: Tokenizer) -> list[int
     return [] if same is None or same not in other.controls else [same]
 
 
-def continuation(target: Tokenizer, place: Place, drafted: bytes) -> list[int]:
+def continuation(target: Tokenizer, known: Translated, drafted: bytes) -> list[int]:
     """Return the target's tokens of a drafted text; none if they do not begin at the end of its history."""
     text = whole_characters(drafted)
-    if not text.startswith(place.pending):
+    if not text.startswith(known.pending):
         return []
-    text = text[len(place.pending) :]
-    tokens = encode_after(target, place.before, text)
-    if tokens is None and not place.pending:  # the target would write the last token and the text as one
+    text = text[len(known.pending) :]
+    tokens = encode_after(target, known.before, text)
+    if tokens is None and not known.pending:  # the target would write the last token and the text as one
         tokens = encode_after(target, b"", text)
     return tokens or []
 
@@ -183,7 +183,7 @@ class Retokenized(DrafterWrapper):
     def observe(self, history: Sequence[int], features: Features) -> None:
         """Process a prompt, and the tokens of many rounds without a draft."""
         is_near = 0 <= len(history) - self._read <= MAX_UNWRITTEN
-        if not is_near and (tokens := self._place(history).tokens):
+        if not is_near and (tokens := self._translate(history).tokens):
             self.inner.write(tokens)
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
@@ -191,22 +191,22 @@ class Retokenized(DrafterWrapper):
 
         Waits for the drafter, because the host encodes its text in the target's tokens.
         """
-        place = self._place(history)
-        if limit < 1 or not place.tokens:
+        known = self._translate(history)
+        if limit < 1 or not known.tokens:
             return no_draft()
         # The drafter's tokens per token of the target, within limits because a short text misleads.
-        ratio = min(max(len(place.tokens) / len(history), 0.25), 4.0)
+        ratio = min(max(len(known.tokens) / len(history), 0.25), 4.0)
         steps = min(math.ceil(limit * ratio) + 1, 48)  # the drafter's tokens in one draft
-        tokens = read_tokens(self.inner.draft(place.tokens, steps, self._greedy).tokens)
+        tokens = read_tokens(self.inner.draft(known.tokens, steps, self._greedy).tokens)
         self.inner.keep_draft(tokens)
-        certain = self._certain(place, tokens)[:limit]
+        certain = self._certain(known, tokens)[:limit]
         return Draft(mx.array(certain, dtype=mx.int32)) if certain else no_draft()
 
-    def _place(self, history: Sequence[int]) -> Place:
+    def _translate(self, history: Sequence[int]) -> Translated:
         self._read = len(history)
         return self._translation.read(history)
 
-    def _certain(self, place: Place, tokens: Sequence[int]) -> list[int]:
+    def _certain(self, known: Translated, tokens: Sequence[int]) -> list[int]:
         """Return the target's tokens that no further token of the drafter can change.
 
         A control token of the drafter ends the text, so all of it is certain.
@@ -215,11 +215,11 @@ class Retokenized(DrafterWrapper):
         end = next((i for i, token in enumerate(tokens) if token in controls), len(tokens))
         pieces = [self._drafter.token_bytes(token) for token in tokens[:end]]
         text = b"".join(pieces)
-        certain = continuation(self._target, place, text)
+        certain = continuation(self._target, known, text)
         if end == len(tokens):
-            return certain[: common_prefix(certain, continuation(self._target, place, b"".join(pieces[:-1])))]
+            return certain[: common_prefix(certain, continuation(self._target, known, b"".join(pieces[:-1])))]
         length = sum(len(self._target.token_bytes(token)) for token in certain)
-        if len(place.pending) + length == len(text):
+        if len(known.pending) + length == len(text):
             return [*certain, *same_control(self._drafter, tokens[end], self._target)]
         return certain
 

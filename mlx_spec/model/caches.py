@@ -23,7 +23,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.errors import NotRewindable
-from mlx_spec.model.checkpoints import Arrays, Kind, PlaceBlock, RewindPoint, Rows, first_size
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -38,6 +37,7 @@ from mlx_spec.model.layer_caches import (
     lanes_without,
     step_below,
 )
+from mlx_spec.model.rewind_points import Arrays, CacheBlock, RewindPoint, RewindReason, Rows, first_size
 from mlx_spec.types import CacheState
 
 FIRST_LANES = 2  # lanes of shared buffers; they double when there are too few
@@ -68,7 +68,7 @@ class Caches:
         made = cls(lanes=1)
         theirs = make_prompt_cache(model)
         made._groups = [len(cache.caches) if type(cache) is CacheList else 0 for cache in theirs]
-        flat = [part for cache in theirs for part in (cache.caches if type(cache) is CacheList else [cache])]
+        flat = [one for cache in theirs for one in (cache.caches if type(cache) is CacheList else [cache])]
         made.layers = [made._with_rollback(cache) for cache in flat]
         if kv_bits is not None:
             full = [i for i, cache in enumerate(flat) if type(cache) is KVCache]
@@ -175,8 +175,8 @@ class Caches:
         """
         if self.recurrent:
             return self.sizes[0]
-        places = ((c.oldest[0], c.reach) for c in self._columns.values())
-        return first_size(places)
+        windows = ((c.oldest[0], c.reach) for c in self._columns.values())
+        return first_size(windows)
 
     def move_to(self, size: int, most: int = 128) -> None:
         """Let the only sequence hold `size` tokens. Rows that nothing wrote repeat those that it has.
@@ -194,28 +194,28 @@ class Caches:
                     cache.buffers = [buffer[:, :, rows] for buffer in cache.buffers]
         self.sizes = [size]
 
-    def checkpoint(
-        self, size: int, kind: Kind = "end", known: Mapping[Rows, PlaceBlock] | None = None
+    def rewind_point(
+        self, size: int, reason: RewindReason = "end", known: Mapping[Rows, CacheBlock] | None = None
     ) -> RewindPoint:
-        """Return a place at `size`: copies of states, and of the rows of windows that a query there can see.
+        """Return a rewind point: copies of states, and of the window rows that a query at `size` can see.
 
         The windows must still have these rows, and a recurrent state must be at `size`. Rows that `known`
         blocks have are shared. One can go back a few tokens more from the end of a prompt, because templates
         append what begins an answer.
         """
-        spare = 32 if kind == "end" and not self.recurrent else 0
-        blocks, places = list[PlaceBlock](), dict[int, tuple[int, int, int, int]]()
+        spare = 32 if reason == "end" and not self.recurrent else 0
+        blocks, windows = list[CacheBlock](), dict[int, tuple[int, int, int, int]]()
         if self.recurrent:
-            blocks.append(PlaceBlock((None, size, size), [self._state(layer, size) for layer in self.layers]))
+            blocks.append(CacheBlock((None, size, size), [self._state(layer, size) for layer in self.layers]))
         for window, columns in self._columns.items():
             if window is None:
                 continue
             needed = self._rows(columns, size, spare)
             oldest = needed[0][1] if needed else size
             first = step_below(oldest)
-            places[window] = first, oldest, size - first, columns.reach
+            windows[window] = first, oldest, size - first, columns.reach
             blocks += [(known or {}).get(rows) or self._block(rows) for rows in needed]
-        return RewindPoint(size, places, tuple(blocks), kind)
+        return RewindPoint(size, windows, tuple(blocks), reason)
 
     def _state(self, layer: LayerCache, size: int) -> Arrays:
         """Return a copy of the state of a recurrent layer, at the size of the caches or after it."""
@@ -224,7 +224,7 @@ class Caches:
         arrays = layer.committed if size == self.sizes[0] else layer.cache
         return [None if array is None else mx.contiguous(array) for array in arrays]
 
-    def _block(self, rows: Rows) -> PlaceBlock:
+    def _block(self, rows: Rows) -> CacheBlock:
         """Return copies of the rows of all layers with a window, from a multiple of VIEW_STEP on."""
         window, low, high = rows
         start = self._columns[window].first[0]
@@ -234,9 +234,9 @@ class Caches:
             is_other = isinstance(layer, RecurrentCache) or layer.columns.window != window
             buffers = [] if is_other else layer.arrays()
             layers.append([mx.contiguous(buffer[:, :, columns]) for buffer in buffers])
-        return PlaceBlock(rows, layers)
+        return CacheBlock(rows, layers)
 
-    def slack(self, known: Mapping[Rows, PlaceBlock]) -> int:
+    def slack(self, known: Mapping[Rows, CacheBlock]) -> int:
         """Return the bytes that `trim` and `park` free if these blocks are known."""
         freed = 0
         for cache in self.attention:
@@ -255,13 +255,13 @@ class Caches:
             if count < columns.count:
                 self._rearrange(columns, 1, count, [0 if columns.window is None else end - count], 1)
 
-    def drop_windows(self, known: Mapping[Rows, PlaceBlock]) -> RewindPoint:
-        """Return the present place, and drop the rows of windows until it is restored."""
-        place = self.checkpoint(self.sizes[0], "end", known)
+    def drop_windows(self, known: Mapping[Rows, CacheBlock]) -> RewindPoint:
+        """Return a rewind point at the end, and drop the rows of windows until it is restored."""
+        point = self.rewind_point(self.sizes[0], "end", known)
         for cache in self.attention:
             if cache.columns.window is not None:
                 cache.buffers, cache.columns.count = [], 0
-        return place
+        return point
 
     def _needed(self, columns: Columns) -> int:
         """Return the number of columns that the only sequence needs, in steps."""
@@ -281,30 +281,30 @@ class Caches:
         """Return the first `size` rows of a lane, by layer; of layers that keep every position."""
         return [[buffer[lane : lane + 1, :, :size] for buffer in cache.buffers] for cache in self.full]
 
-    def fork(self, rows: Sequence[Sequence[mx.array]], place: RewindPoint, size: int, more: int) -> None:
-        """Fill caches without tokens: `size` rows as `full_rows` gives them, windows and states of a place.
+    def fork(self, rows: Sequence[Sequence[mx.array]], point: RewindPoint, size: int, more: int) -> None:
+        """Fill caches without tokens: `size` rows as `full_rows` gives them, windows and states of `point`.
 
         The rows are copied when they are evaluated, into buffers with room for `more` rows.
         """
         count = capacity_for(size + more)
         if (columns := self._columns.get(None)) is not None:
             columns.count = count
-        for cache, parts in zip(self.full, rows, strict=True):
-            free = [mx.zeros((*part.shape[:2], count - size, part.shape[3]), part.dtype) for part in parts]
-            pairs = zip(parts, free, strict=True)
+        for cache, arrays in zip(self.full, rows, strict=True):
+            free = [mx.zeros((*a.shape[:2], count - size, a.shape[3]), a.dtype) for a in arrays]
+            pairs = zip(arrays, free, strict=True)
             cache.buffers = [mx.concatenate(list(pair), axis=2) for pair in pairs]
-        self.restore(place)
+        self.restore(point)
         self.sizes = [size]
 
-    def restore(self, saved: RewindPoint) -> None:
-        """Return to a checkpoint. Since then, rows of full attention may only have been appended."""
-        for window, (first, oldest, count, reach) in saved.places.items():
+    def restore(self, point: RewindPoint) -> None:
+        """Return to a rewind point. Since then, rows of full attention may only have been appended."""
+        for window, (first, oldest, count, reach) in point.windows.items():
             columns = self._columns[window]
             columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
-        for layer, arrays in zip(self.layers, saved.layers(), strict=False):  # of full attention it has none
+        for layer, arrays in zip(self.layers, point.layers(), strict=False):  # of full attention it has none
             if isinstance(layer, RecurrentCache) or layer.columns.window is not None:
                 layer.restore(arrays)
-        self.sizes, self.uncommitted = [saved.size], 0
+        self.sizes, self.uncommitted = [point.size], 0
 
     def state(self) -> CacheState:
         """Return the committed rows and states of the only sequence."""
@@ -344,7 +344,7 @@ class Caches:
             state.join(its_state)
 
     def leave(self, lane: int, lone: Caches | None) -> None:
-        """Remove a sequence; the last lane takes its place. `lone`, if given, gets its committed rows."""
+        """Remove a sequence; the last lane takes its number. `lone`, if given, gets its committed rows."""
         last = len(self.sizes) - 1
         if lone is not None:
             self._copy(lane, lone)
@@ -352,8 +352,8 @@ class Caches:
             state.keep(lanes_without(lane, len(self.sizes)))
         for cache in self.attention if lane < last else ():
             cache.fill(lane, last, self.sizes[last] - cache.columns.first[last] + self.uncommitted)
-        places = (n for c in self._columns.values() for n in (c.first, c.oldest))
-        for numbers in (self.sizes, self.shifts, *places):
+        bounds = (n for c in self._columns.values() for n in (c.first, c.oldest))
+        for numbers in (self.sizes, self.shifts, *bounds):
             numbers[lane] = numbers[last]
             numbers.pop()
         if not self.sizes:
@@ -387,17 +387,17 @@ class Caches:
 
     def _with_rollback(self, cache: Any) -> LayerCache:
         """Return our cache for one of mlx-lm's. Raises NotRewindable for an unknown class."""
-        kind = type(cache)
-        if kind is KVCache:
+        cache_class = type(cache)
+        if cache_class is KVCache:
             return AttentionCache(self._columns_for(None))
-        if kind is RotatingKVCache and cache.keep == 0:
+        if cache_class is RotatingKVCache and cache.keep == 0:
             return AttentionCache(self._columns_for(cache.max_size))
-        if kind is ChunkedKVCache:
+        if cache_class is ChunkedKVCache:
             return ChunkCache(self._columns_for(cache.chunk_size))
-        if kind is ArraysCache:
+        if cache_class is ArraysCache:
             return RecurrentCache(len(cache.cache))
         raise NotRewindable(
-            f"no exact rollback rule for the cache class {kind.__name__} of this target: "
+            f"no exact rollback rule for the cache class {cache_class.__name__} of this target: "
             "it cannot be decoded speculatively without risk to its text; use it with mlx-lm"
         )
 

@@ -49,7 +49,7 @@ def _five(packed: mx.array) -> mx.array:
     """Return the eight integers in each five bytes, which are first sorted by their place in the five."""
     a, b, c, d, e = mx.contiguous(packed.reshape(-1, 5).T)
     high = (a >> 5 | b << 3, b >> 2, b >> 7 | c << 1, c >> 4 | d << 4, d >> 1, d >> 6 | e << 2, e >> 3)
-    return mx.stack([part & 31 for part in (a, *high)], axis=-1)
+    return mx.stack([bits & 31 for bits in (a, *high)], axis=-1)
 
 
 UNPACK = {4: _four, 5: _five}

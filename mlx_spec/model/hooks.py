@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.errors import Mismatch
-from mlx_spec.prompt import Places
+from mlx_spec.prompt import RotaryPositions
 from mlx_spec.types import Features, FeatureSpec, KVRows, TargetParts
 
 SharedKV = Callable[[], Mapping[str, KVRows]]
@@ -49,12 +49,12 @@ def take_outputs(captures: Sequence[Capture]) -> list[mx.array]:
 
     Raises Mismatch if the model does not call a captured module.
     """
-    if any(not each.outputs for each in captures):
+    if any(not capture.outputs for capture in captures):
         raise Mismatch(
             "this drafter reads hidden states inside its target, whose class in mlx-lm does not call its "
             "layers one by one: use a draft model or lookup"
         )
-    outputs = [each.outputs[0] for each in captures]
+    outputs = [capture.outputs[0] for capture in captures]
     for capture in captures:
         capture.outputs.clear()
     return outputs
@@ -107,8 +107,8 @@ def _extend(module: nn.Module, mixin: type[nn.Module]) -> None:
 
     A wrapper would rename the weights, and some models ask for the class of a layer.
     """
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    base = type(module)
+    module.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})
 
 
 def start_layers_early(layers: Sequence[Any]) -> EagerSwitch:
@@ -143,8 +143,8 @@ class Decoder:
     def table(self) -> Any:
         """Return the embedding. Raises Mismatch if it is not found under its usual name."""
         if "embed_tokens" not in self.owner:
-            kind = type(self.outer).__module__.rpartition(".")[2]
-            raise Mismatch(f"this drafter reads the embedding of its target, which is not known for {kind}")
+            name = type(self.outer).__module__.rpartition(".")[2]
+            raise Mismatch(f"this drafter reads the embedding of its target, which is not known for {name}")
         return self.owner["embed_tokens"]
 
 
@@ -202,9 +202,9 @@ def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
     """Return the captures of the hidden states that a drafter reads, the final one last."""
     owner = decoder_of(model).owner
     if needs.final_hidden and "norm" not in owner:
-        kind = type(model).__module__.rpartition(".")[2]
+        name = type(model).__module__.rpartition(".")[2]
         raise Mismatch(
-            f"this drafter reads the last hidden state of its target, which is not known for {kind}"
+            f"this drafter reads the last hidden state of its target, which is not known for {name}"
         )
     final = [capture(owner["norm"])] if needs.final_hidden else []
     layers = model.layers  # of some models, they are in several lists
@@ -212,7 +212,7 @@ def captures_of(model: nn.Module, needs: FeatureSpec) -> list[Capture]:
 
 
 def features_of(
-    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV, places: Places
+    needs: FeatureSpec, hidden: Sequence[mx.array], shared_kv: SharedKV, rotary: RotaryPositions
 ) -> Features:
     """Return the features that a drafter needs, of hidden states [T, D] in the order of `captures_of`."""
     layers = len(needs.hidden_layers)
@@ -220,5 +220,5 @@ def features_of(
         tuple(hidden[:layers]),
         hidden[layers] if needs.final_hidden and hidden else None,
         shared_kv if needs.shared_kv else None,
-        places,
+        rotary,
     )

@@ -33,7 +33,7 @@ Packed = tuple[mx.array, mx.array, mx.array]  # quantized rows: packed weights, 
 
 
 class Columns:
-    """The place of every lane in the buffers of all layers with the same window.
+    """The columns of every lane in the buffers of all layers with the same window.
 
     Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
     along the text, and short sequences may begin after column 0, so that all windows lie side by side. Every
@@ -84,7 +84,7 @@ class Columns:
         self.is_level = len(set(self.starts)) == 1  # all lanes write the same columns, so one slice does
         self._is_even = self.is_level and len(set(visible)) == 1  # all lanes need the same mask
         self._masks: dict[int | None, mx.array] = {}
-        self._places: dict[int, mx.array] = {}
+        self._row_indices: dict[int, mx.array] = {}
 
     def oldest_visible(self, position: int, window: int | None = None) -> int:
         """Return the first position that the query at `position` sees; by default as a generated token."""
@@ -116,13 +116,13 @@ class Columns:
             self._masks[window] = seen[:, None]  # [B, 1, T, high - low]
         return self._masks[window]
 
-    def places(self, heads: int) -> mx.array:
+    def row_indices(self, heads: int) -> mx.array:
         """Return the index of the rows [B, H, T] of a pass in buffers [lanes * H * columns, D]."""
-        if heads not in self._places:
+        if heads not in self._row_indices:
             column = mx.array(self.starts, dtype=mx.int32)[:, None] + mx.arange(self.T, dtype=mx.int32)
             begin = mx.arange(self.rows * heads, dtype=mx.int32).reshape(self.rows, heads, 1) * self.count
-            self._places[heads] = (begin + column[:, None]).reshape(-1, 1)
-        return self._places[heads]
+            self._row_indices[heads] = (begin + column[:, None]).reshape(-1, 1)
+        return self._row_indices[heads]
 
 
 class AttentionCache:
@@ -196,19 +196,19 @@ class AttentionCache:
         for buffer in self.buffers:
             buffer[:1, :, start : start + rows.size] = buffer[:1, :, start + rows]
 
-    def _write(self, parts: Sequence[mx.array]) -> None:
+    def _write(self, written: Sequence[mx.array]) -> None:
         """Write rows [B, H, T, D], one part for each buffer, in place."""
         at = self.columns
         if not self.buffers:
-            self.buffers = [_zeros(part, at) for part in parts]
-        for i, rows in enumerate(parts):
+            self.buffers = [_zeros(array, at) for array in written]
+        for i, rows in enumerate(written):
             if at.is_level:
                 self.buffers[i][: at.rows, :, at.starts[0] : at.starts[0] + at.T] = rows
                 continue
             shape = self.buffers[i].shape
             flat = self.buffers[i].reshape(-1, shape[-1])  # no other reference is left: written in place
-            places, rows = at.places(shape[1]), rows.reshape(-1, shape[-1])
-            self.buffers[i] = mx.put_along_axis(flat, places, rows, axis=0).reshape(shape)
+            indices, rows = at.row_indices(shape[1]), rows.reshape(-1, shape[-1])
+            self.buffers[i] = mx.put_along_axis(flat, indices, rows, axis=0).reshape(shape)
 
     def _fetch(self) -> list[mx.array]:
         """Return the columns that the lanes see, of all buffers."""
@@ -278,8 +278,8 @@ class QuantizedCache(AttentionCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
         """Write [B, H, T, D] and return the columns that the lanes see, packed."""
         self.group_size = _group_size(keys.shape[-1], values.shape[-1])
-        parts = [mx.quantize(rows, group_size=self.group_size, bits=self.bits) for rows in (keys, values)]
-        self._write([array for packed in parts for array in packed])
+        quantized = [mx.quantize(rows, group_size=self.group_size, bits=self.bits) for rows in (keys, values)]
+        self._write([array for packed in quantized for array in packed])
         k, k_scales, k_biases, v, v_scales, v_biases = self._fetch()
         return (k, k_scales, k_biases), (v, v_scales, v_biases)
 
@@ -342,8 +342,8 @@ class RecurrentCache(ArraysCache):
 
     def copy(self, lone: RecurrentCache, lane: int) -> None:
         """Give the cache of one sequence the committed state of a lane."""
-        own = (state if state is None else mx.contiguous(state[lane : lane + 1]) for state in self._committed)
-        lone.restore(list(own))
+        lane_of = slice(lane, lane + 1)
+        lone.restore([state if state is None else mx.contiguous(state[lane_of]) for state in self._committed])
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Keep these lanes in this order, in the state after the last pass and in the committed one."""

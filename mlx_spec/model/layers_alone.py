@@ -55,8 +55,8 @@ class Layer:
 
     def _rows(self, index: Sequence[int], *, side_by_side: bool = False) -> mx.array:
         """Return the outputs [rows, F] of one call with these rows."""
-        inputs = [mx.take(each, mx.array(list(index)), axis=self.axis) for each in self.inputs]
-        out = self.run(*(each.swapaxes(0, 1) for each in inputs) if side_by_side else inputs)
+        inputs = [mx.take(array, mx.array(list(index)), axis=self.axis) for array in self.inputs]
+        out = self.run(*(array.swapaxes(0, 1) for array in inputs) if side_by_side else inputs)
         return mx.moveaxis(out, 0 if side_by_side else self.axis, 0).reshape(len(index), -1)
 
 
@@ -159,7 +159,7 @@ def recorded(
     for call in calls:
         if isinstance(call.owner, nn.Module):
             axis = _row_axis(call.args[0], rows)
-            key = _kind(call.owner), call.method
+            key = _kernel_key(call.owner), call.method
             if axis is not None and key not in layers:
                 layers[key] = _layer(call, rows, axis, outputs)
         else:
@@ -173,7 +173,7 @@ def _recording(model: nn.Module) -> Iterator[list[Call]]:
     """Record the calls of all layers with a matrix, and of attention."""
     calls = list[Call]()
     owned = [m for m in model.modules() if isinstance(w := m.get("weight"), mx.array) and w.ndim > 1]
-    kinds = [type(module) for module in owned]
+    classes = [type(module) for module in owned]
     functions = [(mx.fast, "scaled_dot_product_attention")]
     functions += [(mlx_lm_base, "quantized_scaled_dot_product_attention")]
     originals = [vars(owner)[name] for owner, name in functions]
@@ -182,20 +182,20 @@ def _recording(model: nn.Module) -> Iterator[list[Call]]:
         calls.append(Call(owner, name, args, options))
         return original(*args, **options)
 
-    for module, kind in zip(owned, kinds, strict=True):
-        module.__class__ = type(kind.__name__, (Recorded, kind), {"calls": calls})
+    for module, module_class in zip(owned, classes, strict=True):
+        module.__class__ = type(module_class.__name__, (Recorded, module_class), {"calls": calls})
     for (owner, name), original in zip(functions, originals, strict=True):
         setattr(owner, name, partial(spy, original, owner, name))
     try:
         yield calls
     finally:
-        for module, kind in zip(owned, kinds, strict=True):
-            module.__class__ = kind
+        for module, module_class in zip(owned, classes, strict=True):
+            module.__class__ = module_class
         for (owner, name), original in zip(functions, originals, strict=True):
             setattr(owner, name, original)
 
 
-def _kind(module: nn.Module) -> object:
+def _kernel_key(module: nn.Module) -> object:
     """Return what layers that take the same kernels have in common."""
     arrays = ((name, a.shape, a.dtype) for name, a in sorted(module.items()) if isinstance(a, mx.array))
     return (
@@ -228,8 +228,8 @@ def _layer(call: Call, rows: int, axis: int, outputs: int) -> Layer:
         else:  # the experts of each row
             inputs.append(mx.random.randint(0, weight.shape[0], shape).astype(array.dtype))
     bits = f", {module.bits} bits" if "scales" in module else ""
-    kind = "the experts" if weight.ndim > 2 and len(inputs) > 1 else "a layer"
-    name = f"{kind} of {call.args[0].shape[-1]} x {weight.shape[-2]}{bits}, in {_words(call.args[0].dtype)}"
+    what = "the experts" if weight.ndim > 2 and len(inputs) > 1 else "a layer"
+    name = f"{what} of {call.args[0].shape[-1]} x {weight.shape[-2]}{bits}, in {_words(call.args[0].dtype)}"
     return Layer(name, partial(run, **call.options), inputs, axis)
 
 
@@ -262,7 +262,7 @@ def _quantized(
     values: mx.array,
     mask: mx.array | str | None,
 ) -> mx.array:
-    packed: Any = [mx.quantize(each, group_size=group_size, bits=bits) for each in (keys, values)]
+    packed: Any = [mx.quantize(array, group_size=group_size, bits=bits) for array in (keys, values)]
     attend: Run = mlx_lm_base.quantized_scaled_dot_product_attention
     scale = queries.shape[-1] ** -0.5
     return attend(queries, *packed, scale=scale, mask=mask, group_size=group_size, bits=bits)

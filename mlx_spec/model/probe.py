@@ -90,11 +90,11 @@ def _layers_of_all_kinds(model: nn.Module, target: LMTarget) -> int:
     if len(caches) != len(layers):
         return len(layers)
     windows = (cache.columns.window if isinstance(cache, AttentionCache) else 0 for cache in caches)
-    kinds = [
+    described = [
         (_numbers(layer), type(cache), window)
         for layer, cache, window in zip(layers, caches, windows, strict=True)
     ]
-    return 1 + max(kinds.index(kind) for kind in kinds)
+    return 1 + max(described.index(layer) for layer in described)
 
 
 def _numbers(layer: nn.Module) -> str:

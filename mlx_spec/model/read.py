@@ -52,10 +52,10 @@ def read_model(
             f"different models; {AGAIN}"
         )
     try:
-        with _searchable(checkpoint) as place:
+        with _searchable(checkpoint) as searched:
             hidden = without_longrope(config)
             model, loaded = load_model(
-                place, lazy=lazy, model_config={**changes, **hidden}, get_model_classes=classes
+                searched, lazy=lazy, model_config={**changes, **hidden}, get_model_classes=classes
             )
     except (*LOADING_ERRORS, SystemExit) as error:  # one file of mlx-lm exits if a package is missing
         raise BadCheckpoint(
@@ -86,12 +86,12 @@ def read_model(
 def _unread(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of config.json that may change logits and that the classes of a model do not read."""
     # A part of a model may be a class of ours that extends mlx-lm's.
-    modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if "mlx_lm." in kind.__module__]
+    modules = [sys.modules[base.__module__] for base in type(model).__mro__ if "mlx_lm." in base.__module__]
     source, windowed = "\n".join(map(source_of, modules)), RotatingKVCache | ChunkedKVCache
     caches: list[Any] = make_prompt_cache(model)
     windows = [
-        any(isinstance(part, windowed) for part in (each.caches if isinstance(each, CacheList) else [each]))
-        for each in caches
+        any(isinstance(c, windowed) for c in (cache.caches if isinstance(cache, CacheList) else [cache]))
+        for cache in caches
     ]
     return unread_keys(config, source) + unread_window(config, source, windows)
 
@@ -125,11 +125,11 @@ def _searchable(checkpoint: Checkpoint) -> Iterator[Path]:
     if escape(str(folder)) == str(folder) and {*map(str, files)} == {*glob(str(folder / WEIGHTS))}:
         yield folder
         return
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as links:
         for number, file in enumerate(files):
-            Path(place, f"model-{number:05}.safetensors").symlink_to(file.absolute())
+            Path(links, f"model-{number:05}.safetensors").symlink_to(file.absolute())
         configs = ("config.json", "generation_config.json", "hf_quant_config.json")  # that mlx-lm reads
         for name in configs:
             if (folder / name).is_file():
-                Path(place, name).symlink_to((folder / name).absolute())
-        yield Path(place)
+                Path(links, name).symlink_to((folder / name).absolute())
+        yield Path(links)

@@ -47,9 +47,9 @@ def apply_stated_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
     scaled = {layers: rope for layers, rope in stated.items() if rope["rope_type"] in SCALED}
     if not scaled:
         return
-    kind = str(text.get("model_type") or config.get("model_type"))
+    model_type = str(text.get("model_type") or config.get("model_type"))
     try:
-        _apply(model, text, stated, kind)
+        _apply(model, text, stated, model_type)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BadCheckpoint(
             f"config.json states the rotary parameters {list(scaled.values())}, which cannot be used "
@@ -58,27 +58,29 @@ def apply_stated_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
     for rope in filter(is_split, scaled.values()):
         original = rope["original_max_position_embeddings"]
         way = "long_factor holds for texts of all lengths, and transformers takes short_factor up to"
-        if kind not in ALWAYS_LONG:
+        if model_type not in ALWAYS_LONG:
             way = "the context ends where transformers would turn the whole text by long_factor, after"
         print(f"longrope of config.json: {way} {original} tokens", file=sys.stderr)
 
 
-def _apply(model: nn.Module, text: Mapping[str, Any], stated: Mapping[str | None, Any], kind: str) -> None:
-    kinds = list(text.get("layer_types") or [])
+def _apply(
+    model: nn.Module, text: Mapping[str, Any], stated: Mapping[str | None, Any], model_type: str
+) -> None:
+    layer_types = list(text.get("layer_types") or [])
     layer_of = {id(m): i for i, layer in enumerate(decoder_of(model).layers) for m in layer.modules()}
     owners = [owner for owner in rope_owners(model) if rotation_of(owner[ROPE]) is not None]
     # If a class of mlx-lm scales some embeddings, it means the others to be without.
     is_read = not all(map(_is_plain, (owner[ROPE] for owner in owners)))
     applied = 0
     for owner in owners:
-        rope, index = owner[ROPE], layer_of.get(id(owner), len(kinds))
-        params = stated.get(kinds[index] if index < len(kinds) else None) or stated.get(None)
+        rope, index = owner[ROPE], layer_of.get(id(owner), len(layer_types))
+        params = stated.get(layer_types[index] if index < len(layer_types) else None) or stated.get(None)
         if params is None or params["rope_type"] not in SCALED:
             continue
         made = rotation_of(rope)
         assert made is not None, "filtered above"
         dims = 2 * len(made.angles)
-        right = stated_rotation(params, dims, is_long=kind in ALWAYS_LONG and is_split(params))
+        right = stated_rotation(params, dims, is_long=model_type in ALWAYS_LONG and is_split(params))
         is_near = made.is_near(right)
         if _is_plain(rope) and not is_near:
             base = float(params["rope_theta"] or 10_000.0)
@@ -90,8 +92,8 @@ def _apply(model: nn.Module, text: Mapping[str, Any], stated: Mapping[str | None
     if not applied:
         raise BadCheckpoint(
             f"config.json states a {'/'.join(sorted({r['rope_type'] for r in stated.values()}))} rope, which "
-            f"mlx-lm's class for {kind} does not read: use another model, or remove it from config.json and "
-            "stay within the context of training"
+            f"mlx-lm's class for {model_type} does not read: use another model, or remove it from "
+            "config.json and stay within the context of training"
         )
 
 
@@ -103,7 +105,7 @@ def rotation_of(rope: Any) -> Rotation | None:
         return None
     factor = vars(rope).get("mscale", vars(rope).get("_scale", 1.0))
     with np.errstate(divide="ignore", over="ignore"):  # of a config.json that makes no sense
-        return Rotation(tuple(float(1 / each) for each in np.array(rope._freqs)), factor)
+        return Rotation(tuple(float(1 / wavelength) for wavelength in np.array(rope._freqs)), factor)
 
 
 def _is_plain(rope: Any) -> bool:

@@ -62,7 +62,8 @@ def measure_rows(
         rows += compared
         if most - 1 > drafted:
             best = replace(
-                candidate, limits=tuple((keys, min(most, each)) for keys, each in candidate.limits)
+                candidate,
+                limits=tuple((keys, min(most, rows_there)) for keys, rows_there in candidate.limits),
             )
             drafted = most - 1
         elif not best.limits:

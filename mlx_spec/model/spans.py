@@ -11,8 +11,8 @@ import mlx.nn as nn
 
 from mlx_spec.model.hooks import decoder_of
 from mlx_spec.model.layer_caches import Blocks
-from mlx_spec.model.places import placed
-from mlx_spec.prompt import Places, Sight, Span
+from mlx_spec.model.rotary import multi_axis_rope
+from mlx_spec.prompt import RotaryPositions, Sight, Span
 
 
 def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
@@ -34,13 +34,13 @@ def blocks_of(sight: Sight | None, spans: Sequence[Span], start: int, end: int) 
 def run_with_spans(
     model: Any,
     sight: Sight,
-    places: Places,
+    rotary: RotaryPositions,
     tokens: mx.array,
     start: int,
     spans: Sequence[Span],
     cache: Sequence[Any],
 ) -> mx.array:
-    """Return the logits [T, V] of tokens from position `start` on, with the rows of `spans` in their places.
+    """Return the logits [T, V] of tokens from position `start` on, with the rows of `spans`.
 
     The model gets the ids, too. Its per-layer embeddings, if it has any, read the pad token in spans.
     """
@@ -58,7 +58,7 @@ def run_with_spans(
             at += [embedded[done:low], rows.astype(embedded.dtype)]
             done = high
         inputs, embeddings = mx.concatenate([*ids, tokens[done:]]), mx.concatenate([*at, embedded[done:]])
-        with placed(model, places, start, start + tokens.size):
+        with multi_axis_rope(model, rotary, start, start + tokens.size):
             logits: mx.array = model(inputs[None], cache=cache, input_embeddings=embeddings[None])[0]
     return logits
 

@@ -11,7 +11,6 @@ import mlx.nn as nn
 
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.checkpoints import RewindPoint, RewindPoints, cuts
 from mlx_spec.model.fork_rows import ForkRows, Lane
 from mlx_spec.model.hooks import (
     SharedKV,
@@ -23,10 +22,11 @@ from mlx_spec.model.hooks import (
     take_outputs,
 )
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
+from mlx_spec.model.rewind_points import RewindPoint, RewindPoints, cuts
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.spans import blocks_of, run_with_spans, spans_between
 from mlx_spec.model.tree import Tree, TreeCacheView, model_obstacle, tree_of
-from mlx_spec.prompt import Places, Sight, Span
+from mlx_spec.prompt import RotaryPositions, Sight, Span
 from mlx_spec.types import CacheState, Features, FeatureSpec, KVRows
 
 MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more get a separate pass
@@ -69,11 +69,11 @@ class LMTarget(ForkRows):
         self._caches = Caches.of_model(self._model, self._kv_bits)
         self._size = 0
         self._from_prompt = 0  # how many of the first tokens were written as a prompt
-        self._places = Places()
+        self._rotary = RotaryPositions()
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._checkpoints = RewindPoints()
+        self._rewind_points = RewindPoints()
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane = None  # returns the batch's caches and the lane, while it has them
         self._copies = []
@@ -83,9 +83,9 @@ class LMTarget(ForkRows):
         return self._size
 
     @property
-    def places(self) -> Places:
+    def rotary(self) -> RotaryPositions:
         """Return the rotary positions beside pictures."""
-        return self._places
+        return self._rotary
 
     @property
     def uncommitted(self) -> int:
@@ -98,7 +98,7 @@ class LMTarget(ForkRows):
 
     @property
     def is_recurrent(self) -> bool:
-        """Return True if its state follows one path, and rollback needs a checkpoint."""
+        """Return True if its state follows one path, and rollback needs a rewind point."""
         return self._recurrent
 
     @property
@@ -113,14 +113,14 @@ class LMTarget(ForkRows):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches, with checkpoints."""
+        """Return the bytes of the caches, with rewind points."""
         return sum(array.nbytes for array in self._caches.arrays()) + sum(self.pinned.values())
 
     @property
     def pinned(self) -> dict[int, int]:
-        """Return the bytes of the arrays that only checkpoints have, by a number that forks share."""
+        """Return the bytes of the arrays that only rewind points have, by a number that forks share."""
         present = {id(array) for array in self._caches.arrays()}
-        blocks = self._checkpoints.blocks().values()
+        blocks = self._rewind_points.blocks().values()
         return {id(b): b.nbytes for b in blocks if b.arrays() and id(b.arrays()[0]) not in present}
 
     @property
@@ -170,22 +170,22 @@ class LMTarget(ForkRows):
     def _begin_prefill(
         self, tokens: Sequence[int], spans: Sequence[Span], ends_prompt: bool
     ) -> tuple[Features, list[RewindPoint]]:
-        """Write a chunk. Return its features, not evaluated, and the checkpoints within it.
+        """Write a chunk. Return its features, not evaluated, and the rewind points within it.
 
         A recurrent state is kept where a pass ends. Each pass reads all weights, so there are few.
         """
         rows, points = mx.array(list(tokens), dtype=mx.int32), list[RewindPoint]()
         if spans:  # of a text, nothing is kept that has any
-            self._places = Places.of(self._sight, spans)
+            self._rotary = RotaryPositions.of(self._sight, spans)
         start, low = self._size, 0
         ends = (
-            cuts(self._checkpoints.wanted, start, start + len(tokens), spans, ends_prompt)
+            cuts(self._rewind_points.wanted, start, start + len(tokens), spans, ends_prompt)
             if self._recurrent
             else []
         )
-        for size, kind in ends:
+        for size, reason in ends:
             self._write(rows[low : size - start], reads_prompt=True, spans=spans)
-            points.append(self._caches.checkpoint(size, kind))
+            points.append(self._caches.rewind_point(size, reason))
             low = size - start
         self._write(rows[low:], reads_prompt=True, spans=spans)
         if not self._needs.prompt_hidden:
@@ -200,45 +200,45 @@ class LMTarget(ForkRows):
         mx.eval([point.arrays() for point in points], self._caches.arrays(), hidden)
         self.count(count, reads_prompt=True)
         self._commit_all()
-        self.keep_places(count, points, ends_prompt=ends_prompt)
+        self.keep_rewind_points(count, points, ends_prompt=ends_prompt)
         return features
 
     def pin_at(self, sizes: Sequence[int], length: int = 0, opening: int = 0) -> None:
-        """Keep checkpoints at these sizes of a prompt of that `length`, too. A rewind forgets them.
+        """Keep rewind points at these sizes of a prompt of that `length`, too. A rewind forgets them.
 
         Other prompts are expected to part from it in its `opening`: the tokens before the end of a turn.
         """
-        self._checkpoints.pin_at(sizes, length, opening)
+        self._rewind_points.pin_at(sizes, length, opening)
 
-    def keep_places(
+    def keep_rewind_points(
         self, count: int, points: Sequence[RewindPoint] = (), *, ends_prompt: bool = True, apart: int = 1024
     ) -> None:
-        """Keep checkpoints at wanted places among the last `count` tokens, `points`, and perhaps the end."""
+        """Keep `points`, the wanted ones among the last `count` tokens, and perhaps one at the end."""
         if self._recurrent or self._caches.has_windows:
             first = max(self._caches.first_size(), self._size - count + 1)
-            sizes, make = (first, self._size), self._caches.checkpoint
-            self._checkpoints.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
+            sizes, make = (first, self._size), self._caches.rewind_point
+            self._rewind_points.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
 
     @property
-    def checkpoints(self) -> RewindPoints:
-        """Return the places that `rewind` can return to after rows are gone."""
-        return self._checkpoints
+    def rewind_points(self) -> RewindPoints:
+        """Return the points that `rewind` can return to after rows are gone."""
+        return self._rewind_points
 
-    def drop_place(self, size: int) -> None:
-        """Drop the checkpoint at a size."""
-        self._checkpoints.drop(size)
+    def drop_rewind_point(self, size: int) -> None:
+        """Drop the rewind point at a size."""
+        self._rewind_points.drop(size)
 
     def slack(self) -> int:
         """Return the bytes that `trim` frees."""
-        return self._caches.slack(self._checkpoints.blocks())
+        return self._caches.slack(self._rewind_points.blocks())
 
     def trim(self) -> None:
-        """Free buffers that no token needs, and rows that checkpoints have. `rewind` gives them back."""
+        """Free buffers that no token needs, and rows that rewind points have. `rewind` gives them back."""
         self._refer()
-        if self._caches.has_windows and not self._recurrent and self._checkpoints.parked is None:
-            self._checkpoints.park(self._caches.drop_windows(self._checkpoints.blocks()))
+        if self._caches.has_windows and not self._recurrent and self._rewind_points.parked is None:
+            self._rewind_points.park(self._caches.drop_windows(self._rewind_points.blocks()))
         self._caches.trim()
-        mx.eval(self._caches.arrays(), [place.arrays() for *_, place in self._checkpoints.reach()])
+        mx.eval(self._caches.arrays(), [point.arrays() for *_, point in self._rewind_points.reach()])
 
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
@@ -287,7 +287,7 @@ class LMTarget(ForkRows):
         if self._replay.size:
             self._write_replay()
         self._batch_kv, self._lane = shared_kv, lane
-        self._caches.shifts = [self._places.shift(self._size)]
+        self._caches.shifts = [self._rotary.shift(self._size)]
         return self._caches
 
     def attach(self, replay: mx.array) -> Caches:
@@ -335,23 +335,23 @@ class LMTarget(ForkRows):
     def rewind(self, size: int) -> int:
         """Keep at most the first `size` tokens. Return the number kept, fewer if rows are gone.
 
-        If the rows are gone, the target returns to the last checkpoint from which that is exact, or to the
+        If the rows are gone, the target returns to the last rewind point from which that is exact, or to the
         start.
         """
         assert not self._uncommitted, "rewind with uncommitted rows"
-        size, checkpoints = min(size, self._last_reusable), self._checkpoints
-        if size < self._size or self._checkpoints.parked is not None:
-            place, kept = self._place(size)
+        size, rewind_points = min(size, self._last_reusable), self._rewind_points
+        if size < self._size or self._rewind_points.parked is not None:
+            point, kept = self._rewind_point(size)
             self.hold_rows(kept)
             if not kept:
                 self.forget()
-            elif place is not None:
-                self._caches.restore(place)
+            elif point is not None:
+                self._caches.restore(point)
             written = self._caches.sizes[0]
             self._caches.sizes = [min(kept, written)]
             self._size, self._replay = kept, self._replay[: max(kept - written, 0)]
-        self._checkpoints = checkpoints.before(self._size)  # other tokens may follow
-        self._places = self._places.before(self._size)
+        self._rewind_points = rewind_points.before(self._size)  # other tokens may follow
+        self._rotary = self._rotary.before(self._size)
         self._from_prompt = min(self._from_prompt, self._size)
         return self._size
 
@@ -362,16 +362,18 @@ class LMTarget(ForkRows):
         for `more` tokens. Rows are copied by `copies`, or when they are needed.
         """
         origin._refer()
-        place, kept = origin._place(min(size, origin._last_reusable))
+        point, kept = origin._rewind_point(min(size, origin._last_reusable))
         if not kept:
             return 0
         caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
-        written = min(kept, caches.sizes[lane] if place is None else place.size)
-        self._caches.fork(caches.full_rows(lane, written), place or caches.checkpoint(written), written, more)
+        written = min(kept, caches.sizes[lane] if point is None else point.size)
+        self._caches.fork(
+            caches.full_rows(lane, written), point or caches.rewind_point(written), written, more
+        )
         self._size, self._from_prompt = kept, min(origin._from_prompt, kept)
         self._replay = origin._replay[: kept - written]
-        self._places = origin._places.before(kept)
-        self._checkpoints = origin._checkpoints.before(kept)
+        self._rotary = origin._rotary.before(kept)
+        self._rewind_points = origin._rewind_points.before(kept)
         self.compute_later(self._caches.arrays())
         return kept
 
@@ -380,23 +382,23 @@ class LMTarget(ForkRows):
         last = self._last_reusable
         return [(low, min(high, last)) for low, high, _ in self._reached() if low <= last]
 
-    def _place(self, size: int) -> tuple[RewindPoint | None, int]:
-        """Return the place that keeps most of `size` tokens, None for the present one; and how many."""
-        kept = [(min(size, high), place) for low, high, place in self._reached() if low <= size]
-        size, place = max(kept, key=lambda each: each[0], default=(0, None))
-        return None if place is None else place.cut(size), size
+    def _rewind_point(self, size: int) -> tuple[RewindPoint | None, int]:
+        """Return the point that keeps most of `size` tokens, None for the present end; and how many."""
+        kept = [(min(size, high), point) for low, high, point in self._reached() if low <= size]
+        size, point = max(kept, key=lambda pair: pair[0], default=(0, None))
+        return None if point is None else point.cut(size), size
 
     def _reached(self) -> list[tuple[int, int, RewindPoint | None]]:
-        """Return the ranges of sizes that the present place and the checkpoints give back, and the places.
+        """Return the ranges of sizes that the present end (None) and the rewind points give back.
 
         Windows and states are not in these caches while a batch has them.
         """
         present = list[tuple[int, int, None]]()
-        if self._lane is None and self._checkpoints.parked is None:
+        if self._lane is None and self._rewind_points.parked is None:
             present = [(self._caches.first_size(), self._size, None)]
         elif not self._recurrent and not self._caches.has_windows:
             present = [(0, self._size, None)]
-        return [*present, *self._checkpoints.reach()]
+        return [*present, *self._rewind_points.reach()]
 
     @property
     def _last_reusable(self) -> int:
@@ -404,16 +406,16 @@ class LMTarget(ForkRows):
         return self._from_prompt if self._caches.prompts_see_further else self._size
 
     def state(self) -> CacheState:
-        """Return the content of the caches ("@0") and of the checkpoints, all committed."""
+        """Return the content of the caches ("@0") and of the rewind points, all committed."""
         self._refer()
-        if (parked := self._checkpoints.parked) is not None:
+        if (parked := self._rewind_points.parked) is not None:
             self._caches.restore(parked)
-            self._checkpoints.park(None)
-        placed = [number for span in self._places.before(self._size).spans for number in span]
+            self._rewind_points.park(None)
+        rotary = [number for span in self._rotary.before(self._size).spans for number in span]
         replay = cast(list[int], self._replay.tolist())
-        numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": placed}
-        parts = self._checkpoints.state()
-        return CacheState.join({"all": CacheState(numbers=numbers), "@0": self._caches.state(), **parts})
+        numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": rotary}
+        points = self._rewind_points.state()
+        return CacheState.join({"all": CacheState(numbers=numbers), "@0": self._caches.state(), **points})
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model. This target must be new."""
@@ -422,9 +424,9 @@ class LMTarget(ForkRows):
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
         of_span = iter(numbers["places"])
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
-        self._places = Places(self._sight.axes if self._sight else (), spans)
+        self._rotary = RotaryPositions(self._sight.axes if self._sight else (), spans)
         self._caches.load(state.part("@0"))
-        self._checkpoints = RewindPoints.load(state)
+        self._rewind_points = RewindPoints.load(state)
 
     def _commit_all(self) -> None:
         """Keep all rows that the caches hold, and the rows of `_replay`."""
@@ -461,7 +463,7 @@ class LMTarget(ForkRows):
         spans = spans_between(spans, start, end)
         blocks = blocks_of(self._sight, spans, start, end)
         in_all = self._sight is not None and self._sight.together == "all"
-        self._caches.shifts = [self._places.shift(start)]
+        self._caches.shifts = [self._rotary.shift(start)]
         self._caches.begin(rows.size, reads_prompt=reads_prompt, blocks=blocks, in_all=in_all)
         views = None
         if tree is not None:
@@ -469,12 +471,12 @@ class LMTarget(ForkRows):
         cache = self._caches.for_model(views)
         if spans:
             assert self._sight is not None, "this target reads text alone"
-            logits = run_with_spans(self._model, self._sight, self._places, rows, start, spans, cache)
+            logits = run_with_spans(self._model, self._sight, self._rotary, rows, start, spans, cache)
         else:
             logits = self._model(rows[None], cache=cache)[0]
         self._caches.drop(padding)
         end = before + tokens.size
-        self._captured.append([each[0, before:end] for each in take_outputs(self._captures)])
+        self._captured.append([outputs[0, before:end] for outputs in take_outputs(self._captures)])
         return logits[before:end] if before or padding else logits
 
     def _features(self, keep: int) -> Features:
@@ -482,7 +484,7 @@ class LMTarget(ForkRows):
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
             for h in zip(*self._captured, strict=True)
         ]
-        return features_of(self._needs, hidden, self.shared_kv, self._places)
+        return features_of(self._needs, hidden, self.shared_kv, self._rotary)
 
     def shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""

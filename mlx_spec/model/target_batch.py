@@ -128,7 +128,7 @@ class TargetBatch:
     def leave(self, index: int, *, keep: bool, read: int = 0) -> None:
         """Remove a target; the last one takes its index. With `keep` it gets its caches back.
 
-        If `read` tokens of a prompt were read, up to its end, it also keeps checkpoints.
+        If `read` tokens of a prompt were read, up to its end, it also keeps rewind points.
         """
         origin, replay = self._origins[index], self._replays[index]
         if not keep:
@@ -142,19 +142,22 @@ class TargetBatch:
         self._captured = [hidden[mx.array(lanes, dtype=mx.int32)] for hidden in self._captured]
         self._caches.leave(index, origin.attach(replay) if keep else None)
         if read:
-            origin.keep_places(read)
+            origin.keep_rewind_points(read)
 
     def prefill(self, tokens: mx.array, sizes: Sequence[int]) -> list[Features]:
         """Write and commit tokens of prompts [R], without logits; `sizes` are the rows of each target.
 
-        Returns their features, evaluated. Not for recurrent targets, whose checkpoints would be missing.
+        Returns their features, evaluated. Not for recurrent targets, whose rewind points would be missing.
         """
         self._write(tokens, sizes, [0] * len(sizes), reads_prompt=True)
         if not self._needs.prompt_hidden:
             self._captured = []  # before they are computed
         features = self._commit(sizes, reads_prompt=True)
         hidden = [
-            array for each in features for array in (*each.hidden, each.final_hidden) if array is not None
+            array
+            for of_one in features
+            for array in (*of_one.hidden, of_one.final_hidden)
+            if array is not None
         ]
         mx.eval(self._caches.arrays(), hidden)
         return features
@@ -231,8 +234,8 @@ class TargetBatch:
         features = []
         for i, (origin, replay, count) in enumerate(zip(self._origins, replays, keep, strict=True)):
             origin.count(count, reads_prompt=reads_prompt)
-            hidden = [each[i, replay.size : replay.size + count] for each in captured]
-            features.append(features_of(self._needs, hidden, origin.shared_kv, origin.places))
+            hidden = [outputs[i, replay.size : replay.size + count] for outputs in captured]
+            features.append(features_of(self._needs, hidden, origin.shared_kv, origin.rotary))
         return features
 
     def _shared_kv(self, origin: LMTarget) -> Mapping[str, KVRows]:

@@ -50,7 +50,7 @@ class Tree:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return for every row how many likelier guesses there are for its place, [T]."""
+        """Return for every row how many likelier guesses follow the same row, [T]."""
         return (0, *(self.parents[:j].count(row) for j, row in enumerate(self.parents)))
 
     @cached_property
@@ -80,7 +80,7 @@ class Tree:
         return rows
 
     def earlier_siblings(self) -> list[list[bool]]:
-        """Return [K, K]: True where the column's token is an earlier guess for the same place."""
+        """Return [K, K]: True where the column's token is an earlier guess after the same row."""
         numbered = list(enumerate(self.parents))
         return [[row == other and i < j for i, other in numbered] for j, row in numbered]
 
@@ -93,24 +93,24 @@ def tree_of(parents: tuple[int, ...]) -> Tree:
 
 @dataclass(frozen=True)
 class TreeTemplate:
-    """Places for draft tokens, the likeliest first: the first n of them are a tree for every n."""
+    """Nodes for draft tokens, the likeliest first: the first n of them are a tree for every n."""
 
-    paths: tuple[tuple[int, ...], ...]  # each place as the ranks on the path to it
+    paths: tuple[tuple[int, ...], ...]  # each node as the ranks on the path to it
     reach: tuple[float, ...]  # probability that the whole path is accepted
 
     def tree(self, nodes: int) -> Tree:
-        """Return the tree of the first `nodes` places, in depth-first order."""
+        """Return the tree of the first `nodes` nodes, in depth-first order."""
         ordered = [(), *sorted(self.paths[:nodes])]
         return tree_of(tuple(ordered.index(path[:-1]) for path in ordered[1:]))
 
 
 def tree_template(nodes: int, rates: Sequence[Sequence[float]]) -> TreeTemplate:
-    """Return the likeliest `nodes` places. `rates[depth][rank]`: acceptance of a guess, best rank first.
+    """Return the likeliest `nodes` nodes. `rates[depth][rank]`: acceptance of a guess, best rank first.
 
     Medusa builds its trees like this (arXiv:2401.10774), from counts over a calibration text.
     """
     paths, reach = list[tuple[int, ...]](), list[float]()
-    front: dict[tuple[int, ...], float] = {(0,): rates[0][0]}  # places next to the chosen ones
+    front: dict[tuple[int, ...], float] = {(0,): rates[0][0]}  # nodes next to the chosen ones
     while front and len(paths) < nodes:
         best = max(front, key=lambda path: front[path])
         likely = front.pop(best)
@@ -206,8 +206,8 @@ def rope_obstacle(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
         inner = rope.layer if isinstance(rope, RowwiseRope) else rope
         if not _rotates_rows_independently(inner):
             holders = (i for i, layer in enumerate(layers) if any(m is owner for m in layer.modules()))
-            place = next((f"layer {i}" for i in holders), "a module outside the layers")
-            return f"{place} has positions by {type(inner).__name__}"
+            owner_name = next((f"layer {i}" for i in holders), "a module outside the layers")
+            return f"{owner_name} has positions by {type(inner).__name__}"
     return None
 
 
@@ -243,7 +243,7 @@ def rope_owners(model: nn.Module) -> list[nn.Module]:
 def _rotates_rows_independently(rope: Any) -> bool:
     if isinstance(rope, rope_utils.DynamicNTKScalingRoPE):  # its frequencies depend on the longest position
         return False
-    known = (kind.__module__ == rope_utils.__name__ for kind in type(rope).mro())
+    known = (base.__module__ == rope_utils.__name__ for base in type(rope).mro())
     return isinstance(rope, nn.RoPE) or any(known)
 
 

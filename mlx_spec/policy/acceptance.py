@@ -39,7 +39,7 @@ class Rates:
         reach = np.ones((len(LEVELS), MAX_DRAFT_TOKENS + 1))
         reach[:, 1:] = np.cumprod(rates, axis=1)
         missed = reach[:, :-1] * (1 - rates)
-        likelihoods = [[list(map(float, column)) for column in each.T] for each in (reach, missed)]
+        likelihoods = [[list(map(float, column)) for column in table.T] for table in (reach, missed)]
         by_position = [list(map(float, column)) for column in rates.T]
         return cls(by_position, np.cumsum(reach, axis=1), likelihoods)
 

@@ -24,7 +24,8 @@ from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy import saved_costs
 from mlx_spec.policy.acceptance import Belief, DrafterStatistics
-from mlx_spec.policy.costs import BadCosts, CostModel, Costs, Floats, RoundCosts, Table, best_length
+from mlx_spec.policy.ahead_costs import AheadCosts
+from mlx_spec.policy.costs import EPSILON, LEAST_LOSS, BadCosts, CostModel, Costs, Floats, Table, best_length
 from mlx_spec.policy.ratios import Ratios
 from mlx_spec.policy.saved_costs import Key
 from mlx_spec.types import MAX_DRAFT_TOKENS, Cost, Decision, DraftChoice, Reason, RequestDrafter, Round
@@ -33,10 +34,8 @@ Clock = Callable[[], float]
 Reach = Callable[[], Sequence[float]]
 Available = Callable[[Sequence[int]], int]  # how many tokens a drafter can draft after a history
 
-EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
-BUFFER = 3.0  # plain tokens that drafting may lose beyond that
+BUFFER = 3.0  # plain tokens that drafting may lose beyond EPSILON
 PROBE_SHARE = 0.005  # share of the time for probes
-LEAST_LOSS = 0.01  # plain tokens or rounds: the least loss that is assumed of a probe
 TICK = 1e-6  # seconds: the least time of a round, because a clock may stand still
 
 _log = logging.getLogger("mlx_spec")
@@ -64,10 +63,11 @@ class Proposal:
         self,
         acceptance: DrafterStatistics,
         reach: Reach | None = None,
-        request: RequestDrafter | None = None,
+        request_drafter: RequestDrafter | None = None,
         draftable: Available | None = None,
     ) -> None:
-        self.belief, self.reach, self.request, self._draftable = Belief(acceptance), reach, request, draftable
+        self.belief, self.reach, self._draftable = Belief(acceptance), reach, draftable
+        self.request_drafter = request_drafter
         self.verified = False  # one of its drafts was verified in this answer
 
     def expected_tokens(self) -> Floats:
@@ -75,8 +75,8 @@ class Proposal:
         if self.reach is None:
             return self.belief.expected_tokens()
         reach = np.zeros(MAX_DRAFT_TOKENS + 1)
-        own = list(self.reach())[:MAX_DRAFT_TOKENS]
-        reach[1 : len(own) + 1] = own
+        beginning = list(self.reach())[:MAX_DRAFT_TOKENS]
+        reach[1 : len(beginning) + 1] = beginning
         return 1 + np.cumsum(reach)
 
     def first_rate(self) -> float:
@@ -85,9 +85,9 @@ class Proposal:
 
     def available(self, history: Sequence[int], queued: bool) -> int:
         """Return how many tokens it may draft at most; a queued token takes the place of the first one."""
-        if self.request is None:
+        if self.request_drafter is None:
             return MAX_DRAFT_TOKENS
-        return min(self.request.available(history) - queued, MAX_DRAFT_TOKENS)
+        return min(self.request_drafter.available(history) - queued, MAX_DRAFT_TOKENS)
 
     def available_now(self, history: Sequence[int]) -> int:
         """Return how many tokens it can draft if no token is queued, as far as it knows beforehand."""
@@ -173,7 +173,7 @@ class AdaptivePolicy:
                 others.append(index)
         paying.sort(reverse=True)
         limits = [(i, self._limit(i, length, costs, ahead), ahead) for _, i, length, ahead in paying]
-        choices = tuple(self.choice(*each) for each in limits if each[1])
+        choices = tuple(self.choice(*limit) for limit in limits if limit[1])
         hopeful = [i for i in others if _could_pay(self._proposals[i].belief.shared, costs, i, most)]
         probes = tuple(self.choice(i, 1) for i in hopeful if self._idle and self._probe_due(i, costs))
         if len(hopeful) < len(others) and not self._too_dear:
@@ -193,9 +193,9 @@ class AdaptivePolicy:
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
         """Return the fastest draft length of a drafter, its speed, and `DraftChoice.ahead`."""
-        tokens, own = self._proposals[index].expected_tokens(), self._shared.own_costs.get(index)
-        if own is not None:
-            return own.best(tokens, costs, index, limit)
+        tokens, ahead_costs = self._proposals[index].expected_tokens(), self._shared.ahead_costs.get(index)
+        if ahead_costs is not None:
+            return ahead_costs.best(tokens, costs, index, limit)
         return *best_length(tokens, costs.rounds(index), limit), False
 
     def _reason_on(self) -> Reason:
@@ -219,7 +219,7 @@ class AdaptivePolicy:
             length -= 1
         while length:
             seconds = costs.seconds(index, length) + self._cost_of_repeated_draft(index, length, costs)
-            seconds += self._shared.own_costs[index].extra(costs, length) if ahead else 0.0
+            seconds += self._shared.ahead_costs[index].extra(costs, length) if ahead else 0.0
             if account.affords(seconds / costs.plain, wait):
                 break
             length -= 1
@@ -267,11 +267,11 @@ class AdaptivePolicy:
 
     def _observe_costs(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> float:
         """Learn from the seconds of a draft and its pass. Return the seconds to charge."""
-        own = self._shared.own_costs.get(drafter)
-        if own is None:
+        ahead_costs = self._shared.ahead_costs.get(drafter)
+        if ahead_costs is None:
             return costs.observe_round(drafter, round.nodes or round.drafted, seconds)
         ahead = any(choice.ahead for choice in self._choices if choice.drafter_index == drafter)
-        return own.observe(round, costs, drafter, seconds, ahead)
+        return ahead_costs.observe(round, costs, drafter, seconds, ahead)
 
     def _learn(self, proposal: Proposal, round: Round) -> None:
         if proposal.reach is None:
@@ -303,7 +303,7 @@ class AdaptivePolicies:
     """Makes the adaptive policies of a pair, and holds the state that its sequences share.
 
     `names` are its drafters in order. Drafters in `copying` copy text in no time. Drafters in
-    `own_costs` measure the costs of their own rounds; this has no effect on copying ones. Drafters in
+    `ahead_costs` measure the costs of their own rounds; this has no effect on copying ones. Drafters in
     `together` draft for several sequences in one pass. With `key` and `folder`, costs are loaded from a file
     and saved there.
     """
@@ -313,7 +313,7 @@ class AdaptivePolicies:
         names: Sequence[str],
         copying: Collection[str] = (),
         *,
-        own_costs: Mapping[str, RoundCosts] = MappingProxyType({}),
+        ahead_costs: Mapping[str, AheadCosts] = MappingProxyType({}),
         together: Collection[str] = (),
         key: Key | None = None,
         folder: Path | None = None,
@@ -322,7 +322,7 @@ class AdaptivePolicies:
         self.copying = frozenset(index for index, name in enumerate(names) if name in copying)
         self.together = frozenset(index for index, name in enumerate(names) if name in together)
         timed = [(i, name) for i, name in enumerate(names) if i not in self.copying]
-        self.own_costs = {i: own_costs[name] for i, name in timed if name in own_costs}
+        self.ahead_costs = {i: ahead_costs[name] for i, name in timed if name in ahead_costs}
         self.acceptance = [DrafterStatistics() for _ in names]
         self.account, self.ratios = Account(), Ratios()
         self.rows = RowClass()  # the passes that drafts may take
@@ -429,8 +429,8 @@ class FixedPolicy:
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:
         names = enumerate((*self._names, *(drafter.name for drafter in request_drafters)))
         choices = [DraftChoice(index, self.length, name, self._ahead) for index, name in names if self.length]
-        own = len(self._names)
-        choices = [*choices[own:], *choices[:own]]
+        of_pair = len(self._names)
+        choices = [*choices[of_pair:], *choices[:of_pair]]
         cost = None if self._ratios is None else self._cost
         self._decision = Decision(tuple(choices), self._reason, cost=cost)
         self._queued = False  # the next token is queued

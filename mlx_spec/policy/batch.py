@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from mlx_spec.policy.acceptance import LEVELS
 from mlx_spec.policy.adaptive import (
     BUFFER,
-    EPSILON,
     PROBE_SHARE,
     TICK,
     AdaptivePolicies,
@@ -33,7 +32,7 @@ from mlx_spec.policy.adaptive import (
     Clock,
     Reach,
 )
-from mlx_spec.policy.costs import CostModel, Floats, best_length, interpolate
+from mlx_spec.policy.costs import EPSILON, CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
     MAX_DRAFT_TOKENS,
     Cost,
@@ -198,7 +197,7 @@ class BatchPolicy:
     ) -> None:
         self._shared, self._passes, self._clock = shared, passes, clock
         self._plan: Plan | None = None  # None if nothing is known of costs
-        self._own: Sequence[DraftLengthPolicy] = ()  # policies that decided for themselves
+        self._alone: Sequence[DraftLengthPolicy] = ()  # policies that decided for themselves
         self._queued = 0  # sequences whose next token is queued
         self._done = 0.0  # time of the end of the last round
 
@@ -207,24 +206,24 @@ class BatchPolicy:
     ) -> list[Decision]:
         """Return the lengths with the most expected tokens per second of all sequences together."""
         adaptive = [policy for policy in policies if isinstance(policy, MemberPolicy)]
-        began, count, self._plan, self._own = self._clock(), len(policies), None, ()
+        began, count, self._plan, self._alone = self._clock(), len(policies), None, ()
         if len(adaptive) < count:
-            self._own = policies
-            return [policy.decide(each) for policy, each in zip(policies, histories, strict=True)]
+            self._alone = policies
+            return [policy.decide(history) for policy, history in zip(policies, histories, strict=True)]
         if self._shared.costs is None:
             return [Decision((), Reason.LEARNING)] * count
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
         pairs = zip(adaptive, histories, strict=True)
         candidates = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
-        drafters = [each[0][0] for each in candidates if each]
+        drafters = [history[0][0] for history in candidates if history]
         seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
         # If not even plain passes of these sequences are in one class, drafts change nothing about that.
         rows = self._shared.rows.most_shared([len(history) - 1 for history in histories])
         most = rows - 1 if rows else MAX_DRAFT_TOKENS
         lengths, reason = self._lengths(adaptive, candidates, costs, seconds, most)
         choices = [
-            tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in each if length)
-            for policy, each, length in zip(adaptive, candidates, lengths, strict=True)
+            tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in history if length)
+            for policy, history, length in zip(adaptive, candidates, lengths, strict=True)
         ]
         plain = float(seconds[0])
         self._plan = Plan(adaptive, choices, costs, seconds, plain, began)
@@ -255,7 +254,7 @@ class BatchPolicy:
         if most < 1:
             return [0] * len(policies), Reason.EXACT
         count, plain, wait = len(policies), float(seconds[0]), costs.host / float(seconds[0])
-        pairs = [(policy, each[0]) for policy, each in zip(policies, candidates, strict=True) if each]
+        pairs = [(policy, of_one[0]) for policy, of_one in zip(policies, candidates, strict=True) if of_one]
         firsts = [first for _, first in pairs]
         if not firsts:
             return [0] * count, Reason.WAITING
@@ -267,11 +266,11 @@ class BatchPolicy:
         if limit:
             length, speed = best_length(tokens, seconds, limit)
             if speed * plain > (1 + EPSILON) * count:
-                return [self._own_length(each, length, speed, costs) for each in candidates], Reason.PAYS
+                return [self._length_of(of_one, length, speed, costs) for of_one in candidates], Reason.PAYS
         # Even high costs allow a probe: they may be wrong, if measured beside other programs.
         loss = max(count * (float(seconds[1]) + costs.host) / plain - float(tokens[1]), 0.01)
         if limit and min(policy.idle_tokens(index) for policy, (index, _) in pairs) * PROBE_SHARE >= loss:
-            return [int(bool(each)) for each in candidates], Reason.PROBE
+            return [int(bool(of_one)) for of_one in candidates], Reason.PROBE
         best = BEST_TOKENS * len(firsts) + count - len(firsts)
         if best_length(best, seconds, most)[1] * plain <= (1 + EPSILON) * count:
             return [0] * count, Reason.COST
@@ -279,7 +278,7 @@ class BatchPolicy:
 
     def observe(self, rounds: Sequence[Round | None]) -> None:
         """Learn from the finished round of each sequence; None if it failed."""
-        for policy, round in zip(self._own, rounds, strict=False):
+        for policy, round in zip(self._alone, rounds, strict=False):
             if round is not None:
                 policy.observe(round)
         now, plan, count = self._clock(), self._plan, len(rounds)
@@ -296,7 +295,7 @@ class BatchPolicy:
         """Return the time of a round in plain rounds. Learn the cost of its pass."""
         if longest:
             seconds = max(now - plan.began, TICK)
-            drafters = [each[0].drafter_index for each in plan.choices if each]
+            drafters = [choices[0].drafter_index for choices in plan.choices if choices]
             drafting = float(self._drafting(plan.costs, drafters)[longest])
             self._passes.observe(plan.costs, count, longest, max(seconds - drafting, 0.1 * seconds))
             plan.costs.allow_longer(longest)
@@ -317,7 +316,7 @@ class BatchPolicy:
             seconds += count * _draft_seconds(costs, index)
         return seconds
 
-    def _own_length(
+    def _length_of(
         self, candidates: list[tuple[int, Floats]], longest: int, speed: float, costs: CostModel
     ) -> int:
         """Return the draft length of one sequence, up to `longest`.
@@ -329,8 +328,8 @@ class BatchPolicy:
             return 0
         index, tokens = candidates[0]
         alone = index not in self._shared.together
-        gains = tokens - alone * speed * _draft_seconds(costs, index)[: len(tokens)]
-        return int(gains[: longest + 1].argmax())
+        net_tokens = tokens - alone * speed * _draft_seconds(costs, index)[: len(tokens)]
+        return int(net_tokens[: longest + 1].argmax())
 
 
 def _best_first(candidates: list[tuple[int, Floats]], costs: CostModel) -> list[tuple[int, Floats]]:

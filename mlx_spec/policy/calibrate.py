@@ -90,7 +90,7 @@ class Stopwatch:
             size, known, unknown = name, self._passes, self.token_s
         else:
             size, known, unknown = name[1], self._drafts.get(name[0], {}), self.bound(1)
-        return min((s * max(size / each, 1) for each, s in known.items()), default=size * unknown)
+        return min((s * max(size / rows, 1) for rows, s in known.items()), default=size * unknown)
 
 
 def measure(
@@ -215,7 +215,7 @@ def _lower_quartiles(
     turns: list[dict[Name, float]] = [{}]  # samples that were taken one after the other
     least = {"plain", "host", *ROWS[:2], *(name for name in required if _size(name) == DRAFTED[0])}
     for name, job in {**required, **optional}.items():
-        bound, sizes = watch.bound(name), sum(isinstance(each, int) for each in samples)
+        bound, sizes = watch.bound(name), sum(isinstance(name, int) for name in samples)
         is_required = name in required or (isinstance(name, int) and sizes < 3)
         is_short = is_required or (watch.share < 1 / 2 and bound < watch.limit_s / 2)
         if name in least or (is_short and bound <= watch.most_s):
@@ -233,11 +233,11 @@ def _lower_quartiles(
                 seconds, is_whole = yield from _sample(name, required.get(name) or optional[name], watch)
                 values += [seconds] if is_whole else []
                 turns[-1] |= {name: seconds} if is_whole else {}
-    found = {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
-    return found, _error(found, turns)
+    quartiles = {name: sorted(values)[(len(values) - 1) // 4] for name, values in samples.items()}
+    return quartiles, _error(quartiles, turns)
 
 
-def _error(found: Mapping[Name, float], turns: Sequence[Mapping[Name, float]]) -> float:
+def _error(quartiles: Mapping[Name, float], turns: Sequence[Mapping[Name, float]]) -> float:
     """Return the error of measured costs in plain tokens, in log seconds.
 
     Load moves the plain sample of a turn as it moves the others, so the spread of their ratios tells it.
@@ -247,10 +247,10 @@ def _error(found: Mapping[Name, float], turns: Sequence[Mapping[Name, float]]) -
         return UNKNOWN_ERROR
     # Log ratios to the plain sample of the turn, less the one that the table has.
     excess = [
-        math.log(seconds / turn["plain"] * found["plain"] / found[name])
+        math.log(seconds / turn["plain"] * quartiles["plain"] / quartiles[name])
         for turn in compared
         for name, seconds in turn.items()
-        if name not in ("plain", "host") and min(seconds, found[name], turn["plain"]) > 0
+        if name not in ("plain", "host") and min(seconds, quartiles[name], turn["plain"]) > 0
     ]
     if not excess:
         return UNKNOWN_ERROR

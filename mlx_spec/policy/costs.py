@@ -10,19 +10,21 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.errors import SpecError
-from mlx_spec.types import MAX_DRAFT_TOKENS, Round
+from mlx_spec.types import MAX_DRAFT_TOKENS
 
 Floats = NDArray[np.float64]
 
 NOISE = 0.05  # log seconds: deviation of one measurement
 UNKNOWN_ERROR = 0.4  # log seconds: of costs in plain tokens that were measured while other programs ran
+EPSILON = 0.01  # share of the time that drafting may lose in the long run; a draft must promise more
+LEAST_LOSS = 0.01  # plain tokens or rounds: the least loss that is assumed of a probe
 FIRST_LENGTH = 4  # draft tokens: the longest draft of a new pair; then twice the longest that was timed
 
 
@@ -79,19 +81,6 @@ class Table:
         ratios = [old.rounds(i) * new.plain / (new.rounds(i) * old.plain) for i in range(len(self.draft))]
         # Saved costs that are 1.25 times what a round costs now were measured while other programs ran.
         return any(float(ratio[: FIRST_LENGTH + 1].max()) > 1.25 for ratio in ratios)
-
-
-class RoundCosts(Protocol):
-    """Learns the costs of rounds whose drafter may draft ahead of the verification (`DraftChoice.ahead`)."""
-
-    def best(self, tokens: Floats, costs: CostModel, drafter: int, limit: int) -> tuple[int, float, bool]:
-        """Return the draft length with the most tokens per second, that speed, and `DraftChoice.ahead`."""
-
-    def extra(self, costs: CostModel, tokens: int) -> float:
-        """Return the seconds that drafting ahead adds to a pass."""
-
-    def observe(self, round: Round, costs: CostModel, drafter: int, seconds: float, ahead: bool) -> float:
-        """Learn from a round that drafted. Return the seconds to charge for it."""
 
 
 class Costs:
@@ -197,17 +186,17 @@ class CostModel:
         density = 1 / (math.pi * (1 + surprise**2 / variance) * math.sqrt(variance))  # Cauchy: heavy tails
         # Delays that other programs cause have a density of 0.1 per log second.
         weight = density / (density + 0.1) if surprise > 0 else 1.0  # probability of no delay
-        gain = row / variance
-        self._error += weight * surprise * gain
-        self._unsettled = weight * max(variance - (1 - weight) * surprise**2, 0.0), gain
+        kalman_gain = row / variance
+        self._error += weight * surprise * kalman_gain
+        self._unsettled = weight * max(variance - (1 - weight) * surprise**2, 0.0), kalman_gain
         self._compute_seconds()
         return weight < 0.5
 
     def settle(self) -> None:
         """Update the covariance after the last round: only the next correction needs it."""
         if self._unsettled is not None:
-            share, gain = self._unsettled
-            self._covariance += self.HEAT - share * gain[:, None] * gain
+            share, kalman_gain = self._unsettled
+            self._covariance += self.HEAT - share * kalman_gain[:, None] * kalman_gain
             self._unsettled = None
 
     def _compute_seconds(self) -> None:

@@ -118,9 +118,9 @@ class Ratios:
         if self._as_measured:
             return Cost(shape, measured, self.KNOWN)
         shift, error, rows = self._shifts.get(shape[0][0], (0.0, math.inf, shape[1]))
-        prior, own, most = deviation**-2, error**-2, 2 * math.hypot(deviation, error)
+        prior, seen, most = deviation**-2, error**-2, 2 * math.hypot(deviation, error)
         if abs(shift) <= most or error > deviation:  # else the measured costs are wrong
-            shift, error = min(max(shift, -most), most) * own / (prior + own), (prior + own) ** -0.5
+            shift, error = min(max(shift, -most), most) * seen / (prior + seen), (prior + seen) ** -0.5
         error = math.hypot(error, 0.03 + 0.03 * abs(shape[1] - rows))  # sizes are not off alike
         return Cost(shape, max(measured * math.exp(shift), 1.0), error)
 

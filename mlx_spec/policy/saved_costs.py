@@ -45,8 +45,8 @@ def folder() -> Path:
 
 def file_name(key: Key) -> str:
     """Return a readable name, different for every key. A newer version of MLX replaces the file."""
-    parts = {name: value for name, value in asdict(key).items() if name not in ("mlx", "format")}
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    fields = {name: value for name, value in asdict(key).items() if name not in ("mlx", "format")}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
     words = re.sub(r"[^a-z0-9]+", "-", f"{key.device} {key.quantization}".lower()).strip("-")
     return f"{words[:80]}-{digest}.json"
 

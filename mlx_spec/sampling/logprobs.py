@@ -125,12 +125,12 @@ def _pack(scores: mx.array, tokens: mx.array, top: int) -> mx.array:
     A row has the log-probabilities of its token in `tokens` [T] and of the `top` likeliest tokens, then the
     ids of the likeliest. Ids are exact up to 2**24.
     """
-    own = mx.take_along_axis(scores, tokens[:, None], axis=-1)
+    chosen = mx.take_along_axis(scores, tokens[:, None], axis=-1)
     if top := min(top, scores.shape[-1]):
         best = likeliest(scores, top)
-        own = mx.concatenate([own, mx.take_along_axis(scores, best, axis=-1)], axis=-1)
+        chosen = mx.concatenate([chosen, mx.take_along_axis(scores, best, axis=-1)], axis=-1)
     total = log_total(scores)
-    logprobs = own.astype(mx.float32) - total + (total - total)  # NaN if a score is infinite
+    logprobs = chosen.astype(mx.float32) - total + (total - total)  # NaN if a score is infinite
     return mx.concatenate([logprobs, best.astype(mx.float32)], axis=-1) if top else logprobs
 
 

@@ -32,8 +32,8 @@ def seeded_noise(seed: int, position: int, shape: tuple[int, int], ids: mx.array
     if ids is None:
         return mx.vmap(partial(gumbel, (C,)))(keys)
     second = keys[:, 1:] + ids.astype(mx.uint32)
-    each = mx.stack([mx.broadcast_to(keys[:, :1], shape), second], axis=-1)
-    return mx.vmap(partial(gumbel, (1,)))(each.reshape(T * C, 2)).reshape(T, C)
+    token_keys = mx.stack([mx.broadcast_to(keys[:, :1], shape), second], axis=-1)
+    return mx.vmap(partial(gumbel, (1,)))(token_keys.reshape(T * C, 2)).reshape(T, C)
 
 
 def draw_by_weight(weights: mx.array, key: mx.array) -> mx.array:

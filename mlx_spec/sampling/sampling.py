@@ -54,7 +54,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         bounds = {
-            **{name: (each.least, each.most) for name, each in FILTERS.items()},
+            **{name: (kept.least, kept.most) for name, kept in FILTERS.items()},
             "repetition_penalty": (0.01, 100),
             "presence_penalty": (-2, 2),
             "frequency_penalty": (-2, 2),
@@ -317,7 +317,7 @@ class Unseeded(Greedy):
             n, weights = accept_block(beside.probs, columns, q, uniform)
             ids = beside.ids
         else:
-            p = mx.concatenate([each.over_vocabulary(each.probs, 0.0, logits.shape[-1]) for each in judged])
+            p = mx.concatenate([c.over_vocabulary(c.probs, 0.0, logits.shape[-1]) for c in judged])
             n, weights = accept_recursive(p, tokens, draft.probs, uniform, tree)
         token = draw_by_weight(weights[None], self._next_key())
         return mx.concatenate([n[None], token if ids is None else ids[n][token]])

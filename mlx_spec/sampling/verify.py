@@ -83,13 +83,13 @@ def walk(chosen: mx.array, tokens: mx.array, tree: Tree) -> mx.array:
 def accept_recursive(
     p: mx.array, tokens: mx.array, q: mx.array, uniform: mx.array, tree: Tree
 ) -> tuple[mx.array, mx.array]:
-    """Judge the guesses for a place in turn (arXiv:2402.14160, algorithm 2). uniform [K] in [0, 1).
+    """Judge the guesses after one row in turn (arXiv:2402.14160, algorithm 2). uniform [K] in [0, 1).
 
     Return the row of the last accepted token, a scalar int32, and the distribution [V] of the next one, not
     normalised. Row j of q [K, V] is the distribution that token j was drawn from, given the tokens before it.
     If guesses are drawn without replacement, it is 0 at earlier guesses for the same place.
 
-    r is the rest of p after the earlier guesses for a place. A guess is accepted with probability
+    r is the rest of p after the earlier guesses there. A guess is accepted with probability
     min(1, r / q). If it is not, the rest is max(r - q, 0), normalised, or r if rounding leaves nothing.
     """
     left, hits = list(p), []
@@ -106,7 +106,7 @@ def accept_recursive(
 def last_reached(hits: mx.array, tree: Tree) -> mx.array:
     """Return the deepest row whose whole path hit, a scalar int32. hits [K] bool.
 
-    Of several guesses for one place only the first that hits is taken, whatever follows the others.
+    Of several guesses after one row only the first that hits is taken, whatever follows the others.
     """
     # Products, because mx.vmap of & goes wrong in MLX 0.32.4, and tests enumerate the rules with vmap.
     earlier = mx.array(tree.earlier_siblings()).astype(mx.int32)

@@ -37,23 +37,23 @@ def prepared(parts: Sequence[Part], vision: Vision | NoVision) -> list[dict[str,
 
     Whoever keeps a conversation keeps these: a picture is decoded and resized once.
     """
-    found = []
+    ready = []
     if not isinstance(parts, Sequence):
         raise InvalidValue(f"a message is {parts!r}, it must be a text or a list of parts")
     for part in parts:
         match part:
             case {"type": "text", "text": str()} | {"type": "image", "image": Picture()}:
-                found.append(dict(part))
-            case {"type": "image", "image": bytes() | np.ndarray() as given}:
+                ready.append(dict(part))
+            case {"type": "image", "image": bytes() | np.ndarray() as picture}:
                 eyes = seeing(vision)
-                pixels = read_picture(given) if isinstance(given, bytes) else given
-                found.append({**part, "image": eyes.prepare(pixels)})
+                pixels = read_picture(picture) if isinstance(picture, bytes) else picture
+                ready.append({**part, "image": eyes.prepare(pixels)})
             case _:
                 raise InvalidValue(
                     'a part of a message must be {"type": "text", "text": ...} or {"type": "image", "image": '
                     "...} with the bytes of a file"
                 )
-    return found
+    return ready
 
 
 def conversation_prompt(

@@ -38,12 +38,12 @@ class Family:
     renamed: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array)
 
 
-def in_steps(layers: Sequence[Callable[..., mx.array]], x: mx.array, *given: Any) -> Rows:
+def in_steps(layers: Sequence[Callable[..., mx.array]], x: mx.array, *options: Any) -> Rows:
     """Apply layers one after the other; yield after each.
 
     Sequences that decode get a turn there: a whole tower takes 0.2 to 0.6 s.
     """
     for layer in layers:
-        x = layer(x, *given)
+        x = layer(x, *options)
         yield x
     return x

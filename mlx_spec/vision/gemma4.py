@@ -75,7 +75,7 @@ class VisionAttention(nn.Module):
         q = _rotated(self.q_norm(self.q_proj(x).reshape(N, self.heads, -1)), *turn)
         k = _rotated(self.k_norm(self.k_proj(x).reshape(N, self.kv_heads, -1)), *turn)
         v = mx.fast.rms_norm(self.v_proj(x).reshape(N, self.kv_heads, -1), None, self.eps)
-        q, k, v = (each.transpose(1, 0, 2)[None] for each in (q, k, v))
+        q, k, v = (array.transpose(1, 0, 2)[None] for array in (q, k, v))
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)
         return self.o_proj(out[0].transpose(1, 0, 2).reshape(N, -1))
 
@@ -142,11 +142,11 @@ class PatchEmbedder(nn.Module):
             (2, config["position_embedding_size"], config["hidden_size"])
         )
 
-    def __call__(self, patches: mx.array, places: mx.array) -> mx.array:
-        """Return [N, D] of patches [N, P] in 0 to 1; `places` are their x and y, [N, 2]."""
+    def __call__(self, patches: mx.array, positions: mx.array) -> mx.array:
+        """Return [N, D] of patches [N, P] in 0 to 1; `positions` are their x and y, [N, 2]."""
         table = self.position_embedding_table
         x: mx.array = self.input_proj((2 * (patches - 0.5)).astype(table.dtype))
-        return x + (table[0][places[:, 0]] + table[1][places[:, 1]])
+        return x + (table[0][positions[:, 0]] + table[1][positions[:, 1]])
 
 
 class VisionModel(nn.Module):
@@ -161,22 +161,22 @@ class VisionModel(nn.Module):
         if self._standardizes:
             self.std_bias, self.std_scale = mx.zeros((self._width,)), mx.ones((self._width,))
 
-    def turn(self, places: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def turn(self, positions: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Return cos and sin of the rotation at x and y, [N, head_dim]: x, x, y, y."""
         speeds = 1.0 / self._theta ** (mx.arange(0, self._half, 2, dtype=mx.float32) / self._half)
-        angles = places[..., None].astype(mx.float32) * speeds  # [N, 2, head_dim / 4]
-        angles = mx.concatenate([angles, angles], axis=-1).reshape(places.shape[0], -1)
+        angles = positions[..., None].astype(mx.float32) * speeds  # [N, 2, head_dim / 4]
+        angles = mx.concatenate([angles, angles], axis=-1).reshape(positions.shape[0], -1)
         return mx.cos(angles).astype(dtype), mx.sin(angles).astype(dtype)
 
     def pooled(self, x: mx.array, grid: Grid, pool: int) -> mx.array:
         """Return the average over each square of a grid, standardized, [rows * columns, D]."""
         rows, columns = grid
         squares = x.astype(mx.float32).reshape(rows, pool, columns, pool, -1).mean(axis=(1, 3))
-        found = squares.reshape(rows * columns, -1).astype(x.dtype).astype(mx.float32)
-        found = found * math.sqrt(self._width)  # exceeds the range of float16
+        rows_of = squares.reshape(rows * columns, -1).astype(x.dtype).astype(mx.float32)
+        rows_of = rows_of * math.sqrt(self._width)  # exceeds the range of float16
         if self._standardizes:
-            found = (found - self.std_bias.astype(mx.float32)) * self.std_scale.astype(mx.float32)
-        return found.astype(x.dtype)
+            rows_of = (rows_of - self.std_bias.astype(mx.float32)) * self.std_scale.astype(mx.float32)
+        return rows_of.astype(x.dtype)
 
 
 class Projection(nn.Module):
@@ -205,9 +205,9 @@ class Gemma4Tower(nn.Module):
     def encode(self, patches: Pixels, grid: Grid) -> Rows:
         """Compute the rows of a prepared picture, [rows * columns, D]; yield after some layers."""
         tower = self.vision_tower
-        places = _places(grid[0] * self._pool, grid[1] * self._pool)
-        x = tower.patch_embedder(mx.array(patches).astype(mx.float32) / 255, places)
-        turn = tower.turn(places, x.dtype)
+        positions = _positions(grid[0] * self._pool, grid[1] * self._pool)
+        x = tower.patch_embedder(mx.array(patches).astype(mx.float32) / 255, positions)
+        turn = tower.turn(positions, x.dtype)
         x = yield from in_steps(tower.encoder.layers, x, turn)
         return self.embed_vision(tower.pooled(x, grid, self._pool))
 
@@ -223,11 +223,11 @@ class PatchNorms(nn.Module):
         self.patch_dense = nn.Linear(inputs, width)
         self.pos_embedding = mx.zeros((config["mm_posemb_size"], 2, width))
 
-    def __call__(self, patches: mx.array, places: mx.array) -> mx.array:
-        """Return [N, D] of patches [N, P] in 0 to 1; `places` are their x and y, [N, 2]."""
+    def __call__(self, patches: mx.array, positions: mx.array) -> mx.array:
+        """Return [N, D] of patches [N, P] in 0 to 1; `positions` are their x and y, [N, 2]."""
         table = self.pos_embedding
         x: mx.array = self.patch_ln2(self.patch_dense(self.patch_ln1(patches.astype(table.dtype))))
-        x = self.pos_norm(x + (table[places[:, 0], 0] + table[places[:, 1], 1]))
+        x = self.pos_norm(x + (table[positions[:, 0], 0] + table[positions[:, 1], 1]))
         return x
 
 
@@ -244,12 +244,12 @@ class Gemma4Embedder(nn.Module):
 
     def encode(self, patches: Pixels, grid: Grid) -> Rows:
         """Compute the rows of a prepared picture, [rows * columns, D], in one step."""
-        x = self.vision_embedder(mx.array(patches).astype(mx.float32) / 255, _places(*grid))
+        x = self.vision_embedder(mx.array(patches).astype(mx.float32) / 255, _positions(*grid))
         yield x
         return self.embed_vision(x)
 
 
-def _places(rows: int, columns: int) -> mx.array:
+def _positions(rows: int, columns: int) -> mx.array:
     """Return x and y of each patch of a grid, [rows * columns, 2]."""
     y, x = np.mgrid[0:rows, 0:columns]
     return mx.array(np.stack([x.ravel(), y.ravel()], axis=-1).astype(np.int32))
@@ -270,11 +270,11 @@ def _sight(text: Config) -> Sight:
 
     Raises InvalidValue for a value that transformers does not know.
     """
-    given = text.get("use_bidirectional_attention")
-    if given not in (None, False, "vision"):
-        raise InvalidValue(f"its use_bidirectional_attention is {given}, which is not known here")
+    bidirectional = text.get("use_bidirectional_attention")
+    if bidirectional not in (None, False, "vision"):
+        raise InvalidValue(f"its use_bidirectional_attention is {bidirectional}, which is not known here")
     root = float(text["hidden_size"]) ** 0.5
-    return Sight(text.get("pad_token_id") or 0, root, "sliding" if given == "vision" else None)
+    return Sight(text.get("pad_token_id") or 0, root, "sliding" if bidirectional == "vision" else None)
 
 
 def _words(row: str, begin: str, end: str) -> Words:

@@ -154,17 +154,17 @@ def is_heic(data: bytes) -> bool:
 
 def _unreadable(data: bytes) -> str:
     """Return the error for a file without a header of a picture."""
-    if (found := READ.match(data)) is not None and found.lastindex is not None:
-        return _damaged(FORMATS[found.lastindex - 1])
+    if (header := READ.match(data)) is not None and header.lastindex is not None:
+        return _damaged(FORMATS[header.lastindex - 1])
     name = next((name for start, name in OTHERS if start.match(data)), None)
     named = "a file is not a picture" if name is None else f"a picture is {name}, which is not read"
     return f"{named}: JPEG, PNG, WebP, GIF and BMP are read; send JPEG or PNG"
 
 
-def _damaged(kind: str) -> str:
+def _damaged(format_name: str) -> str:
     return (
-        f"a {kind} file cannot be decoded: it is damaged or cut off, or holds too much besides its pixels; "
-        "save it again"
+        f"a {format_name} file cannot be decoded: it is damaged or cut off, or holds too much besides its "
+        "pixels; save it again"
     )
 
 

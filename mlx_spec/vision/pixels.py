@@ -84,10 +84,10 @@ class MergedPatches:
         rows, columns = round(height / side), round(width / side)
         if (area := rows * columns * side**2) > self.most:
             factor = math.sqrt(height * width / self.most)
-            rows, columns = (max(int(each / factor / side), 1) for each in (height, width))
+            rows, columns = (max(int(length / factor / side), 1) for length in (height, width))
         elif area < self.least:
             factor = math.sqrt(self.least / (height * width))
-            rows, columns = (math.ceil(each * factor / side) for each in (height, width))
+            rows, columns = (math.ceil(length * factor / side) for length in (height, width))
         return rows, columns
 
     def __call__(self, picture: Pixels) -> tuple[Pixels, Grid]:

@@ -103,12 +103,12 @@ class Block(nn.Module):
         a fused kernel for few sizes of a head, and holds all scores for others.
         """
         q, k, v = self.attn.project(self.norm1(x), cos, sin)
-        parts, rows = list[mx.array](), max(most // x.shape[0], 1)
+        outputs, rows = list[mx.array](), max(most // x.shape[0], 1)
         for low in range(0, x.shape[0], rows):
-            part = x[low : low + rows] + self.attn(q[:, :, low : low + rows], k, v)
-            parts.append(part + self.mlp(self.norm2(part)))
-            yield parts[-1]
-        return mx.concatenate(parts)
+            attended = x[low : low + rows] + self.attn(q[:, :, low : low + rows], k, v)
+            outputs.append(attended + self.mlp(self.norm2(attended)))
+            yield outputs[-1]
+        return mx.concatenate(outputs)
 
 
 class Merger(nn.Module):
@@ -161,22 +161,22 @@ class QwenTower(nn.Module):
         side = math.isqrt(self._config["num_position_embeddings"])
         index, weights = [], []
         for rows, share in _neighbours(y, height, side):
-            for columns, part in _neighbours(x, width, side):
+            for columns, weight in _neighbours(x, width, side):
                 index.append(rows * side + columns)
-                weights.append(share * part)
+                weights.append(share * weight)
         learned: mx.array = self.pos_embed(mx.array(np.stack(index)))
         return (learned * mx.array(np.stack(weights))[..., None]).sum(axis=0)
 
 
 def _neighbours(index: Any, size: int, side: int) -> Sequence[tuple[Any, Any]]:
     """Return the two learned positions around each place, and their weights; the ends are aligned."""
-    place = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    low = np.floor(place)
-    found = []
+    position = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    low = np.floor(position)
+    neighbours = []
     for neighbour in (low, low + 1):
-        weight = np.maximum(1 - np.abs(place - neighbour), 0).astype(np.float32)
-        found.append((np.clip(neighbour, 0, side - 1).astype(np.int64), weight))
-    return found
+        weight = np.maximum(1 - np.abs(position - neighbour), 0).astype(np.float32)
+        neighbours.append((np.clip(neighbour, 0, side - 1).astype(np.int64), weight))
+    return neighbours
 
 
 # --- the family
@@ -192,8 +192,8 @@ def _preparation(config: Config, processor: Config) -> MergedPatches:
         "image_std": [0.5] * 3,
     }
     for key, value in wanted.items():
-        if (found := processor.get(key, value)) != value:
-            raise InvalidValue(f"its processor has {key} {found}, where {value} is read here")
+        if (stated := processor.get(key, value)) != value:
+            raise InvalidValue(f"its processor has {key} {stated}, where {value} is read here")
     if tower["hidden_act"] != TOWER["hidden_act"]:
         raise InvalidValue(f"its vision tower has hidden_act {tower['hidden_act']}, which is not done here")
     size = processor.get("size") or {}

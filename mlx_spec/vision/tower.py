@@ -33,11 +33,11 @@ def tower_tensors(checkpoint: Checkpoint) -> dict[str, mx.array]:
     """
     names = set(tower_names(checkpoint.config, checkpoint.headers.tensors))
     stored = checkpoint.tensors() if names else {}
-    own = {
+    renamed = {
         name: re.sub(r"^(model\.)?(visual\.)?", lambda m: "vision_tower." if m[2] else "", name)
         for name in names
     }
-    return {own[name]: array for name, array in stored.items() if name in names}
+    return {renamed[name]: array for name, array in stored.items() if name in names}
 
 
 def read_tower(checkpoint: Checkpoint) -> Any:

@@ -85,24 +85,24 @@ class Vision:
         first, *rest = rendered.split(words.placeholder)
         if len(rest) < len(pictures):
             raise InvalidValue(f"the chat template shows {len(rest)} of {len(pictures)} pictures: send fewer")
-        found = words.placeholder if len(rest) > len(pictures) else words.row
-        if len(rest) > len(pictures) or (found != words.placeholder and found in rendered):
+        marker = words.placeholder if len(rest) > len(pictures) else words.row
+        if len(rest) > len(pictures) or (marker != words.placeholder and marker in rendered):
             raise InvalidValue(
-                f"a text beside pictures holds {found}, which stands for a picture: take it out"
+                f"a text beside pictures holds {marker}, which stands for a picture: take it out"
             )
         shown = (f"{words.before}{words.row * picture.count}{words.after}" for picture in pictures)
         return first + "".join(picture + text for picture, text in zip(shown, rest, strict=True))
 
     def prompt(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """Return the prompt of a text that was expanded with these pictures and tokenized."""
-        places = [i for i, token in enumerate(tokens) if token == self._tokens[0]]
-        if len(places) != sum(picture.count for picture in pictures):
+        rows_at = [i for i, token in enumerate(tokens) if token == self._tokens[0]]
+        if len(rows_at) != sum(picture.count for picture in pictures):
             raise InvalidValue(f"{self.words.row} is not one token of this model's tokenizer")
         rows: dict[bytes, LazyRows] = {}  # a picture that comes twice is encoded once
         spans, taken = list[Span](), 0
         for picture in pictures:
             lazy = rows.setdefault(picture.digest, LazyRows(partial(self.encode, picture)))
-            spans.append(Span(places[taken], picture.count, picture.digest, lazy, picture.grid))
+            spans.append(Span(rows_at[taken], picture.count, picture.digest, lazy, picture.grid))
             taken += picture.count
         return Prompt(tuple(tokens), tuple(spans))
 

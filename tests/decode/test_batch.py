@@ -25,8 +25,8 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.types import (
     Decision,
     Draft,
+    DraftCall,
     DraftChoice,
-    DraftRequest,
     Features,
     FeatureSpec,
     Reason,
@@ -88,7 +88,7 @@ class Mixed(Scripted):
         if self.drafter is not None:
             self.drafter.observe(history, features)
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, requests: Sequence[DraftCall]) -> list[Draft]:
         """Ask their own drafters together, half of the time."""
         if self.drafter is None or self.chance.random() < 0.5:
             return [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]

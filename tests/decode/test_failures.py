@@ -30,7 +30,7 @@ from mlx_spec.policy.batch import BatchPolicies, MemberPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import LogitsProcessor, Sampling
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.types import Draft, DraftRequest, Reason, Round, Sampler
+from mlx_spec.types import Draft, DraftCall, Reason, Round, Sampler
 
 COUNT = 24
 PROMPTS = [tiny.prompt(length, seed=length) for length in (9, 13, 11)]
@@ -151,7 +151,7 @@ class Growing:
         self.kept.append(self.make())
         return self.part.draft(*given)
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, requests: Sequence[DraftCall]) -> list[Draft]:
         return [each.drafter.draft(each.history, each.limit, each.sampler) for each in requests]
 
 
@@ -327,7 +327,7 @@ class Odd(Scripted):
         draft = super().draft(history, limit, sampler)
         return draft if self.drafts < 3 else self.odd
 
-    def draft_batch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def draft_batch(self, requests: Sequence[DraftCall]) -> list[Draft]:
         return [each.drafter.draft(each.history, each.limit, each.sampler) for each in requests]
 
 

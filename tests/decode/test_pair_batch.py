@@ -22,7 +22,7 @@ from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Table
 from mlx_spec.policy.batch import FEWEST_RUNNING, MOST_RUNNING, BatchPolicies
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import DraftRequest, Reason, Round
+from mlx_spec.types import DraftCall, Reason, Round
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXTS = ["The capital of", "def fib(n):", "one two three four five six seven eight nine ten", "Once upon a"]
@@ -227,7 +227,7 @@ def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None
         for round in decode(pair.prepare(parts, history, max_tokens=2 + i)):
             history = [*history, *round.tokens]
         sampler = Sampling(temperature=0.5 * (i % 2), seed=i).sampler(len(history), pair.info.vocab_size)
-        requests.append(DraftRequest(parts.drafters[0], history, [3, 0, 5, 2][i], sampler))
+        requests.append(DraftCall(parts.drafters[0], history, [3, 0, 5, 2][i], sampler))
     requests.append(replace(requests[0], drafter=pair.open().drafters[0]))  # it has seen nothing
     together = requests[0].drafter.draft_batch(requests)
     alone = [r.drafter.draft(r.history, r.limit, r.sampler) for r in requests]

@@ -31,15 +31,15 @@ from support.lossless import emitted
 from support.waiting import wait_until
 
 from mlx_spec.ahead import drafter as ahead
+from mlx_spec.ahead.copies import DrafterCopy, LocalCopy
 from mlx_spec.ahead.drafter import Ahead, AheadThread
 from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
-from mlx_spec.ahead.request import DrafterCopy, LocalCopy
 from mlx_spec.decode import Batch
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import (
-    BranchRequest,
+    BranchCall,
     DraftModel,
     Outcome,
     Pard,
@@ -265,7 +265,7 @@ def test_texts_in_a_batch() -> None:
 class Peeking(DraftModel):
     """Keeps a draft only if it begins with an even token: what was drawn decides what is stored."""
 
-    def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
+    def draft_branches(self, request: BranchCall) -> Mapping[Outcome, Draft]:
         found = super().draft_branches(request)
         return {outcome: draft for outcome, draft in found.items() if read(draft.tokens)[0] % 2 == 0}
 
@@ -444,7 +444,7 @@ def test_a_process_ends_while_drafts_wait() -> None:
 
 def test_an_error_in_the_thread_turns_drafts_off(draft_errors: list[str]) -> None:
     class Broken(DraftModel):
-        def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
+        def draft_branches(self, request: BranchCall) -> Mapping[Outcome, Draft]:
             raise RuntimeError("broken")
 
     source = draft_model_source("other", noisy(), SAME, Broken)
@@ -511,7 +511,7 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
     may_draft, begun = threading.Event(), list[int]()
 
     class Slow(DraftModel):
-        def draft_branches(self, request: BranchRequest) -> Mapping[Outcome, Draft]:
+        def draft_branches(self, request: BranchCall) -> Mapping[Outcome, Draft]:
             begun.append(len(request.history))
             may_draft.wait()
             return {}

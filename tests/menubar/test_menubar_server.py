@@ -199,7 +199,7 @@ def test_it_runs_shows_figures_and_comes_back_after_a_crash(watched, port):
 def test_a_port_of_another_program_is_left_to_it(watched, stranger):
     one = watched(stranger)
     one.server.start(None)
-    assert one.state.url != f"http://{HOST}:{stranger}" and one.state.own
+    assert one.state.url != f"http://{HOST}:{stranger}" and one.state.is_ours
     one.reach(Phase.RUNNING)
 
 
@@ -226,7 +226,7 @@ def test_a_server_started_elsewhere_is_watched_and_never_ended(watched, port):
             one = watched(port)
             one.server.start(PairSpec("demo", "none"))
             one.reach(Phase.RUNNING)
-            assert not one.state.own
+            assert not one.state.is_ours
             one.server.SILENCE_S = 0.2
             process.send_signal(signal.SIGSTOP)
             one.reach(Phase.SILENT)

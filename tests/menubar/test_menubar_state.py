@@ -93,7 +93,7 @@ STATES = {
         ["(Could not start)", "(there is no folder nowhere)"],
         STOPPED,
     ),
-    "elsewhere": (replace(UP, own=False), ["(demo at 127.0.0.1:8080, started elsewhere)"], NEITHER),
+    "elsewhere": (replace(UP, is_ours=False), ["(demo at 127.0.0.1:8080, started elsewhere)"], NEITHER),
     "noted": (State(note="it is hidden"), ["(Stopped)", "(it is hidden)"], STOPPED),
 }
 

@@ -16,7 +16,6 @@ from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.checkpoints import PlaceBlock, RewindPoint, RewindPoints
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
     VIEW_STEP,
@@ -25,6 +24,7 @@ from mlx_spec.model.layer_caches import (
     ChunkCache,
     QuantizedCache,
 )
+from mlx_spec.model.rewind_points import CacheBlock, RewindPoint, RewindPoints
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.types import FeatureSpec
@@ -492,7 +492,7 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     target = LMTarget(model)
     target.pin_at([70, 75, 150, 260], 300)
     target.prefill(prompt[:100], ends_prompt=False)
-    target.keep_places(100, ends_prompt=False, apart=6)  # as if chunks were as long
+    target.keep_rewind_points(100, ends_prompt=False, apart=6)  # as if chunks were as long
     target.prefill(prompt[100:150], ends_prompt=False)
     target.prefill(prompt[150:])
     for low in range(0, 480, 16):
@@ -501,7 +501,7 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     sizes = [] if kind == "full" else [70, 75, 100, 150, 260, 300]
     if kind == "recurrent":
         sizes.remove(75)  # each costs a pass, so none is near another one
-    assert [place.size for place in target.checkpoints] == sizes
+    assert [place.size for place in target.rewind_points] == sizes
     restored = LMTarget(model)
     restored.restore(target.state())
     assert restored.reach() == target.reach()
@@ -548,9 +548,9 @@ def test_places_share_the_rows_that_both_need(kind: str) -> None:
     target = LMTarget(model)
     target.pin_at([500, 642, 650, 810])
     target.prefill(prompt)
-    _, one, two, *_ = target.checkpoints
+    _, one, two, *_ = target.rewind_points
     assert one.blocks[0] is two.blocks[0] and one.blocks[1] is not two.blocks[1]
-    assert sum(target.pinned.values()) < sum(place.nbytes for place in target.checkpoints)
+    assert sum(target.pinned.values()) < sum(place.nbytes for place in target.rewind_points)
     fork = LMTarget(model)
     assert fork.fork_from(target, 648, 200) == 648
     assert set(fork.pinned) <= set(target.pinned)
@@ -572,7 +572,7 @@ def test_places_without_a_gap_give_back_all_sizes_between(kind: str) -> None:
     target = LMTarget(model)
     target.pin_at([512, 640, 768])
     target.prefill(prompt)
-    assert [place.size for place in target.checkpoints] == [512, 640, 768, 900]
+    assert [place.size for place in target.rewind_points] == [512, 640, 768, 900]
     for size in (760, 641, 600, 450):
         fork, fresh = LMTarget(model), LMTarget(model)
         assert fork.fork_from(target, size, 100) == target.rewind(size) == size
@@ -587,7 +587,7 @@ def test_places_are_bounded_by_what_their_loss_costs() -> None:
     """Those nearest to the place before go first, ends of chunks before turns, and never the last end."""
 
     def place(size: int, kind: Any) -> RewindPoint:
-        return RewindPoint(size, {}, (PlaceBlock((None, size, size), [[mx.zeros((10,))]]),), kind)
+        return RewindPoint(size, {}, (CacheBlock((None, size, size), [[mx.zeros((10,))]]),), kind)
 
     places = RewindPoints()
     places.add([place(100, "turn"), place(200, "chunk"), place(250, "chunk"), place(260, "turn")], 160)
@@ -596,5 +596,5 @@ def test_places_are_bounded_by_what_their_loss_costs() -> None:
     assert [each.size for each in places] == [100, 260, 700, 720]  # 250, and then 200, cost least
     places.end_prompt()
     places.add([place(730, "end"), place(100, "chunk")], 120)
-    assert [(each.size, each.kind) for each in places] == [(100, "turn"), (260, "turn"), (730, "end")]
+    assert [(each.size, each.reason) for each in places] == [(100, "turn"), (260, "turn"), (730, "end")]
     assert [each.size for each in places.before(260)] == [100, 260]

@@ -227,19 +227,19 @@ def test_places_go_before_lent_caches_are_too_large() -> None:
     sequence.rewind_to_prefix(prompt)
     target = sequence.target
     target.prefill(prompt[:-1])
-    assert [place.size for place in target.checkpoints] == [100, 200, 267, 299]
+    assert [place.size for place in target.rewind_points] == [100, 200, 267, 299]
     assert cache.nbytes == cache.used_nbytes == target.nbytes > sum(target.pinned.values()) > 0
     fork = cache.take(text_prompt(text(1, 200) + [5] * 60))
     assert fork.identity.size == 200 and cache.nbytes < target.nbytes + fork.nbytes  # places are shared
     cache.forget(fork)
     cache.shrink(10**9 - cache.nbytes + 1)
-    assert [place.size for place in target.checkpoints] == [
+    assert [place.size for place in target.rewind_points] == [
         200,
         267,
         299,
     ] and cache.counters.dropped_places == 1
     cache.shrink(10**9)
-    assert [place.size for place in target.checkpoints] == [267, 299]  # of the last prompt
+    assert [place.size for place in target.rewind_points] == [267, 299]  # of the last prompt
 
 
 def test_choosing_among_long_conversations_is_quick(pair: Pair) -> None:

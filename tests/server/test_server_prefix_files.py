@@ -130,7 +130,7 @@ def test_files_tell_pictures_apart(variant: str, drafter: str, tmp_path: Path) -
     found.close([])
     restored = files(pair, tmp_path).restore(second.prompt, 0, pair.open)
     assert restored is not None
-    assert restored.target.places == held.target.places
+    assert restored.target.rotary == held.target.rotary
     assert restored.rewind_to_prefix(second.prompt) >= first.prompt.spans[0].end
     rounds = decode(pair.prepare(restored, second.prompt, max_tokens=8))
     assert [token for round in rounds for token in round.tokens] == second.greedy[:8]

@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.errors import InvalidValue
-from mlx_spec.model.checkpoints import PlaceKey
+from mlx_spec.model.rewind_points import RewindKey
 from mlx_spec.model.target import LMTarget
 from mlx_spec.prompt import Identity, Prompt, shared_prefix
 from mlx_spec.types import CacheState
@@ -64,7 +64,7 @@ class Victim:
     worth: float  # tokens that its loss costs per byte, less if it was not used for long
     kept: Kept
     nbytes: int
-    part: Literal["slack", "sequence"] | PlaceKey  # unused columns, all, or a checkpoint
+    part: Literal["slack", "sequence"] | RewindKey  # unused columns, all, or a checkpoint
 
 
 @dataclass(frozen=True)
@@ -300,19 +300,19 @@ class PrefixCache:
         holders = Counter(number for kept in order for number in kept.target.pinned)
         by_block = defaultdict[int, set[object]](set)
         for kept in order:
-            checkpoints = kept.target.checkpoints
+            checkpoints = kept.target.rewind_points
             for place in checkpoints:
                 for block in place.blocks:
                     by_block[id(block)].add(place.key)
             for block in checkpoints.parked.blocks if checkpoints.parked is not None else ():
                 by_block[id(block)].add(kept)
-        found, of_places = list[Victim](), dict[PlaceKey, Victim]()
+        found, of_places = list[Victim](), dict[RewindKey, Victim]()
         for i, kept in enumerate(order):
             if kept is but:
                 continue
-            pinned, its_places = kept.target.pinned, {place.key for place in kept.target.checkpoints}
+            pinned, its_places = kept.target.pinned, {place.key for place in kept.target.rewind_points}
             elsewhere = {number for number in pinned if by_block[number] - its_places}
-            for cost, own, place in kept.target.checkpoints.costs(elsewhere):
+            for cost, own, place in kept.target.rewind_points.costs(elsewhere):
                 victim = Victim(self._worth(kept, cost), kept, own, place.key)
                 if own and (place.key not in of_places or of_places[place.key].worth < victim.worth):
                     of_places[place.key] = victim
@@ -323,9 +323,9 @@ class PrefixCache:
             tokens = len(held[i]) - max(shared[i], shared[i + 1])
             own = kept.sequence.nbytes - sum(n for number, n in pinned.items() if holders[number] > 1)
             core = kept.sequence.nbytes - slack - sum(pinned.values())
-            core += sum(b.nbytes for b in kept.target.checkpoints.core() if holders[id(b)] == 1)
+            core += sum(b.nbytes for b in kept.target.rewind_points.core() if holders[id(b)] == 1)
             found.append(Victim(self._worth(kept, tokens / max(core, 1)), kept, own, "sequence"))
-        needed = () if but is None else {place.key for place in but.target.checkpoints}
+        needed = () if but is None else {place.key for place in but.target.rewind_points}
         found += [victim for key, victim in of_places.items() if key not in needed]
         return sorted(found, key=lambda victim: victim.worth)
 
@@ -369,8 +369,8 @@ class PrefixCache:
             victim.kept.target.trim()
         else:
             for target in (kept.target for kept in self._kept):
-                if victim.part in {place.key for place in target.checkpoints}:
-                    target.drop_place(victim.part[0])
+                if victim.part in {place.key for place in target.rewind_points}:
+                    target.drop_rewind_point(victim.part[0])
             self.counters.dropped_places += 1
 
     def _remember(self, sequence: CachedSequence, most: int = 2**20) -> None:

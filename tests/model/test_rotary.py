@@ -11,10 +11,10 @@ from support import tiny
 from support.spans import facts, golden, pair_of
 
 from mlx_spec.decode.running import prefill
-from mlx_spec.model.places import PlacedRope, placed
+from mlx_spec.model.rotary import MultiAxisRope, multi_axis_rope
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import TargetBatch
-from mlx_spec.prompt import LazyRows, Places, Sight, Span
+from mlx_spec.prompt import LazyRows, RotaryPositions, Sight, Span
 from mlx_spec.types import FeatureSpec
 
 SPANS = ((3, 2, 5), (14, 4, 4), (30, 1, 1), (33, 6, 1))  # index, rows, columns; two without text between
@@ -34,15 +34,15 @@ def reference() -> np.ndarray:
 
 
 def test_positions_of_any_pass() -> None:
-    right, places = reference(), Places((0, 1, 2), SPANS)
+    right, rotary = reference(), RotaryPositions((0, 1, 2), SPANS)
     inside = {i for start, rows, columns in SPANS for i in range(start, start + rows * columns)}
     for start in range(END):
         for end in range(start + 1, END + 1):
-            assert np.array_equal(places.positions(start, end), right[:, start:end])
-            assert places.crosses(start, end) == bool(inside & {*range(start, end)})
+            assert np.array_equal(rotary.positions(start, end), right[:, start:end])
+            assert rotary.crosses(start, end) == bool(inside & {*range(start, end)})
         if start not in inside:
-            assert start + places.shift(start) == right[0, start]
-        assert places.before(start).spans == tuple(s for s in SPANS if s[0] + s[1] * s[2] <= start)
+            assert start + rotary.shift(start) == right[0, start]
+        assert rotary.before(start).spans == tuple(s for s in SPANS if s[0] + s[1] * s[2] <= start)
 
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])
@@ -50,8 +50,8 @@ def test_each_frequency_turns_with_its_axis(kind: str) -> None:
     """With the sections that Qwen publishes: a quarter of 256 dimensions is rotated."""
     rope = nn.RoPE(64, base=1e7) if kind == "default" else YarnRoPE(64, base=1e7, scaling_factor=4.0)
     axes, x = (*[0, 1, 2] * 10, 0, 1), mx.random.normal((1, 2, 9, 256))
-    at = mx.array(Places(axes, ((1, 2, 3),)).positions(0, 9))
-    found = PlacedRope(rope, axes, at)(x, offset=77)
+    at = mx.array(RotaryPositions(axes, ((1, 2, 3),)).positions(0, 9))
+    found = MultiAxisRope(rope, axes, at)(x, offset=77)
     for row in range(9):
         for axis in range(3):
             turned = rope(x[:, :, row : row + 1], offset=at[axis, row].item())[:, :, 0]
@@ -62,12 +62,12 @@ def test_each_frequency_turns_with_its_axis(kind: str) -> None:
 
 
 def test_a_model_has_its_own_embeddings_outside_of_a_pass() -> None:
-    model, places = tiny.full(), Places((0, 1, 2), ((5, 2, 2),))
+    model, rotary = tiny.full(), RotaryPositions((0, 1, 2), ((5, 2, 2),))
     own = [layer.self_attn.rope for layer in model.layers]
-    with placed(model, places, 9, 20):
+    with multi_axis_rope(model, rotary, 9, 20):
         assert [layer.self_attn.rope for layer in model.layers] == own
-    with pytest.raises(ZeroDivisionError), placed(model, places, 8, 20):
-        assert all(isinstance(layer.self_attn.rope, PlacedRope) for layer in model.layers)
+    with pytest.raises(ZeroDivisionError), multi_axis_rope(model, rotary, 8, 20):
+        assert all(isinstance(layer.self_attn.rope, MultiAxisRope) for layer in model.layers)
         raise ZeroDivisionError
     assert [layer.self_attn.rope for layer in model.layers] == own
 

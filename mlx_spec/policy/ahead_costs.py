@@ -11,8 +11,7 @@ import math
 
 import numpy as np
 
-from mlx_spec.policy.adaptive import EPSILON, LEAST_LOSS
-from mlx_spec.policy.costs import CostModel, Floats, best_length
+from mlx_spec.policy.costs import EPSILON, LEAST_LOSS, CostModel, Floats, best_length
 from mlx_spec.types import Round
 
 
@@ -56,16 +55,16 @@ class AheadCosts:
         """Return the seconds that drafting ahead adds to a pass."""
         return max(math.expm1(self.slowdown), 0.0) * float(costs.passes[tokens])
 
-    def wanted(self, gain: float, *, needed: bool) -> bool:
-        """Return True to draft ahead now. `gain` is the speed with it over the speed without it.
+    def wanted(self, ratio: float, *, needed: bool) -> bool:
+        """Return True to draft ahead now. `ratio` is the speed with it over the speed without it.
 
         `needed` is True if drafting pays with it only.
         """
-        if gain > 1:
+        if ratio > 1:
             # After 32 rounds with drafting ahead, a round without it corrects the table.
             return needed or self._streak < 32
         # A 400th of the time goes to rounds that check whether drafting ahead pays by now.
-        return not needed and self._since * 0.0025 >= max(1 / gain - 1, LEAST_LOSS)
+        return not needed and self._since * 0.0025 >= max(1 / ratio - 1, LEAST_LOSS)
 
     def observe_pass(self, costs: CostModel, tokens: int, seconds: float, drafting: float) -> float:
         """Learn from a round that drafted ahead. Return the seconds to charge for it."""
