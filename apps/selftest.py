@@ -115,7 +115,7 @@ class Comparison:
 
 
 @dataclass
-class Answer:
+class Attempt:
     """The answer of one way to decode, until it ends or fails."""
 
     question: Question
@@ -249,7 +249,7 @@ class _Tester:
     def warm_up(self) -> int:
         """Read weights and compile kernels. Return how many tokens an answer may have."""
         for _ in range(2):
-            answer = self._decode(Answer(self.questions[0], GREEDY), arm(self._pair, 0), 8)
+            answer = self._decode(Attempt(self.questions[0], GREEDY), arm(self._pair, 0), 8)
         timed = answer.statistics
         self._token_seconds = timed.decode_seconds / max(timed.generated_tokens, 1)
         decode_cost = 5.0  # in plain answers: decoding one question in all ways
@@ -307,7 +307,7 @@ class _Tester:
         if self._left() <= reading:
             self.result.left_out += 1
             return
-        expected = self._decode(Answer(question, sampling), arm(self._pair, 0), count)
+        expected = self._decode(Attempt(question, sampling), arm(self._pair, 0), count)
         if expected.error is not None or not expected.tokens:
             self.result.comparisons.append(self._comparison(expected, expected))
             return
@@ -316,12 +316,12 @@ class _Tester:
             if self._left() <= reading and self.result.comparisons:
                 self.result.left_out += 1
                 return
-            answer = self._decode(Answer(question, sampling, name), sequence, len(expected.tokens))
+            answer = self._decode(Attempt(question, sampling, name), sequence, len(expected.tokens))
             self.result.comparisons.append(self._comparison(expected, answer))
             if self._window is not None and len(answer.history) > self._window:
                 self.result.past_window = True
 
-    def _decode(self, answer: Answer, sequence: CachedSequence, count: int) -> Answer:
+    def _decode(self, answer: Attempt, sequence: CachedSequence, count: int) -> Attempt:
         """Add at most `count` tokens, fewer if the time is up, or set `answer.error`. Return the answer."""
         prompt, sampling, is_batched = answer.history, answer.sampling, answer.decoder == BATCHED
         try:
@@ -338,11 +338,11 @@ class _Tester:
             answer.error = f"{type(error).__name__}: {text}"
         return answer
 
-    def _measure_noise(self, expected: Answer) -> None:
+    def _measure_noise(self, expected: Attempt) -> None:
         """Compare the next logits of correct caches that were written row by row, in blocks, or at once."""
         if expected.next is None:
             return
-        blocks = Answer(expected.question, expected.sampling)
+        blocks = Attempt(expected.question, expected.sampling)
         self._decode(blocks, self._scripted(expected.history), len(expected.tokens))
         others = [next_logits(self._pair.open().target, expected.history)]
         if blocks.tokens == expected.tokens and blocks.next is not None:
@@ -350,7 +350,7 @@ class _Tester:
         noise, known = largest_noise(expected.next, others), self.result.noise
         self.result.noise = max(noise, known or noise, key=lambda gap: gap.roundings)
 
-    def _comparison(self, expected: Answer, actual: Answer) -> Comparison:
+    def _comparison(self, expected: Attempt, actual: Attempt) -> Comparison:
         """Compare two answers, token by token until one ends."""
         drift, error, divergence = None, actual.error, None
         difference = first_difference(

@@ -32,9 +32,9 @@ sys.path.append(str(ROOT / "tests"))
 
 from support.call_texts import WRITERS
 
-from mlx_spec import session
 from mlx_spec.apps.server.tools.formats import find_tool_format
 from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.decode.answer import Answer
 from mlx_spec.model.target import LMTarget
 from mlx_spec.tokenizer import read_tokenizer
 
@@ -215,7 +215,7 @@ def serve_script(settings: Any, rest: list[str]) -> None:
     assert form is not None and form.syntax.name in WRITERS, "this template has no tools that are known here"
     calls, write = CALLS[settings.agent], WRITERS[form.syntax.name]
     opens, closes = form.syntax.marks.open, form.syntax.marks.close
-    begun, wrote = session.Generation.__init__, LMTarget._write
+    begun, wrote = Answer.__init__, LMTarget._write
 
     def answer_to(text: str) -> str:
         if all(text.count(f'"{name}"') + text.count(f":{name}") == 0 for name, _ in calls.values()):
@@ -225,8 +225,9 @@ def serve_script(settings: Any, rest: list[str]) -> None:
         made = [(calls[kind][0], calls[kind][1](argument)) for kind, argument in wanted]
         return said + "".join(f"\n{opens}{write(*call)}{closes}" for call in made)
 
-    def begin(self: Any, sequence: Any, prompt: Any, answer: Any) -> None:
-        begun(self, sequence, prompt, answer)
+    def begin(self: Any, sequence: Any, running: Any, stream: Any) -> None:
+        begun(self, sequence, running, stream)
+        prompt = running.prompt
         text = tokenizer.decode_raw(list(prompt.tokens))
         closed = {"<think>": "Short.\n</think>\n\n", "<|channel>thought": "Short.\n<channel|>"}
         thinking = next((end for mark, end in closed.items() if text.rstrip().endswith(mark)), "")
@@ -244,7 +245,7 @@ def serve_script(settings: Any, rest: list[str]) -> None:
         chosen = mx.arange(logits.shape[-1])[None] == wanted[:, None]
         return mx.where(chosen, mx.array(1e4, logits.dtype), logits)
 
-    session.Generation.__init__, LMTarget._write = begin, raised
+    Answer.__init__, LMTarget._write = begin, raised
     from mlx_spec.__main__ import main as program
 
     sys.argv = ["mlx-spec", "serve", "--target", str(folder), *rest]

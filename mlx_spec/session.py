@@ -1,7 +1,4 @@
-"""The generation of one answer, and a conversation of answers.
-
-Servers and sessions run generations. Each generation belongs to one request.
-"""
+"""A conversation of answers."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_spec.decode.answer import Answer
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Positions as Positions  # programs read both from here
 from mlx_spec.decode.statistics import Statistics as Statistics
 from mlx_spec.errors import InvalidValue, NoVision
-from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
@@ -25,64 +22,6 @@ from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import DraftLengthPolicy, Round
 from mlx_spec.vision.conversation import NO_VISION, Part, conversation_prompt, prepared
 from mlx_spec.vision.vision import Vision
-
-# --- one answer
-
-
-class Generation:
-    """The answer to one prompt, round by round.
-
-    It continues `sequence`, which it rewinds to its common prefix with the prompt. The caller decodes that
-    sequence, alone or in a batch, and calls `add` with each round. `answer` turns tokens into text. The
-    caller may stop after any round: it closes the rounds, then the generation, and can use the sequence
-    again.
-    """
-
-    def __init__(self, sequence: CachedSequence, prompt: Prompt, answer: AnswerStream) -> None:
-        self._sequence = sequence
-        self._prompt = prompt
-        self._answer = answer
-        self._tokens: list[int] = []
-        cached = sequence.rewind_to_prefix(prompt)
-        counts = len(prompt), cached, sequence.drafter_missing, *sequence.reread_counts()
-        self.statistics = Statistics(*counts)  # so far
-
-    @property
-    def tokens(self) -> list[int]:
-        """Return the emitted tokens, including the one that completed a stop string."""
-        return self._tokens[: self._answer.completion_tokens]
-
-    @property
-    def kind(self) -> TextKind:
-        """Return the kind of text that comes next."""
-        return self._answer.kind
-
-    @property
-    def is_complete(self) -> bool:
-        """Return True after a stop token, a stop string or the limit."""
-        return self._answer.ended or self.statistics.finish_reason is not None
-
-    def count_prefill(self, seconds: float) -> None:
-        """Add seconds that the prefill took."""
-        self.statistics = replace(self.statistics, prefill_seconds=self.statistics.prefill_seconds + seconds)
-
-    def add(self, round: Round, seconds: float = 0.0) -> list[TextPart]:
-        """Add a round, for which the caller waited `seconds`. Return the text that it completed."""
-        self.statistics = self.statistics.plus(round, seconds)
-        self._sequence.append(round.tokens)
-        self._tokens += round.tokens
-        return self._answer.read(round, round.logprobs)
-
-    def end(self) -> list[TextPart]:
-        """Return the text that was held back."""
-        return self._answer.end()
-
-    def close(self) -> None:
-        """Cut the sequence to the prompt and the tokens of the answer."""
-        self._sequence.truncate(len(self._prompt) + len(self.tokens))
-
-
-# --- a conversation
 
 
 @dataclass(frozen=True)
@@ -120,13 +59,13 @@ class Session:
         self._vision = vision
         self._system = system
         self._messages: list[dict[str, Any]] = []
-        self._generation: Generation | None = None  # of the last answer
+        self._answer: Answer | None = None  # the last one
         self._running: Generator[Piece, None, None] | None = None
 
     @property
     def statistics(self) -> Statistics:
         """Return the statistics of the last answer."""
-        return Statistics() if self._generation is None else self._generation.statistics
+        return Statistics() if self._answer is None else self._answer.statistics
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -183,23 +122,21 @@ class Session:
         question = {"role": "user", "content": content}
         messages = [*self.messages, question]
         prompt = conversation_prompt(messages, self._tokenizer, self._vision, thinking=thinking)
-        rounds = decode(self._prepare(self._sequence, prompt, sampling=sampling, max_tokens=max_tokens))
-        self._generation = Generation(self._sequence, prompt, AnswerStream(self._tokenizer, prompt))
-        self._running = self._stream(question, self._generation, rounds)
+        running = self._prepare(self._sequence, prompt, sampling=sampling, max_tokens=max_tokens)
+        self._answer = Answer(self._sequence, running, AnswerStream(self._tokenizer, prompt))
+        self._running = self._stream(question, self._answer)
         return self._running
 
-    def _stream(
-        self, question: dict[str, Any], generation: Generation, rounds: Generator[Round, None, None]
-    ) -> Generator[Piece, None, None]:
+    def _stream(self, question: dict[str, Any], answer: Answer) -> Generator[Piece, None, None]:
         texts = {"answer": "", "thinking": ""}
         try:
-            with closing(_pieces(generation, rounds)) as pieces:
+            with closing(_pieces(answer)) as pieces:
                 for piece in pieces:
                     texts[piece.kind] += piece.text
                     yield piece
         finally:
             self._running = None
-            if generation.statistics.rounds:  # else the answer never began
+            if answer.statistics.rounds:  # else the answer never began
                 thinking = texts["thinking"].strip()
                 reply = {"role": "assistant", "content": texts["answer"].strip()}
                 self._messages += [question, reply | ({"reasoning_content": thinking} if thinking else {})]
@@ -210,19 +147,20 @@ class Session:
             self._running = None
 
 
-def _pieces(generation: Generation, rounds: Generator[Round, None, None]) -> Generator[Piece, None, None]:
-    """Yield the text of a generation. Each round has at least one piece."""
-    with closing(generation), closing(rounds):
+def _pieces(answer: Answer) -> Generator[Piece, None, None]:
+    """Yield the text of an answer. Each round has at least one piece."""
+    with closing(answer), closing(decode(answer.running)) as rounds:
         start = time.perf_counter()
         for round in rounds:
-            found = generation.add(round, time.perf_counter() - start)
-            *parts, last = found or [TextPart(generation.kind, "")]
+            *parts, last = answer.add(round, time.perf_counter() - start) or [
+                TextPart(answer.stream.kind, "")
+            ]
             yield from map(_piece, parts)
             yield replace(_piece(last), round=round)
-            if generation.is_complete:
+            if answer.is_complete:
                 break
             start = time.perf_counter()
-    yield from map(_piece, generation.end())
+    yield from map(_piece, answer.stream.end())
 
 
 def _piece(part: TextPart) -> Piece:

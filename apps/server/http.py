@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 
 from .engine.answers import LAST_EVENTS, STEP_EVENTS, Event, Failed, Finished, TextDelta
 from .engine.engine_thread import EngineThread
-from .engine.job import Job
+from .engine.job import Turns
 from .errors import LOG, Failure, hung_up, internal_error
 from .requests.parameters import OpenFields, check_unknown
 from .requests.parsing import check_limits, read_body
@@ -138,14 +138,14 @@ async def read_events(
     request: GenerationRequest,
     silence_s: float | None = None,
     wakes: Collection[type[Event]] = STEP_EVENTS,
-    make: type[Job] = Job,
+    turns: Turns | None = None,
 ) -> Events:
     """Yield the events of a request up to `Finished` or `Failed`, and None after each silence.
 
     Closing the generator early cancels the request. Raises Failure if the engine does not admit it.
     """
     queue = EventQueue(wakes, silence_s)
-    job = engine.submit(request, queue.put, make)
+    job = engine.submit(request, queue.put, turns)
     try:
         event: Event | None = None
         while not isinstance(event, Finished | Failed):
@@ -175,7 +175,7 @@ class Api:
     media_type: str = "text/event-stream"  # of a stream
     checked: Callable[[Any], Sequence[OpenFields]] = lambda body: (body,)  # objects with parameters to check
     is_done: Callable[[GenerationRequest], bool] = lambda request: False  # the engine has nothing to do
-    job: type[Job] = Job  # the class that answers a request
+    turns: Turns | None = None  # answers a request in place of choices in the batch
     error: Callable[[Failure], Response] = openai_error  # of a request whose response has not begun
     header: str = ""  # that all clients of the protocol send
 
@@ -198,10 +198,10 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not streams:
-        found = _collect(read_events(engine, request, wakes=LAST_EVENTS, make=api.job))
+        found = _collect(read_events(engine, request, wakes=LAST_EVENTS, turns=api.turns))
         events = await _while_connected(http_request.receive, found)
         return JSONResponse(writer.whole(events))
-    source = read_events(engine, request, settings.keepalive_seconds, make=api.job)
+    source = read_events(engine, request, settings.keepalive_seconds, turns=api.turns)
     return EventStream(source, writer, settings.keepalive_seconds, api.media_type)
 
 

@@ -9,7 +9,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import mlx.core as mx
@@ -28,24 +27,36 @@ from mlx_spec.types import Round
 Result = Round | Exception
 
 
-@dataclass(eq=False)
 class Entry:
     """A sequence of a batch. It begins once there is room for it.
 
-    `begin` makes the sequence and its caches. `on_progress` gets the seconds of each chunk of the prompt, and
-    is called at least once; the prompt is read once `sequence.unread` is 0. The first round follows in the
-    same step or later. `on_progress` may add and remove entries. An error of either function ends this entry
-    and no other.
+    Subclasses override the hooks. An error of `begin` or `on_progress` ends this entry and no other.
     """
 
-    begin: Callable[[], RunningSequence]
-    owner: object = None  # the request of the entry; the owner with the fewest begun entries is next
-    waits: Callable[[], bool] = lambda: False  # True while later entries may begin before it
-    has_room: Callable[[int], bool] = lambda unread: True  # beside prompts with `unread` tokens to read
-    on_progress: Callable[[float], None] = lambda seconds: None
-    park: bool = False  # its caches are used again after it has left
-    id: int = field(init=False)  # in its batch
-    sequence: RunningSequence = field(init=False)  # set when it begins
+    id: int  # in its batch
+    sequence: RunningSequence  # set when it begins
+
+    def __init__(self, owner: object = None, *, park: bool = False) -> None:
+        self.owner = object() if owner is None else owner  # the one with the fewest begun entries is next
+        self.park = park  # its caches are used again after it has left
+
+    def begin(self) -> RunningSequence:
+        """Return the sequence, with caches."""
+        return self.sequence
+
+    def waits(self) -> bool:
+        """Return True while later entries may begin before it."""
+        return False
+
+    def has_room(self, unread: int) -> bool:
+        """Return True if it may begin beside prompts with `unread` tokens to read."""
+        return True
+
+    def on_progress(self, seconds: float) -> None:
+        """Take the seconds of a chunk of the prompt, which is read once `sequence.unread` is 0.
+
+        Called at least once; the first round follows in the same step or later. May add and remove entries.
+        """
 
 
 class Batch:
@@ -114,7 +125,9 @@ class Batch:
 
         With `park`, its target and drafters keep their caches when it has left, for a later sequence.
         """
-        return self.enter(Entry(lambda: sequence, park=park))
+        entry = Entry(park=park)
+        entry.sequence = sequence
+        return self.enter(entry)
 
     def enter(self, entry: Entry) -> int:
         """Add an entry. Return its id."""
@@ -165,8 +178,8 @@ class Batch:
         next, no later entry begins either, so none starves.
         """
         while self._waiting and self.begun < self.max_running:
-            owners = Counter(_owner(entry) for entry in (*self._reading, *self._decoding.values()))
-            order = sorted(self._waiting, key=lambda entry: owners[_owner(entry)])
+            owners = Counter(entry.owner for entry in (*self._reading, *self._decoding.values()))
+            order = sorted(self._waiting, key=lambda entry: owners[entry.owner])
             entry = next((entry for entry in order if not entry.waits()), None)
             if entry is None or not entry.has_room(sum(reading.sequence.unread for reading in self._reading)):
                 return
@@ -443,7 +456,3 @@ def _take_back(targets: TargetBatch, index: int, sequence: RunningSequence, *, r
     except BaseException as error:
         caught(error)
         sequence.target.forget()
-
-
-def _owner(entry: Entry) -> object:
-    return entry if entry.owner is None else entry.owner

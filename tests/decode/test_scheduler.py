@@ -50,8 +50,9 @@ class Entries:
             return RunningSequence(LMTarget(MODEL), (), FixedPolicy(0), sampler, prompt, COUNT)
 
         self.seconds[name] = []
-        given = {"begin": begin, "owner": name[0], "on_progress": self.seconds[name].append} | hooks
-        self.names[self.batch.enter(Entry(**given))] = name
+        entry = Entry(name[0])
+        vars(entry).update({"begin": begin, "on_progress": self.seconds[name].append} | hooks)
+        self.names[self.batch.enter(entry)] = name
 
     def step(self) -> None:
         for id, result in self.batch.step():

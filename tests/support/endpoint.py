@@ -161,7 +161,7 @@ class Stub:
         )
 
     def submit(
-        self, request: GenerationRequest, send: Callable[[Event], None], make: object = None
+        self, request: GenerationRequest, send: Callable[[Event], None], turns: object = None
     ) -> StubJob:
         if self.refusal is not None:
             raise self.refusal

@@ -103,8 +103,10 @@ def serve(batch: Batch, cache: PrefixCache, pair: Pair, requests: Sequence[Serve
         cache.give_back(request.caches)
 
     for request in requests:
-        waits = partial(cache.waits, request.prompt, 16)
-        by_id[batch.enter(Entry(partial(begin, request), waits=waits, park=True))] = request
+        entry = Entry(park=True)
+        hooks = {"begin": partial(begin, request), "waits": partial(cache.waits, request.prompt, 16)}
+        vars(entry).update(hooks)
+        by_id[batch.enter(entry)] = request
     while by_id:
         for id, result in batch.step():
             assert isinstance(result, Round), result

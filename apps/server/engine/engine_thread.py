@@ -23,7 +23,7 @@ from mlx_spec.grammar.sandbox import SANDBOX
 from ..errors import LOG, queue_full, shutting_down, to_failure, unavailable
 from ..requests.request import GenerationRequest
 from ..settings import ServedModel, Settings
-from .job import Job, Send
+from .job import Job, Send, Turns
 from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
 from .preparation import find_prompts
@@ -78,12 +78,11 @@ class EngineThread:
         self._first_loaded.wait(timeout)
         return self._first_loaded.is_set() and self._problem is None
 
-    def submit(self, request: GenerationRequest, send: Send, make: type[Job] = Job) -> Job:
-        """Admit a request as a job of that class.
+    def submit(self, request: GenerationRequest, send: Send, turns: Turns | None = None) -> Job:
+        """Admit a request; `turns` answers it in place of choices in the batch.
 
-        `send` is called on the engine thread, or by `close`, and must not block.
-
-        A request that comes while the first model is loaded waits for it, up to LOADING_WAIT_S.
+        `send` is called on the engine thread, or by `close`, and must not block. A request that comes while
+        the first model is loaded waits for it, up to LOADING_WAIT_S.
 
         Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 if the server shuts down.
         """
@@ -94,7 +93,7 @@ class EngineThread:
             waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
             if waiting >= self._limits.waiting:
                 raise queue_full(waiting, self._retry_after(waiting))
-            job = make(request, send, self._wake, JobCounter(self.metrics, request.model))
+            job = Job(request, send, self._wake, JobCounter(self.metrics, request.model), turns)
             self._waiting.append(job)
             self._changed.notify_all()
         return job
@@ -356,10 +355,12 @@ class EngineThread:
             except BaseException as error:  # Rust code that panics raises no Exception
                 self._replace_batch(model, error)
                 continue
-            jobs = {id: job for job in self._running if job.model is model for id in job.choices}
-            for job, id, result in [(jobs[id], id, result) for id, result in results if id in jobs]:
+            jobs = [job for job in self._running if job.model is model]
+            choices = {choice.id: choice for job in jobs for choice in job.open_choices}
+            for choice, result in [(choices[id], result) for id, result in results if id in choices]:
+                job = choice.job
                 if job in self._running:  # else it ended with an earlier result of this step
-                    self._attempt(job, partial(job.receive, id, result))
+                    self._attempt(job, partial(job.receive, choice, result))
 
     def _has_place(self) -> bool:
         return sum(model.batch.begun for model in self._models.loaded()) < self._parallel

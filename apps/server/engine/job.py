@@ -9,19 +9,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 
+from mlx_spec.decode.answer import Answer
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics, added
 from mlx_spec.drafters.model_free import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
-from mlx_spec.prompt import Prompt, text_prompt
+from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import LogitsProcessor
 from mlx_spec.sampling.logprobs import score_prompt
-from mlx_spec.session import Generation
 from mlx_spec.tokenizer.detokenizer import placed
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.types import Round, TokenLogprob
@@ -50,58 +49,212 @@ from .tool_calls import ToolCallReader
 NO_LIMIT = 2**20  # tokens of a choice, if neither the request nor the model limits it
 
 Send = Callable[[Event], None]
+# Answers a request in turns beside the rounds of the batch: an event for each turn, None while it waits for
+# memory. The last event is `Finished`.
+Turns = Callable[[LoadedModel, GenerationRequest, PreparedRequest], Iterator[Event | None]]
 
 
-@dataclass(eq=False)
-class RequestChoice:
-    """A choice of a request: its sequence, and the events that its rounds become."""
+class RequestChoice(Entry):
+    """A choice of a request: it waits in the batch, then its rounds become events.
 
-    prompt: Prompt
-    place: tuple[int, int]  # numbers of the prompt, and of the choice among its choices: 0 reads it for all
-    index: int  # of the choice in the answer
-    entry: Entry = field(init=False)  # in the batch
-    caches: CachedSequence | None = None  # None until the choice begins
-    generation: Generation = field(init=False)
-    answer: AnswerStream = field(init=False)
-    calls: ToolCallReader | None = None
-    last_round: float = math.inf  # time.perf_counter() of its last round
+    The first choice of a prompt reads it, and keeps for the others what they need of it.
+    """
 
-    @property
-    def is_first(self) -> bool:
-        """Return True for the first choice of a prompt, which reads it for the others."""
-        return self.place[1] == 0
+    answer: Answer  # set when it begins
+
+    def __init__(self, job: Job, prompt_number: int, number: int, first: RequestChoice | None = None) -> None:
+        super().__init__(job, park=True)
+        self.job = job
+        self.prompt_number = prompt_number
+        self.number = number  # among the choices of its prompt
+        self.prompt = job.prepared.prompts[prompt_number]
+        self.index = prompt_number * job.request.n + number  # in the answer
+        self.is_open = True
+        self.snapshot: Snapshot | None = None  # caches of the prompt, for later choices
+        self._first = first  # None for the first choice
+        self._caches: CachedSequence | None = None  # None until it begins
+        self._calls: ToolCallReader | None = None
+        self.scores: list[TokenLogprob] = []  # of the prompt, if it is echoed
+        self.reported = -len(self.prompt)  # tokens of the prompt at its last progress
+        self.last_round = math.inf  # time.perf_counter() of its last round
 
     @property
     def statistics(self) -> Statistics:
         """Return the statistics so far. Only the first choice of a prompt counts the tokens of the prompt."""
-        found = self.generation.statistics
-        return found if self.is_first else found.without_prompt()
+        statistics = self.answer.statistics
+        return statistics if self.reader is self else statistics.without_prompt()
+
+    @property
+    def reader(self) -> RequestChoice:
+        """Return the choice that reads the prompt for all."""
+        return self if self._first is None else self._first
+
+    # --- hooks of the batch
+
+    def begin(self) -> RunningSequence:
+        """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
+        request, model = self.job.request, self.job.model
+        caches = self._caches = model.prefix_cache.take(self.prompt, self.reader.snapshot)
+        model.prefix_cache.shrink(model.chunk_bytes(len(self.prompt)))
+        if self.number == request.n - 1:
+            self.reader.snapshot = None
+        is_scored = self.reader is self and request.echoes and request.top_logprobs is not None
+        if is_scored:
+            caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
+        running = self._prepare(caches, self._score_prompt if is_scored else None)
+        self.answer = Answer(caches, running, self._stream())
+        if running.unread:
+            self._report(running.target.size)
+        return running
+
+    def waits(self) -> bool:
+        return self.job.model.prefix_cache.waits(self.prompt)
+
+    def has_room(self, unread: int) -> bool:
+        return self.job.has_place() and self.job.model.has_room(len(self.prompt), unread)
+
+    def on_progress(self, seconds: float) -> None:
+        """Count a chunk of the prompt. Once all is read, enter the other choices of the prompt."""
+        job, sequence, cache = self.job, self.sequence, self.job.model.prefix_cache
+        self.answer.count_prefill(seconds)
+        if self.answer.statistics.reused_tokens < sequence.target.size:
+            self._report(sequence.target.size, is_last=not sequence.unread)
+        # Kept conversations give way to this one as it grows, and to the passes that read it.
+        cache.shrink(job.model.chunk_bytes(len(self.prompt)) if sequence.unread else 0)
+        if sequence.unread:
+            return
+        if self.reader is self:
+            statistics = self.statistics
+            job.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
+            if job.request.n > 1:
+                self.snapshot = cache.snapshot(self.answer.sequence)
+            for number in range(1, job.request.n):
+                job.enter(RequestChoice(job, self.prompt_number, number, self))
+        if job.request.echoes:
+            job.send(self._echo())
+        if job.request.max_tokens == 0:
+            self.end()
+
+    # --- rounds
 
     def read(self, round: Round) -> Iterator[Event]:
         """Yield the events of a round."""
-        yield from self._events(self.generation.add(round))
+        yield from self._events(self.answer.add(round))
         yield RoundDone(self.index, self.statistics)
 
-    def end(self) -> Iterator[Event]:
-        """Yield the text that was held back, and then why the choice ended."""
-        yield from self._events(self.generation.end())
-        if self.calls is not None:
-            yield from self.calls.end()
-        yield ChoiceEnded(self.index, self._finish_reason(), self.answer.finished)
+    def end(self) -> None:
+        """Send the text that was held back, and then why the choice ended. Leave the batch."""
+        for event in self._events(self.answer.stream.end()):
+            self.job.send(event)
+        for event in () if self._calls is None else self._calls.end():
+            self.job.send(event)
+        self.job.send(ChoiceEnded(self.index, self._finish_reason(), self.answer.stream.finished))
+        self.close()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the batch. Give the caches back, or forget them after an error: their content is unknown."""
+        self.is_open = False
+        cache = self.job.model.prefix_cache
+        try:
+            self.job.model.batch.remove(self.id)
+            if self._caches is not None and not failed:
+                self.answer.close()
+                cache.give_back(self._caches)
+        except Exception:
+            LOG.exception("a request did not end well")
+            failed = True
+        if self._caches is not None and failed:
+            cache.forget(self._caches)
 
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
-            if self.calls is not None and part.kind in self.calls.kinds:
-                yield from self.calls.read(part)
+            if self._calls is not None and part.kind in self._calls.kinds:
+                yield from self._calls.read(part)
             elif part.kind != "call":
                 yield TextDelta(self.index, part.kind, part.text, part.logprobs, part.spans)
 
     def _finish_reason(self) -> FinishReason:
-        if self.answer.finished is not None:
+        stream = self.answer.stream
+        if stream.finished is not None:
             return "stop"
-        if self.statistics.finish_reason != "stop" and not self.answer.ended:
+        if self.answer.statistics.finish_reason != "stop" and not stream.ended:
             return "length"
-        return "tool_calls" if self.calls is not None and self.calls.complete else "stop"
+        return "tool_calls" if self._calls is not None and self._calls.complete else "stop"
+
+    # --- its parts
+
+    def _prepare(
+        self, sequence: CachedSequence, read_prompt: Callable[[], Iterator[bool]] | None
+    ) -> RunningSequence:
+        request, prepared, sampling = self.job.request, self.job.prepared, self.job.prepared.sampling
+        if sampling.seed is not None:  # else all choices would be the same
+            sampling = replace(sampling, seed=sampling.seed + self.number)
+        try:
+            return self.job.model.pair.prepare(
+                sequence,
+                self.prompt,
+                sampling=sampling,
+                max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
+                stop=prepared.ends,
+                top_logprobs=request.top_logprobs,
+                prediction=prepared.prediction,
+                read_prompt=read_prompt,
+                key=request.key if request.earlier_answers else None,
+            )
+        except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
+            raise invalid(str(error), "logit_bias") from error
+
+    def _stream(self) -> AnswerStream:
+        request, prepared = self.job.request, self.job.prepared
+        chat = request.prompt if isinstance(request.prompt, Chat) else None
+        markers, last_call = None, None
+        if prepared.tool_format is not None and chat is not None and chat.tools:
+            is_free = prepared.sampling.grammar is None
+            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.marks
+            self._calls = ToolCallReader(
+                self.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
+            )
+            last_call = self._calls.is_last
+        return AnswerStream(
+            self.job.model.pair.tokenizer,
+            None if chat is None else self.prompt,
+            stop=request.stop,
+            ends=prepared.ends,
+            calls=markers,
+            before=self.prompt if chat is None or chat.begun else (),
+            last_call=last_call,
+        )
+
+    def _report(self, read: int, *, is_last: bool = False) -> None:
+        """Send how much of the prompt is read, at its end and whenever that has grown by a hundredth."""
+        total, reader = len(self.prompt), self.reader
+        if self.job.request.progress and (is_last or 100 * (read - reader.reported) >= total):
+            reader.reported = read
+            statistics = self.answer.statistics
+            self.job.send(PromptProgress(total, statistics.reused_tokens, read, statistics.prefill_seconds))
+
+    def _score_prompt(self) -> Iterator[bool]:
+        """Process the prompt and keep the logprobs of its tokens; the first token has none.
+
+        Yields True after each chunk.
+        """
+        request, pair, prompt = self.job.request, self.job.model.pair, self.prompt
+        processor = LogitsProcessor(replace(request.sampling, grammar=None), 0, pair.info.vocab_size)
+        self.scores.append(TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan))
+        target, observers, top = self.sequence.target, [self.sequence], request.top_logprobs or 0
+        for more in score_prompt(target, observers, processor, prompt, pair.tokenizer, top):
+            self.scores.extend(more)
+            yield True
+
+    def _echo(self) -> TextDelta:
+        """Return the prompt as the beginning of the choice."""
+        raw, tokenizer = self.job.request.prompt, self.job.model.pair.tokenizer
+        assert isinstance(raw, RawPrompts)
+        text = raw.prompts[self.prompt_number]
+        echoed = text if isinstance(text, str) else tokenizer.decode(self.prompt.tokens)
+        self.answer.stream.count_in_front(echoed)
+        scores = placed(self.reader.scores, tokenizer)
+        return TextDelta(self.index, "answer", echoed, scores, (TokenText(echoed, None, 0),))
 
 
 class Job:
@@ -111,7 +264,12 @@ class Job:
     """
 
     def __init__(
-        self, request: GenerationRequest, send: Send, wake: Callable[[], None], counter: JobCounter
+        self,
+        request: GenerationRequest,
+        send: Send,
+        wake: Callable[[], None],
+        counter: JobCounter,
+        answer_in_turns: Turns | None = None,
     ) -> None:
         self.request = request
         self.submitted = time.perf_counter()
@@ -119,18 +277,16 @@ class Job:
         self.passed = 0  # later requests that began before it
         self.cancelled = False
         self.model: LoadedModel  # set by `begin`
-        self.choices: dict[int, RequestChoice] = {}  # waiting and running ones by their id in the batch
+        self.prepared: PreparedRequest  # set once it is prepared
+        self.has_place: Callable[[], bool]  # True if the server may run one more choice
+        self.choices: list[RequestChoice] = []  # that have entered the batch
         self._send = send
         self._wake = wake
         self._counter = counter
-        self._has_place: Callable[[], bool]  # True if the server may run one more choice
         self._preparing: Future[PreparedRequest] | None = None  # None before and after preparing
-        self._prepared: PreparedRequest
-        self._all_choices: list[RequestChoice] = []
-        self._snapshots: dict[int, Snapshot | None] = {}  # caches of read prompts, for their later choices
-        self._scores: dict[int, list[TokenLogprob]] = {}  # logprobs of prompts that are echoed
+        self._answer_in_turns = answer_in_turns
+        self._turns: Iterator[Event | None] | None = None  # None while choices answer
         self._queued_seconds = 0.0
-        self._reported: dict[int, int] = {}  # tokens of each prompt at its last progress
         self._first_token_seconds: float | None = None
         self._longest_pause = 0.0  # seconds between two rounds of a choice
 
@@ -160,7 +316,7 @@ class Job:
     def begin(self, model: LoadedModel, preparers: Executor, has_place: Callable[[], bool]) -> None:
         """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
-        self._has_place = has_place
+        self.has_place = has_place
         # The future must not keep the model: it may be unloaded meanwhile.
         tokenizer, compile, vision = model.pair.tokenizer, model.compile, model.vision
         self._preparing = preparers.submit(
@@ -184,7 +340,7 @@ class Job:
         Raises Failure.
         """
         if self._preparing is None:
-            return self.go_on()
+            return self._take_turn()
         if not self._preparing.done():
             return False
         prepared, pair = self._preparing.result(), self.model.pair
@@ -197,32 +353,31 @@ class Job:
             except InvalidValue as error:
                 param = self.request.prompt_param if isinstance(self.request.prompt, RawPrompts) else None
                 raise invalid(str(error), param) from error
-        self._prepared = prepared
-        self.start(prepared)
-        return self.go_on()
+        self.prepared = prepared
+        if self._answer_in_turns is not None:
+            self._turns = self._answer_in_turns(self.model, self.request, prepared)
+        else:
+            for number in range(len(prepared.prompts)):
+                self.enter(RequestChoice(self, number, 0))
+        return self._take_turn()
 
-    def start(self, prepared: PreparedRequest) -> None:
-        """Begin: the first choice of each prompt waits in the batch."""
-        for number in range(len(prepared.prompts)):
-            self._enter(number, 0)
+    def enter(self, choice: RequestChoice) -> None:
+        """Let a choice wait in the batch until there is room."""
+        self.model.batch.enter(choice)
+        self.choices.append(choice)
 
-    def go_on(self) -> bool:
-        """Take a turn beside the rounds of the batch. Return True if the job is done."""
-        return self._end_if_done()
-
-    def receive(self, id: int, result: Result) -> bool:
+    def receive(self, choice: RequestChoice, result: Result) -> bool:
         """Read a round of a choice, or raise its error. Return True if it was the last of the request."""
-        choice = self.choices[id]
         try:
             if isinstance(result, Exception):
                 raise result
             self._measure(choice)
             for event in choice.read(result):
                 self.send(event)
-            if choice.generation.is_complete:
-                self._end_choice(choice)
+            if choice.answer.is_complete:
+                choice.end()
         except Exception:
-            self._close_choice(choice, failed=True)
+            choice.close(failed=True)
             raise
         return self._end_if_done()
 
@@ -230,76 +385,24 @@ class Job:
         """End all choices in any state, and release the model: a client may still hold the job."""
         if self._preparing is not None:
             self._preparing.cancel()
-        for choice in tuple(self.choices.values()):
-            self._close_choice(choice)
-        self._all_choices, self._snapshots = [], {}
+        for choice in self.open_choices:
+            choice.close()
+        self.choices, self._turns = [], None
         del self.model
 
-    # --- choices
+    @property
+    def open_choices(self) -> list[RequestChoice]:
+        """Return the choices that wait or run."""
+        return [choice for choice in self.choices if choice.is_open]
 
-    def _enter(self, number: int, i: int) -> None:
-        """Let a choice wait in the batch until there is room."""
-        prompt = self._prepared.prompts[number]
-        choice = RequestChoice(prompt, (number, i), number * self.request.n + i)
-        choice.entry = Entry(
-            partial(self._begin_choice, choice),
-            owner=self,
-            waits=partial(self.model.prefix_cache.waits, prompt),
-            has_room=lambda unread: self._has_place() and self.model.has_room(len(prompt), unread),
-            on_progress=partial(self._count_chunk, choice),
-            park=True,
-        )
-        self.choices[self.model.batch.enter(choice.entry)] = choice
-        self._all_choices.append(choice)
-
-    def _begin_choice(self, choice: RequestChoice) -> RunningSequence:
-        """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
-        number, i = choice.place
-        cache = self.model.prefix_cache
-        choice.caches = cache.take(choice.prompt, self._snapshots.get(number))
-        cache.shrink(self.model.chunk_bytes(len(choice.prompt)))
-        if i == self.request.n - 1:
-            self._snapshots.pop(number, None)
-        is_scored = self._echoes and self.request.top_logprobs is not None and choice.is_first
-        if is_scored:
-            choice.caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
-        running = self._prepare_choice(choice, choice.caches, is_scored)
-        if running.unread:
-            self._report(choice, running.target.size)
-        return running
-
-    def _count_chunk(self, choice: RequestChoice, seconds: float) -> None:
-        """Count a chunk of a prompt. Once all is read, enter the other choices of the prompt."""
-        assert choice.caches is not None
-        choice.generation.count_prefill(seconds)
-        sequence, cached = choice.entry.sequence, choice.generation.statistics.reused_tokens
-        if cached < sequence.target.size:
-            self._report(choice, sequence.target.size, is_last=not sequence.unread)
-        # Kept conversations give way to this one as it grows, and to the passes that read it.
-        cache, number = self.model.prefix_cache, choice.place[0]
-        cache.shrink(self.model.chunk_bytes(len(choice.prompt)) if sequence.unread else 0)
-        if sequence.unread:
-            return
-        if choice.is_first:
-            statistics = choice.statistics
-            self.send(PromptRead(statistics.prompt_tokens, statistics.reused_tokens))
-            if self.request.n > 1:
-                self._snapshots[number] = cache.snapshot(choice.caches)
-            for i in range(1, self.request.n):
-                self._enter(number, i)
-        if self._echoes:
-            self.send(self._echo(choice))
-        if self.request.max_tokens == 0:
-            self._end_choice(choice)
-
-    def _report(self, choice: RequestChoice, read: int, *, is_last: bool = False) -> None:
-        """Send how much of a prompt is read, at its end and whenever that has grown by a hundredth."""
-        number, total = choice.place[0], len(choice.prompt)
-        if self.request.progress and (is_last or 100 * (read - self._reported.get(number, -total)) >= total):
-            self._reported[number] = read
-            statistics = choice.generation.statistics
-            seconds = statistics.prefill_seconds
-            self.send(PromptProgress(total, statistics.reused_tokens, read, seconds))
+    def _take_turn(self) -> bool:
+        """Take a turn beside the rounds of the batch. Return True if the job is done."""
+        if self._turns is None:
+            return self._end_if_done()
+        event = next(self._turns)
+        if event is not None:
+            self.send(event)
+        return isinstance(event, Finished)
 
     def _measure(self, choice: RequestChoice) -> None:
         """Measure when the first token came, and the longest pause."""
@@ -308,115 +411,25 @@ class Job:
             self._first_token_seconds = now - self.submitted
         self._longest_pause, choice.last_round = max(self._longest_pause, now - choice.last_round), now
 
-    def _end_choice(self, choice: RequestChoice) -> None:
-        for event in choice.end():
-            self.send(event)
-        self._close_choice(choice)
-
-    def _close_choice(self, choice: RequestChoice, *, failed: bool = False) -> None:
-        """Leave the batch. Give the caches back, or forget them after an error: their content is unknown."""
-        del self.choices[choice.entry.id]
-        cache = self.model.prefix_cache
-        try:
-            self.model.batch.remove(choice.entry.id)
-            if choice.caches is not None and not failed:
-                choice.generation.close()
-                cache.give_back(choice.caches)
-        except Exception:
-            LOG.exception("a request did not end well")
-            failed = True
-        if choice.caches is not None and failed:
-            cache.forget(choice.caches)
-
     def _end_if_done(self) -> bool:
-        if self.choices:
+        if self.open_choices:
             return False
         self.send(self._finished())
         return True
 
-    @property
-    def _echoes(self) -> bool:
-        return isinstance(self.request.prompt, RawPrompts) and self.request.prompt.echo
-
-    def _prepare_choice(
-        self, choice: RequestChoice, sequence: CachedSequence, is_scored: bool
-    ) -> RunningSequence:
-        request, prepared, sampling = self.request, self._prepared, self._prepared.sampling
-        if sampling.seed is not None:  # else all choices would be the same
-            sampling = replace(sampling, seed=sampling.seed + choice.place[1])
-        try:
-            running = self.model.pair.prepare(
-                sequence,
-                choice.prompt,
-                sampling=sampling,
-                max_tokens=NO_LIMIT if request.max_tokens is None else max(request.max_tokens, 1),
-                stop=prepared.ends,
-                top_logprobs=request.top_logprobs,
-                prediction=prepared.prediction,
-                read_prompt=partial(self._score_prompt, choice, sequence) if is_scored else None,
-                key=request.key if request.earlier_answers else None,
-            )
-        except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
-            raise invalid(str(error), "logit_bias") from error
-        chat = request.prompt if isinstance(request.prompt, Chat) else None
-        markers, last_call = None, None
-        if prepared.tool_format is not None and chat is not None and chat.tools:
-            is_free = sampling.grammar is None
-            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.marks
-            choice.calls = ToolCallReader(
-                choice.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
-            )
-            last_call = choice.calls.is_last
-        choice.answer = AnswerStream(
-            self.model.pair.tokenizer,
-            None if chat is None else choice.prompt,
-            stop=request.stop,
-            ends=prepared.ends,
-            calls=markers,
-            before=choice.prompt if chat is None or chat.begun else (),
-            last_call=last_call,
-        )
-        choice.generation = Generation(sequence, choice.prompt, choice.answer)
-        return running
-
-    def _score_prompt(self, choice: RequestChoice, sequence: CachedSequence) -> Iterator[bool]:
-        """Process a prompt and keep the logprobs of its tokens; the first token has none.
-
-        Yields True after each chunk.
-        """
-        pair, top = self.model.pair, self.request.top_logprobs or 0
-        prompt, target = choice.prompt, sequence.target
-        processor = LogitsProcessor(replace(self.request.sampling, grammar=None), 0, pair.info.vocab_size)
-        scores = [TokenLogprob(prompt[0], pair.tokenizer.token_bytes(prompt[0]), math.nan)]
-        self._scores[choice.place[0]] = scores
-        observers = [choice.entry.sequence]
-        for more in score_prompt(target, observers, processor, prompt, pair.tokenizer, top):
-            scores.extend(more)
-            yield True
-
-    def _echo(self, choice: RequestChoice) -> TextDelta:
-        """Return the prompt as the beginning of its choice."""
-        assert isinstance(self.request.prompt, RawPrompts)
-        number, tokenizer = choice.place[0], self.model.pair.tokenizer
-        given, scores = self.request.prompt.prompts[number], placed(self._scores.get(number, ()), tokenizer)
-        echoed = given if isinstance(given, str) else tokenizer.decode(choice.prompt.tokens)
-        choice.answer.count_in_front(echoed)
-        return TextDelta(choice.index, "answer", echoed, scores, (TokenText(echoed, None, 0),))
-
     def _finished(self) -> Finished:
-        choices = sorted(self._all_choices, key=lambda choice: choice.index)
+        choices = sorted(self.choices, key=lambda choice: choice.index)
         total = added([choice.statistics for choice in choices])
-        expected = self._prepared.prediction
-        outputs = [choice.generation.tokens for choice in choices]
-        counts = [prediction_counts(expected, tokens) for tokens in outputs if expected]
+        answers, expected = [choice.answer for choice in choices], self.prepared.prediction
+        counts = [prediction_counts(expected, answer.tokens) for answer in answers if expected]
         usage = Usage(
             total.prompt_tokens,
             total.reused_tokens,
-            sum(map(len, outputs)),
-            sum(choice.answer.reasoning_tokens for choice in choices),
+            sum(answer.stream.completion_tokens for answer in answers),
+            sum(answer.stream.reasoning_tokens for answer in answers),
             sum(accepted for accepted, _ in counts),
             sum(rejected for _, rejected in counts),
-            sum(span.count for prompt in self._prepared.prompts for span in prompt.spans),
+            sum(span.count for prompt in self.prepared.prompts for span in prompt.spans),
             total.reread_tokens,
             total.reread_words,
         )

@@ -13,7 +13,7 @@ from mlx_spec.tokenizer.stream import AnswerStream
 
 from ...race import NAMES, Race, race, verdict
 from ..engine import answers
-from ..engine.job import Job
+from ..engine.models import LoadedModel
 from ..engine.preparation import PreparedRequest
 from ..errors import invalid, unsupported
 from ..http import Api, Json, data_event
@@ -33,56 +33,37 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     return replace(request, max_tokens=request.max_tokens or 256)  # enough turns to compare
 
 
-class RaceJob(Job):
-    """A race from its admission to its last event."""
+def turns(
+    model: LoadedModel, request: GenerationRequest, prepared: PreparedRequest
+) -> Iterator[answers.Event | None]:
+    """Yield the events of a race, one for each turn; None while it waits for memory.
 
-    def start(self, prepared: PreparedRequest) -> None:
-        """Set up both answers. Raises Failure (400) if nothing drafts with this model."""
-        pair, (prompt,) = self.model.pair, prepared.prompts
-        most = self.request.max_tokens
-        assert most is not None
-        self._rows = 2 * (len(prompt) + most)  # tokens in the caches of both answers
-        if not pair.drafts:
-            way = "start the server without --drafter none and --num-draft-tokens 0"
-            raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
-        # A chunk of 64 tokens takes as long as a few rounds: other requests can wait for that.
-        races = race(pair, prompt, most, prepared.sampling, prepared.ends, step=64)
-        texts = [AnswerStream(pair.tokenizer, prompt, ends=prepared.ends) for _ in NAMES]
-        self._turns: Iterator[answers.RaceTurn] | None = self._read(races, texts)
-        self._has_begun = False
-
-    def go_on(self) -> bool:
-        """Take a turn. Return True if both answers have ended."""
-        if not self._has_begun and not self.model.has_room(self._rows, 0):
-            return False
-        if not self._has_begun:
-            self.model.prefix_cache.shrink(round(self._rows * self.model.token_bytes))
-        assert self._turns is not None
-        self._has_begun, turn = True, next(self._turns, None)
-        if turn is not None:
-            self.send(turn)
-            return False
-        timings = answers.Timings(Statistics(), None, 0.0, 0.0)
-        self.send(answers.Finished(answers.Usage(0, 0, 0, 0), timings))
-        return True
-
-    def close(self) -> None:
-        """Release the caches."""
-        self._turns = None
-        super().close()
-
-    def _read(self, races: Iterator[Race], texts: Sequence[AnswerStream]) -> Iterator[answers.RaceTurn]:
-        read, last = [0, 0], None
-        for last in races:
-            new = list[str]()
-            for i, run in enumerate(last.runs):
-                parts = [part for round in run.done[read[i] :] for part in texts[i].read(round)]
-                read[i] = len(run.done)
-                new.append("".join(part.text for part in parts))
-            yield _turn(last, new)
-        if last is not None:
-            rests = ["".join(part.text for part in text.end()) for text in texts]
-            yield _turn(last, rests, verdict(last, self.model.pair.tokenizer))
+    Raises Failure (400) if nothing drafts with this model.
+    """
+    pair, (prompt,), most = model.pair, prepared.prompts, request.max_tokens
+    assert most is not None
+    if not pair.drafts:
+        way = "start the server without --drafter none and --num-draft-tokens 0"
+        raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
+    tokens = 2 * (len(prompt) + most)  # in the caches of both answers
+    while not model.has_room(tokens, 0):
+        yield None
+    model.prefix_cache.shrink(round(tokens * model.token_bytes))
+    streams = [AnswerStream(pair.tokenizer, prompt, ends=prepared.ends) for _ in NAMES]
+    read, last = [0, 0], None
+    # A chunk of 64 tokens takes as long as a few rounds: other requests can wait for that.
+    for last in race(pair, prompt, most, prepared.sampling, prepared.ends, step=64):
+        texts = list[str]()
+        for i, run in enumerate(last.runs):
+            parts = [part for round in run.done[read[i] :] for part in streams[i].read(round)]
+            read[i] = len(run.done)
+            texts.append("".join(part.text for part in parts))
+        yield _turn(last, texts)
+    if last is not None:
+        rests = ["".join(part.text for part in stream.end()) for stream in streams]
+        yield _turn(last, rests, verdict(last, pair.tokenizer))
+    timings = answers.Timings(Statistics(), None, 0.0, 0.0)
+    yield answers.Finished(answers.Usage(0, 0, 0, 0), timings)
 
 
 def _turn(race: Race, texts: Sequence[str], lines: Sequence[str] = ()) -> answers.RaceTurn:
@@ -111,10 +92,10 @@ class RaceWriter:
 
     def whole(self, events: list[answers.Event]) -> Json:
         turns = [event for event in events if isinstance(event, answers.RaceTurn)]
-        found = self._head | _json(turns[-1])
-        for i, racer in enumerate(found["racers"]):
+        body = self._head | _json(turns[-1])
+        for i, racer in enumerate(body["racers"]):
             racer["text"] = "".join(turn.racers[i].text for turn in turns)
-        return found
+        return body
 
 
 def _json(turn: answers.RaceTurn) -> Json:
@@ -131,4 +112,4 @@ def _json(turn: answers.RaceTurn) -> Json:
     }
 
 
-API = Api(ChatBody, parse, RaceWriter, job=RaceJob)
+API = Api(ChatBody, parse, RaceWriter, turns=turns)

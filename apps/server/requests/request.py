@@ -110,6 +110,11 @@ class GenerationRequest:
     notes: tuple[str, ...] = ()  # parameters without effect, which the answer names
 
     @property
+    def echoes(self) -> bool:
+        """Return True if each choice begins with its prompt."""
+        return isinstance(self.prompt, RawPrompts) and self.prompt.echo
+
+    @property
     def has_grammar(self) -> bool:
         """Return True if a grammar may have to be compiled for the answer."""
         return self.format is not None or (isinstance(self.prompt, Chat) and self.prompt.tools is not None)
