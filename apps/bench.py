@@ -1,7 +1,7 @@
 """`mlx-spec bench`: measure the speed of a pair on this device, with speculation and without.
 
 Ways to decode ("arms") take turns of a few tokens, so that slow changes of the machine affect them alike.
-An answer is timed from the end of its prompt, not from its first token: a decoder with a queue computes the
+An answer is timed from the end of its prompt, not from its first token. A decoder with a queue computes the
 second token before it returns the first, and that pass would not be counted.
 """
 

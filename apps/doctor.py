@@ -162,7 +162,6 @@ def version(name: str) -> str:
 
 
 def _machine() -> str:
-    """Return the chip and its memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         require_backend()

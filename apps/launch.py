@@ -166,7 +166,6 @@ AGENTS: dict[str, Agent] = {
 
 
 def _run(options: Options) -> int:
-    """Return the status of the agent."""
     agent = AGENTS[options.agent]
     program = shutil.which(options.agent)
     if program is None and not options.print:

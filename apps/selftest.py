@@ -243,7 +243,6 @@ class _Tester:
         self.questions = chat_questions(pair.tokenizer)[: effort.questions]
 
     def _left(self) -> float:
-        """Return the seconds that are left, at least 0."""
         return max(self.started + self._effort.seconds - time.monotonic(), 0.0)
 
     def warm_up(self) -> int:
@@ -351,7 +350,6 @@ class _Tester:
         self.result.noise = max(noise, known or noise, key=lambda gap: gap.roundings)
 
     def _comparison(self, expected: Attempt, actual: Attempt) -> Comparison:
-        """Compare two answers, token by token until one ends."""
         drift, error, divergence = None, actual.error, None
         difference = first_difference(
             lambda: self._pair.open().target,

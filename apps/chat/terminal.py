@@ -307,7 +307,6 @@ class _BesideSpinner(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Show a text. Return its length."""
         if "\r" in text:
             from rich.text import Text
 

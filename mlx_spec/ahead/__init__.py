@@ -1,8 +1,8 @@
 """Drafting ahead: while the target verifies a draft, a copy of the drafter drafts for its likely outcomes.
 
-Other packages use it in three places: `Drafter.prepare` is called before a draft is verified if
-`DraftChoice.ahead` is True, `Draft.ahead` says whether a draft was ready, and `DrafterSource.ahead_costs`
-decides when drafting ahead pays.
+Other packages know three things. `Drafter.prepare` is called before a draft is verified, if
+`DraftChoice.ahead` is True. `Draft.ahead` says whether a draft was ready. `DrafterSource.ahead_costs` decides
+when it pays.
 """
 
 from __future__ import annotations

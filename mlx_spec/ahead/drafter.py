@@ -2,12 +2,12 @@
 
 While the target verifies a draft, a copy of the drafter drafts for its likely outcomes: how many tokens are
 accepted, and which one follows. If the outcome is among them, the next draft is ready. The copy has its own
-caches and works in its own thread. MLX has one default device for all threads, so a copy in this process is
-refused where that is a GPU: it would wait for the target's pass, or take the target to the CPU.
+caches and works in its own thread. MLX has one default device for all threads. If that is a GPU, a copy in
+this process is refused: it would wait for the target's pass, or take the target to the CPU.
 
 The text does not depend on it. Outcomes are guessed by the drafter's logits alone, never by what was drawn
-for them, so a stored draft has the distribution that its `probs` say. With a seed, drafter and target share
-the noise G of each position, and the target takes argmax(log p + G): the guesses are the top of (log q + G).
+for them. So a stored draft has the distribution that its `probs` say. With a seed, drafter and target share
+the noise G of each position. The target takes argmax(log p + G), so the guesses are the top of (log q + G).
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class AheadThread:
         mx.clear_streams()  # MLX aborts a process that ends with a thread's streams
 
     def _end(self) -> None:
-        """Skip the waiting jobs and end the thread."""
         self._is_ending = True
         self._jobs.put(lambda: None)
         self._thread.join()

@@ -1,8 +1,8 @@
 """Compare texts with and without drafts for the self-tests, with a rule for near-ties.
 
 A pass over several rows sums in another order than a pass over one. If two tokens are equally likely up to
-the last bits, either may be chosen and neither is wrong: a near-tie. The size of these last bits is measured:
-it is the difference of logits after the same tokens, written row by row and in blocks, without a rollback.
+the last bits, either may be chosen and neither is wrong: a near-tie. The size of these last bits is measured,
+as the difference of logits after the same tokens, written row by row and in blocks, without a rollback.
 """
 
 from __future__ import annotations

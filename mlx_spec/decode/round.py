@@ -319,7 +319,6 @@ class Group:
         return suppressed.leave_out(logits, first)
 
     def _emit(self, rounds: Sequence[Round], features: Sequence[Features]) -> list[Emitted]:
-        """Append the tokens of the rounds to the histories."""
         emitted, failed = list[Emitted](), cast(Ending, (None, ()))
         for sequence, round, its_features in zip(self.sequences, rounds, features, strict=True):
             emit = partial(sequence.emit, round.tokens, its_features)
@@ -430,7 +429,6 @@ class Group:
 
     @property
     def _takes_argmax(self) -> bool:
-        """Return True if one argmax chooses the tokens of all sequences."""
         return all(sequence.sampler.is_argmax for sequence in self.sequences)
 
 

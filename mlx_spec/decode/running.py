@@ -37,8 +37,8 @@ from mlx_spec.types import (
 )
 
 # Prompt tokens in one forward pass: bounds the memory of its activations. One value serves all pairs. A pass
-# reads the weights once, which takes as long as the arithmetic of 7 (M1 Ultra) to 32 (M5 Max) rows of a 4-bit
-# model, by published peaks. So a longer step would save at most 3 % of a prompt's time. A measured step
+# reads the weights once. By published peaks that takes as long as the arithmetic of 7 (M1 Ultra) to 32
+# (M5 Max) rows of a 4-bit model. So a longer step would save at most 3 % of a prompt's time. A measured step
 # would change with the load, and the rounding of a prompt's numbers would change with it.
 PREFILL_STEP = 1024
 Result = TypeVar("Result")
@@ -102,8 +102,8 @@ def prefill(
             for drafter in drafters:
                 drafter.observe(read, features)
             last = PrefillStep(high - low, ends_chunk=True)
-        # Else freed buffers pile up: scores of attention grow with each chunk, and MLX gives an array only a
-        # buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
+        # Else freed buffers pile up, because scores of attention grow with each chunk. MLX gives an array
+        # only a buffer that is at most 32 KB larger (mlx/backend/common/buffer_cache.h).
         mx.clear_cache()
         resident.grow()
         yield last
@@ -118,7 +118,7 @@ def _observe_in_parts(
     share: float,
     most: int = 128,
 ) -> Generator[PrefillStep, None, None]:
-    """Show drafters the `features` of a chunk of that many rows, which took a `share` of its pass last.
+    """Show drafters the `features` of a chunk of `rows`, the last of which took a `share` of its pass.
 
     They get at most `most` rows in a step, for which `read` grows to the end of the chunk. If this is closed,
     they get all, because they must not fall behind the target.
@@ -148,7 +148,7 @@ class DraftMemory:
     """The memory that the drafters of one answer take and keep beside the caches that they count."""
 
     most: int  # bytes; beyond them drafters are suspected
-    taken: int = 0  # bytes that rounds took, with those by which caches grew
+    taken: int = 0  # bytes that rounds took, growth of caches included
     counted: int = 0  # bytes of the caches when `taken` was 0
     rounds: int = 0  # that took them
     suspected: float = 0.0  # bytes that drafters seem to take in a round

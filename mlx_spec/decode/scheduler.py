@@ -250,8 +250,8 @@ class Batch:
     def _read_together(self, first: Entry, order: Sequence[Entry]) -> list[Entry]:
         """Read `first` and the shortest other prompts in one pass, without their last tokens.
 
-        Returns the entries that were read. Reads nothing if fewer than two fit, if `first` does not, or if
-        the pass fails: then prompts are read one by one, which finds the failing one.
+        Returns the entries that were read. Reads nothing if fewer than two fit, or if `first` does not. If
+        the pass fails, prompts are read one by one, which finds the failing one.
         """
         # Beyond 512 rows, padding included, computing takes longer than reading the weights on any Mac, so
         # separate passes cost no more.
@@ -302,7 +302,6 @@ class Batch:
         entry.on_progress(seconds)
 
     def _chunk(self) -> int:
-        """Return how many tokens the next chunk of a prompt has."""
         return self._pace.chunk() if self.is_decoding else running.PREFILL_STEP
 
     # --- who decodes
@@ -328,7 +327,6 @@ class Batch:
         return bool(self._groups) and unread is not None and self._pace.defers_decoding(unread)
 
     def _decode(self) -> None:
-        """Decode one round of every sequence whose prompt is read."""
         draining = self._regroup()
         groups = list(self._groups)
         for group in groups:

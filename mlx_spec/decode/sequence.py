@@ -19,8 +19,8 @@ from mlx_spec.types import CacheState, Copy, Drafter, DraftLengthPolicy
 class Reread:
     """Tokens of a prompt that are read again, although they were read before, and why.
 
-    "evicted": their caches were dropped for others. "no place": they are in memory, but windows or recurrent
-    states cannot go back to where the prompt parts from them.
+    "evicted": their caches were dropped for others. "no place": they are in memory, but without a rewind
+    point where the prompt parts from them.
     """
 
     tokens: int
@@ -85,9 +85,9 @@ class CachedSequence:
     def fork_from(self, origin: CachedSequence, prompt: Prompt, *, in_use: bool) -> bool:
         """Copy what another sequence has of a prompt. This one must be new, of the same pair.
 
-        Rows are copied in the first steps of a prefill. Those of an origin that is `in_use` are not
-        referenced before: its next pass would copy whole buffers. Returns False, and copies nothing, if a
-        drafter cannot save its caches.
+        Rows are copied in the first steps of a prefill. If the origin is `in_use`, nothing refers to its rows
+        before: its next pass would copy whole buffers. Returns False, and copies nothing, if a drafter cannot
+        save its caches.
         """
         try:
             states = origin._drafter_states()

@@ -31,8 +31,8 @@ class Statistics:
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, found in the cache
     drafter_cold: int = 0  # reused tokens that the drafter has not processed: its acceptance is lower
-    # Of the prompt, known before and read again: their caches were dropped for others, or windows and
-    # recurrent states cannot go back to where the prompt goes on.
+    # Of the prompt, known before and read again: their caches were dropped for others, or have no rewind
+    # point where the prompt goes on.
     reread_evicted: int = 0
     reread_no_place: int = 0
     generated_tokens: int = 0
@@ -163,7 +163,7 @@ class Statistics:
 
     @property
     def reason(self) -> Reason:
-        """Return the reason of most tokens. If drafts gave any, the gain decides what it says.
+        """Return the reason of most tokens; PAYS or LOST by the gain if drafts gave any.
 
         A drafter that failed is always named.
         """

@@ -90,8 +90,8 @@ def use_device() -> None:
 def keep_attention_order() -> None:
     """On a Mac, deal the keys of long texts to one number of partial sums, whatever the rows of a pass.
 
-    MLX reads the variable at each call (mlx/backend/metal/scaled_dot_product_attention.cpp). 128 is its own
-    number for most rows and keys of a large GPU, and no more than the step of a window's view.
+    MLX reads the variable at each call (mlx/backend/metal/scaled_dot_product_attention.cpp). It takes 128 for
+    most rows and keys of a large GPU. That is at most the step of a window's view.
     """
     import mlx.core as mx
 

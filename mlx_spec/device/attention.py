@@ -51,7 +51,7 @@ class FullAttention:
     is_quantized: bool = False  # K and V are: mlx-lm computes their scores in a matrix
 
     def keeps_scores(self, rows: int, kernels: Kernels) -> bool:
-        """Return True if a pass of that many rows has its scores in memory. Read in MLX 0.32.4.
+        """Return True if a pass of `rows` has its scores in memory. Read in MLX 0.32.4.
 
         (mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`)
         """
@@ -74,8 +74,8 @@ class FullAttention:
     ) -> int:
         """Return how many of the `rows` tokens after position `start` one pass should read.
 
-        That is all if their scores take at most `most` bytes, else one of few sizes. Without `most` and
-        `machine` they are those of this machine.
+        That is all if their scores take at most `most` bytes, else one of few sizes. `most` and `machine`
+        default to this machine.
         """
         most, machine = most_scores() if most is None else most, machine or kernels()
         sizes = [rows, *(size for size in (512, 256, 128, 64, 32) if size < rows)]

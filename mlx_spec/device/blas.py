@@ -39,8 +39,8 @@ def use_blas(*, optimized: bool = True, threads: int | None = None) -> Blas | No
 
     The first call decides for the process. An MLX that was built with another BLAS than the reference keeps
     it. Returns None where it is not known, as on macOS. The library gets `threads`, else half as many as
-    there are processors: the cores, where a core counts as two. Its threads wait for each other in loops, so
-    a product takes many times longer while another program keeps one of them from its processor.
+    there are processors: the cores, where a core counts as two. Its threads wait for each other in loops.
+    So a product takes many times longer while another program keeps one of them from its processor.
     """
     if not _decided:
         slot = _slot() if sys.platform == "linux" and sys.maxsize > 2**32 else None
@@ -147,7 +147,6 @@ def _slot() -> ctypes.c_size_t | None:
 
 
 def _owner(address: int) -> Blas | None:
-    """Return the library that holds an address."""
     info = _SymbolInfo()
     if not ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info)):
         return None

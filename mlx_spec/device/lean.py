@@ -1,7 +1,7 @@
 """Import mlx-lm's model code without transformers: half of a start, and only mlx-lm itself uses it.
 
-mlx-lm's `__init__` and `mlx_lm.utils` import its programs and tokenizers. Until a name that they define is
-asked for, the package is known without having run, and `utils` has stand-ins for two names of tokenizers.
+mlx-lm's `__init__` and `mlx_lm.utils` import its programs and tokenizers. Until something asks for a name
+that they define, the package is known without having run. `utils` has stand-ins for two names of tokenizers.
 Then all of it is imported, so other users of mlx-lm in this process notice nothing.
 """
 

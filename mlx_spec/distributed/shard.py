@@ -1,8 +1,8 @@
 """Split a target over ranks: mlx-lm's sharding, after padding with zeros.
 
 mlx-lm gives all ranks equally many attention heads and hidden units. A dense model is padded with heads and
-units of zeros until both numbers divide: they add zeros to sums, so the result is the same. So nine heads run
-on two ranks, and eight K/V heads on three. The numbers of other models must divide.
+units of zeros until both numbers divide. They add zeros to sums, so the result is the same: nine heads run on
+two ranks, and eight K/V heads on three. The numbers of other models must divide.
 """
 
 from __future__ import annotations

@@ -145,7 +145,6 @@ class ConditionedDrafter(SequenceDrafter, ABC):
         return mx.concatenate(self._waiting)[:count], self._tokens[start : start + count]
 
     def _mark_written(self, count: int) -> None:
-        """Note that the caches hold the first `count` of the waiting rows."""
         left = mx.concatenate(self._waiting)[count:]
         self._waiting = [left] if left.shape[0] else []
 

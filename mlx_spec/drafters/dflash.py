@@ -1,7 +1,7 @@
 """DFlash (arXiv:2602.06036): a block of tokens in one pass over the target's own hidden states.
 
 The block is the pending token and masks. It is always as long as in training, however many tokens are
-wanted. A slot predicts its own token, so the first slot, whose token is known, predicts nothing; checkpoints
+wanted. A slot predicts its own token, so the first slot, whose token is known, predicts nothing. Checkpoints
 that also draft from it record a shift of 1. Slots do not see each other's tokens: each is drawn from its
 marginal distribution, unless a network overrides `follow`, as DFlash2 and DSpark do.
 

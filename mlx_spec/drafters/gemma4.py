@@ -385,7 +385,7 @@ class Centroids(nn.Module):
 class Gemma4Assistant(SequenceDrafter):
     """Drafts one sequence. Keeps the newest features of the target and nothing else."""
 
-    # The hidden state before the last prompt token says nothing about the answer: the first token comes
+    # The hidden state before the last prompt token says nothing about the answer. So the first token comes
     # without a draft, and a prefill can skip the layers that only feed its hidden states.
     needs = FeatureSpec(final_hidden=True, shared_kv=True, prompt_hidden=False)
 

@@ -1,7 +1,7 @@
 """Lookup: suffix decoding (arXiv:2411.04975) in the conversation and in earlier answers.
 
-`Lookup` finds the longest match. A policy has a separate belief for each of a few ranges of match lengths:
-one equal token says little about the next one, six say nearly everything.
+`Lookup` finds the longest match. A policy has a separate belief for each range of match lengths: one equal
+token says little about the next one, six say nearly everything.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_TAIL = 64  # tokens compared to notice that the history was replaced
 class Lookup(SequenceDrafter):
     """Copies what followed the longest earlier match of the last tokens.
 
-    In the conversation it is found as in LZ77 compressors: a table from the last few tokens to the latest
-    place after them, and a chain from every place to the one before. An earlier answer is copied if its match
-    is longer. A draft is no longer than its match, as in suffix decoding.
+    In the conversation it is found as in LZ77 compressors. A table has the latest place after the last few
+    tokens, and a chain leads from every place to the one before. An earlier answer is copied if its match is
+    longer. A draft is at most as long as its match, as in suffix decoding.
 
     A place is the index of the token that followed a match. At least `min_match` tokens must match, at least
     2; with 1, a match of a single token is copied, too.

@@ -52,7 +52,7 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
     """Return how many tokens of a prediction appear in the output, in its order, and how many do not.
 
     The first number is the length of a longest common subsequence; it does not depend on the drafts. Bit i
-    of an integer is token i of the prediction, so a token of the output takes a few operations (Hyyrö,
+    of an integer is token i of the prediction. So a token of the output takes a few operations (Hyyrö,
     Bit-parallel LCS-length computation revisited, 2004).
     """
     bits_of: dict[int, int] = {}

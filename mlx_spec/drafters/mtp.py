@@ -1,8 +1,8 @@
 """Native multi-token prediction heads: Qwen3-Next, Qwen3.5, Qwen3.6, DeepSeek-V3, GLM-4.5 and later.
 
-A head norms the target's hidden state and the embedding of the token that follows it, projects both to one
-vector, and runs a decoder layer of the target's own architecture (DeepSeek-V3, arXiv:2412.19437, section
-2.2). It runs again for every further token, on its own output.
+A head norms the target's hidden state and the embedding of the token that follows it. It projects both to one
+vector, and runs a decoder layer of the target's architecture (DeepSeek-V3, arXiv:2412.19437, section 2.2). It
+runs again for every further token, on its own output.
 """
 
 from __future__ import annotations

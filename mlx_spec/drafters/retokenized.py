@@ -5,8 +5,8 @@ difference: a draft holds only certain tokens. A token is certain if it stays th
 one more. The draft is the drafter's likeliest text. It is deterministic, so verification is exact: if the
 two texts do not line up, tokens are rejected and nothing else happens.
 
-Text passes between the two models as bytes, because a token may be half a character. Tokens of one history
-need not end where tokens of the other end; only text that begins exactly at the end of the history is used.
+Text passes between the two models as bytes, because a token may be half a character. Tokens of the two
+need not end alike, so only text that begins exactly at the end of the history is used.
 """
 
 from __future__ import annotations

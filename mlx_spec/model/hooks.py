@@ -38,7 +38,6 @@ class Capture(nn.Module):
     outputs: list[mx.array]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module and keep its output."""
         out = super().__call__(*args, **kwargs)
         self.outputs[:] = [out[0] if isinstance(out, tuple) else out]
         return out
@@ -86,7 +85,6 @@ class EagerLayer(nn.Module):
     switch: EagerSwitch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer and start its evaluation."""
         out = super().__call__(*args, **kwargs)
         if self.switch.is_on:
             mx.async_eval(out[0] if isinstance(out, tuple) else out)

@@ -23,8 +23,8 @@ from mlx_spec.types import FULL, SLIDING, KVRows
 
 MAX_UNCOMMITTED = 64  # rows that every cache can take back at any time: a chunk of a scored prompt
 WINDOW_SLACK = 256  # rows that a window appends before it moves to the front of the buffers; > VIEW_STEP
-# Positions. Attention reads a window from a multiple of it on. Metal deals the keys that a kernel reads to
-# 32 partial sums in turn, or in two passes to 32 to 1,024; up to 128 their order is kept.
+# Positions. Attention reads a window from a multiple of it on. Metal deals the keys of a kernel to 32
+# partial sums in turn, or in two passes to 32 to 1,024 sums. Up to 128 their order is kept.
 VIEW_STEP = 128
 
 Mask = mx.array | str | None

@@ -110,7 +110,7 @@ class RandomRows:
         mask: mx.array | str | None = "causal" if T > 1 else None
         if self.window is not None or has_mask:
             window = self.window or end
-            low = max(first - window + 1, 0) // 128 * 128  # a view begins at such a position
+            low = max(first - window + 1, 0) // 128 * 128  # a view begins at a multiple of 128
             position, key = mx.arange(first, end)[:, None], mx.arange(low, end)
             mask = (key <= position) & (key > position - window)
         keys, values = self.keys[:, :, low:end], self.values[:, :, low:end]

@@ -33,9 +33,9 @@ def rounding_of(model: nn.Module) -> float:
 def check_rows(model: nn.Module, make: Callable[[], LMTarget], lengths: Sequence[int] = ()) -> mx.Dtype:
     """Verify rows together, one by one and after a rollback. Return the type of the activations.
 
-    `make` returns new targets of the model. It does the same in passes that end at each of `lengths`, because
-    rotary embeddings, masks and scales of some models change with the position. Raises NotRewindable if rows
-    differ, and BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
+    `make` returns new targets of the model. Passes that end at each of `lengths` are verified, too: rotary
+    embeddings, masks and scales of some models change with the position. Raises NotRewindable if rows differ,
+    and BadCheckpoint for logits that are not numbers: all comparisons with them would pass.
     """
     prompt, rows = [1, 2, 3], [2, 1, 3, 1]  # tokens that every vocabulary has
     kept = 2  # rows that a rollback keeps

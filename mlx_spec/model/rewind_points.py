@@ -319,9 +319,9 @@ def cuts(
 ) -> list[tuple[int, RewindReason]]:
     """Return the sizes between `start` and `end` at which a pass should end to keep a state, and why.
 
-    At the end of a prompt there is one 32 tokens before, because the next turn often drops what a chat
-    template appends to begin an answer. A span, whose rows would be computed again, ends before it. Cuts are
-    at least `apart` tokens apart.
+    At the end of a prompt the last cut is 32 tokens earlier: the next turn often drops what a chat template
+    appends to begin an answer. A span, whose rows would be computed again, ends before it. Cuts are at least
+    `apart` tokens apart.
     """
     reasons = dict[int, RewindReason]()
     if ends_prompt:

@@ -33,7 +33,7 @@ class StatedRope(YarnRoPE):
     def __init__(self, dims: int, traditional: bool, rotation: Rotation) -> None:
         nn.Module.__init__(self)
         self.dims, self.traditional, self.mscale = dims, traditional, rotation.factor
-        # MLX takes inverse angles; those of dimensions that do not turn are infinite.
+        # MLX takes inverse angles; dimensions that do not turn have infinite ones.
         self._freqs = 1 / mx.array(rotation.angles, dtype=mx.float32)
 
 
@@ -85,7 +85,7 @@ def _apply(
         if _is_plain(rope) and not is_near:
             base = float(params["rope_theta"] or 10_000.0)
             if (is_read and None in stated) or not made.is_near(plain(dims, base)):
-                continue  # without scaling, or with a base of its own
+                continue  # without scaling, or with another base
         applied += 1
         if not is_near:
             owner[ROPE] = StatedRope(dims, vars(rope).get("traditional", False), right)

@@ -25,7 +25,7 @@ class MultiAxisRope(nn.Module):
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         """Rotate [1, H, T, D] by the positions, whatever the offset."""
-        rows = x.transpose(2, 1, 0, 3)  # on the batch axis, as each has an offset of its own
+        rows = x.transpose(2, 1, 0, 3)  # on the batch axis, because each has another offset
         time, y, x_axis = (self.rope(rows, offset=at, **options) for at in self._positions)
         # Frequency j turns dimensions j and j + half; those after both halves are not rotated.
         axis = mx.array([*self._axes, *self._axes, *[0] * (x.shape[-1] - 2 * len(self._axes))])

@@ -1,4 +1,4 @@
-"""Measure the row class of a target: compare the bits of passes of several rows with those of plain passes.
+"""Measure the row class of a target: compare passes of several rows with plain passes, bit by bit.
 
 Whole passes show what reaches the logits and the caches. A small model rounds so seldom that they may agree
 by luck. So each distinct linear layer also runs alone, with many random rows, and attention runs alone over

@@ -19,12 +19,12 @@ from mlx_spec.types import MAX_DRAFT_TOKENS
 class RowClass:
     """The row counts that agree with plain decoding, as they were measured.
 
-    Without `limits` no pass is limited or padded. Then activations are in float32, where differences are too
-    small to change a token, or `doubt` says why drafts are only likely to keep the text.
+    Without `limits` no pass is limited or padded. Then differences are too small to change a token, because
+    activations are in float32, or `doubt` says why drafts are only likely to keep the text.
     """
 
     base: int = 1  # rows of a plain pass: the fewest of the class
-    # Ascending pairs of keys and rows: from that many keys on, a pass of one sequence has at most these rows.
+    # Ascending pairs of keys and rows: from these keys on, a pass of one sequence has at most these rows.
     limits: tuple[tuple[int, int], ...] = ()
     shared: int = 0  # the most rows of a pass of several sequences; 0 if none agrees
     fewest: int = 1  # of one sequence in such a pass

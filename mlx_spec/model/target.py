@@ -35,8 +35,8 @@ MAX_REPLAY_TOKENS = 16  # committed tokens that may join a forward pass; more ge
 class LMTarget(ForkRows):
     """A language model, its caches and the tokens they hold, for one sequence.
 
-    The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`):
-    after a rejection its state is restored, and the accepted tokens join the next forward pass, which saves a
+    The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`).
+    After a rejection its state is restored, and the accepted tokens join the next forward pass, which saves a
     separate pass.
     """
 
@@ -429,7 +429,6 @@ class LMTarget(ForkRows):
         self._rewind_points = RewindPoints.load(state)
 
     def _commit_all(self) -> None:
-        """Keep all rows that the caches hold, and the rows of `_replay`."""
         self._drop_passes([self._caches.uncommitted], self._replay[:0])
 
     def _drop_passes(self, keep: list[int], replay: mx.array) -> None:
@@ -438,7 +437,6 @@ class LMTarget(ForkRows):
         self._replay, self._uncommitted, self._captured = replay, [], []
 
     def _write_replay(self) -> None:
-        """Write the tokens to replay in a separate pass, and commit it."""
         self._write(self._replay[:0])
         self._commit_all()
 
@@ -451,7 +449,7 @@ class LMTarget(ForkRows):
         spans: Sequence[Span] = (),
         padding: int = 0,
     ) -> mx.array:
-        """Write tokens, those of `_replay` before them, and `padding` rows after them that are dropped."""
+        """Write `_replay`, tokens, and `padding` rows that are dropped."""
         self._refer()
         first = self._replay.size and not self._caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens

@@ -97,7 +97,7 @@ class TargetBatch:
     def most_drafted(self) -> int:
         """Return the most draft tokens of each sequence in the next pass.
 
-        With them it has the bits of plain decoding. If no pass of so many sequences has, drafts are free.
+        With them it has the bits of plain decoding. If no pass of these sequences has, drafts are free.
         """
         most = self.rows.most_shared([origin.size for origin in self._origins])
         replayed = max(replay.size for replay in self._replays)
@@ -252,7 +252,7 @@ class BatchSupport:
 
     obstacle: str | None  # None if they can
     takes_drafts: bool  # False if padding spoils a recurrent state
-    is_bitwise: bool = True  # False if their logits are not, bit by bit, those of each alone
+    is_bitwise: bool = True  # False if their logits differ from the logits of each alone in a bit
 
 
 def probe_batch(model: nn.Module, rows: RowClass | None = None) -> BatchSupport:
@@ -285,8 +285,8 @@ def probe_batch(model: nn.Module, rows: RowClass | None = None) -> BatchSupport:
 def _probe(model: nn.Module, passes: Sequence[Sequence[int]], rows: RowClass | None = None) -> float:
     """Return the largest error of two sequences together, over passes with the given rows of each.
 
-    It is the error of logits, or the median error of recurrent states: padding that is not masked spoils all
-    of them, and may hardly show in the next logits.
+    It is the error of logits, or the median error of recurrent states. Padding that is not masked spoils all
+    states, and may hardly show in the next logits.
     """
     # Tokens of two prompts: unequal, so that their positions differ. States of some models grow at first.
     lengths = (1, 6)

@@ -4,8 +4,8 @@ At every token the text is on one of a few levels; on level s a draft token is a
 r_s. With probability CHANGE per token the level is drawn anew from the frequencies seen so far.
 Every verified draft token updates the belief about the level by Bayes' rule (the forward filter). Without
 evidence the belief returns to the frequencies, so a drafter that was given up is tried again after a while.
-Texts with a period, such as tables, are rejected a certain number of tokens after a rejection: these numbers
-are counted, and change the probabilities where they clearly differ.
+Drafts of texts with a period, such as tables, are rejected a certain number of tokens after a rejection.
+These numbers are counted, and change the probabilities where they clearly differ.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DrafterStatistics:
         self._is_due |= self._drafts % self.DECLINE_REFRESH == 0
 
     def after(self, distance: int) -> Rates:
-        """Return the rates of a draft that begins so many tokens after a rejection."""
+        """Return the rates of a draft that begins `distance` tokens after a rejection."""
         return self._rates[min(max(distance, 0), self.FAR)]
 
     def posterior(self, belief: Sequence[float], distance: int, accepted: int, rejected: bool) -> list[float]:

@@ -364,6 +364,5 @@ def _row_seconds(costs: CostModel, rows: NDArray[np.int64]) -> Floats:
 
 
 def _draft_seconds(costs: CostModel, drafter: int) -> Floats:
-    """Return the seconds of a draft by its tokens."""
     seconds: Floats = costs.rounds(drafter) - costs.passes
     return seconds

@@ -4,7 +4,7 @@ A sample ends when its result has reached the host, as a round does. The first s
 compilation and is dropped. Samples of all sizes are interleaved and the lower quartile is kept, because other
 programs only add time. The sizes that matter most come first: a big model fills the time limit with those,
 and the others are interpolated. Before each pass the caller gets its longest expected time, and may do other
-work: a request waits for one pass, not for a whole measurement.
+work. So a request waits for one pass, not for a whole measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_spec.policy.costs import UNKNOWN_ERROR, Table
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Drafter
 
-# Rows of a pass, the first three required. Kernels change in steps, so many sizes are timed. Only passes of
+# Rows of a pass, the first three required. Kernels change in steps, so 13 sizes are timed. Only passes of
 # several sequences have 33.
 ROWS = (1, 2, 5, 3, 9, 4, 17, 33, 6, 7, 11, 8, 13)
 DRAFTED = (1, 4, 2, 8)  # draft tokens, the first two required

@@ -2,10 +2,10 @@
 
 Seconds follow the load of the machine. The ratio of two consecutive rounds does not: load is as likely to
 rise between them as to fall. So a draft is compared with the plain token beside it, and the spread of these
-ratios gives the error of their median. Ratios of other sizes say how far measured costs are off; without any,
-these count within a factor, and closely while rounds take the seconds that they say. A pair that drafts in
-every round has no plain token to compare with: if its costs are not known, plain tokens are decoded now and
-then.
+ratios gives the error of their median. Ratios of other sizes say how far measured costs are off. Without
+any, measured costs count within a factor, and closely while rounds take the seconds that they say. A pair
+that drafts in every round has no plain token to compare with. If its costs are not known, it decodes one now
+and then.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Ratios:
         known = self._ratios.setdefault(shape, deque(maxlen=256))
         known.append(ratio)
         if len(known) >= 8:  # fewer make no useful median
-            # A 99 % interval counts as two deviations, which is cautious: neighbours share a plain token, and
-            # a gain is shown as soon as the error is small enough.
+            # A 99 % interval counts as two deviations. That is cautious, because neighbours share a plain
+            # token, and a gain is shown as soon as the error is small enough.
             low, high = median_interval(known, 0.99)
             middle = median(known)
             error = max(high - middle, middle - low) / 2

@@ -155,7 +155,6 @@ def _rank(values: mx.array) -> mx.array:
 
 
 def _value(ranks: mx.array) -> mx.array:
-    """Return the float32 values that have these ranks."""
     return mx.where(ranks < 0, ranks ^ 0x7FFFFFFF, ranks).view(mx.float32)
 
 

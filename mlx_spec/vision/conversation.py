@@ -1,7 +1,7 @@
 """The prompt of a conversation whose messages may have pictures among their parts.
 
-A part is {"type": "text", "text": ...} or {"type": "image", "image": ...}, with the bytes of a file, pixels
-[H, W, 3], or a Picture, which is ready for the tower.
+A part is {"type": "text", "text": ...} or {"type": "image", "image": ...}. An image is the bytes of a file,
+pixels [H, W, 3], or a Picture, which is ready for the tower.
 """
 
 from __future__ import annotations

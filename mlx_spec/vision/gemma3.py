@@ -53,7 +53,6 @@ class SiglipMLP(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Apply it to [N, D]."""
         return self.fc2(nn.gelu_approx(self.fc1(x)))
 
 

@@ -101,7 +101,6 @@ class VisionMLP(nn.Module):
         self.down_proj = ClippedLinear(inner, width, clips=clips)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Apply it to [N, D]."""
         return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
 
 

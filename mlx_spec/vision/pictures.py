@@ -3,8 +3,9 @@
 A picture comes as bytes or in base64; nothing is fetched. Pillow decodes it, one picture at a time, and is
 imported for the first one. Errors never quote the data.
 
-Decoding a picture of MAX_PIXELS takes at most 550 MB of memory in WebP with transparency or as a progressive
-JPEG, 450 in other WebP and in PNG, 400 in others with transparency, and 270 without. Its pixels take 75.
+Decoding a picture of MAX_PIXELS takes at most 550 MB of memory: in WebP with transparency, or as a
+progressive JPEG. Other WebP and PNG take 450, others with transparency 400, and without 270. The pixels of a
+picture take 75.
 """
 
 from __future__ import annotations

@@ -83,7 +83,6 @@ class MLP(nn.Module):
         self.linear_fc1, self.linear_fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Apply it to [N, D]."""
         return self.linear_fc2(nn.gelu_approx(self.linear_fc1(x)))
 
 
@@ -97,7 +96,7 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(config), MLP(width, config["intermediate_size"])
 
     def __call__(self, x: mx.array, cos: mx.array, sin: mx.array, most: int = 2**23) -> Rows:
-        """Apply it to [N, D] in parts, each of which has at most so many pairs of patches; yield each.
+        """Apply it to [N, D] in parts of at most `most` pairs of patches; yield each.
 
         A photo of 12 million pixels has 48,000 patches, which is too much for one turn of its prompt. MLX has
         a fused kernel for few sizes of a head, and holds all scores for others.
