@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # The files of a checkpoint, without code: nothing downloaded is run or unpickled. Every call names the same
 # patterns, because huggingface_hub calls a snapshot incomplete if it lacks files that match.
 PATTERNS = ["*.json", WEIGHTS, "tokenizer.model", "*.jinja", "*.txt"]
-SHA256 = "[0-9a-f]{64}"  # a hash that a hub names becomes a file's name only if it matches
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,7 @@ def plan(name: str, *, revision: str | None = None) -> Download:
         for file in siblings
         if any(fnmatch(file.rfilename, pattern) for pattern in PATTERNS)
     }
-    published = {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs is not None}
-    hashes = {file: digest for file, digest in published.items() if re.fullmatch(SHA256, digest)}
+    hashes = {file.rfilename: file.lfs.sha256 for file in siblings if file.lfs is not None}
     return Download(name, revision, info.sha or "", sizes, hashes)
 
 
@@ -284,7 +282,7 @@ def _record(download: Download, folder: Path) -> None:
 
 def published_hash(blob: Path) -> str | None:
     """Return the SHA-256 that the Hub publishes for a blob of the cache: its name; None for other files."""
-    return blob.name if re.fullmatch(SHA256, blob.name) else None
+    return blob.name if re.fullmatch("[0-9a-f]{64}", blob.name) else None
 
 
 def explain(name: str, error: BaseException) -> str:

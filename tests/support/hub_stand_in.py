@@ -35,7 +35,6 @@ class Hub:
     swapped: bytes | None = None  # content that is sent instead of the weights
     xet: tuple[str, str] | None = None  # a storage of Xet and the hash of the weights in it
     etag: str | None = None  # that of every file, instead of its own
-    listed_hash: str | None = None  # of all weights, in the list of files, instead of their own
     pushed: dict[str, Path] = field(default_factory=dict)  # what main holds by now; else COMMIT is main
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -120,9 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in ("main", "v1", self.commit):
             return self._error(404, "RevisionNotFound")
         files = [_describe(file) for file in sorted(folder.iterdir()) if file.is_file()]
-        for entry in files:
-            if "lfs" in entry and self.hub.listed_hash is not None:
-                entry["lfs"]["sha256"] = self.hub.listed_hash
         whole = {"id": name, "modelId": name, "sha": self.commit, "siblings": files}
         return self._send(json.dumps(files if is_tree else whole).encode())
 
