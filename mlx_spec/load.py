@@ -111,7 +111,7 @@ def load(
     model = _load_target(checkpoint, exact, ranks) if model is None else model
     if exact == "float32":
         info = replace(info, target_bytes=sum(array.nbytes for array in arrays_of(model)))
-        for network in (each.network for each in offered if each.network is not None):
+        for network in (offer.network for offer in offered if offer.network is not None):
             network.set_dtype(mx.float32)
     memory = _memory(checkpoint, source, spec, ranks, info)
     pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
@@ -173,9 +173,9 @@ def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, 
                 pair.use_rows(saved_costs.row_class(key, _short(pair), pair.measured_rows).under(spec.exact))
             _measure(pair)
     except LOADING_ERRORS as error:
-        kind = target.model_type + ("" if spec.kv_bits is None else f" with kv_bits {spec.kv_bits}")
+        architecture = target.model_type + ("" if spec.kv_bits is None else f" with kv_bits {spec.kv_bits}")
         raise BadCheckpoint(
-            f"{target.folder} fails in its first pass as {kind}: {one_line(error)}"
+            f"{target.folder} fails in its first pass as {architecture}: {one_line(error)}"
         ) from error
 
 
@@ -286,12 +286,12 @@ def _located(spec: PairSpec) -> tuple[PairSpec, str, str]:
         except NotFound as error:
             raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     if target == DEMO:
-        own: str | None = str(demo.DRAFTER)
+        default: str | None = str(demo.DRAFTER)
         path = str(demo.TARGET)
     else:
-        path, own = _from_manifest(target)
-        own = own or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else published)
-    chosen = own or LOOKUP if drafter is None else drafter
+        path, default = _from_manifest(target)
+        default = default or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else published)
+    chosen = default or LOOKUP if drafter is None else drafter
     is_bundled = target in (DEMO, SMOLLM2) and drafter is None
     shown = replace(spec, target=target, drafter=target if is_bundled else chosen)
     return shown, path, chosen
@@ -437,10 +437,10 @@ def _policies(
     prints = tuple(name if stored is None else stored.fingerprint for name, stored in checkpoints.items())
     key = _key(target, prints, quantization, spec)
     copying = [name for name, stored in checkpoints.items() if stored is None]
-    own = {source.name: source.ahead_costs for source in offered if source.ahead_costs is not None}
+    ahead_costs = {source.name: source.ahead_costs for source in offered if source.ahead_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
     names, folder = list(checkpoints), saved_costs.folder()
-    return BatchPolicies(names, copying, ahead_costs=own, together=together, key=key, folder=folder)
+    return BatchPolicies(names, copying, ahead_costs=ahead_costs, together=together, key=key, folder=folder)
 
 
 def _key(target: Checkpoint, drafters: tuple[str, ...], quantization: str, spec: PairSpec) -> Key:

@@ -124,8 +124,8 @@ class Pair:
         self, drafters: Sequence[DrafterSource], policies: AdaptivePolicies | FixedPolicy
     ) -> Pair:
         """Return a pair of the same target with other drafters."""
-        given = (self._kv_bits, self._ranks, self._vision, self._memory)
-        pair = Pair(self.info, self.tokenizer, self._model, drafters, policies, *given)
+        shared = (self._kv_bits, self._ranks, self._vision, self._memory)
+        pair = Pair(self.info, self.tokenizer, self._model, drafters, policies, *shared)
         pair.use_rows(self.rows)
         return pair
 
@@ -198,7 +198,7 @@ class Pair:
             for i, source in enumerate(self._drafters)  # lookup, which has several proposals, comes last
             if source.reach is not None
         }
-        available = {i: each.available for i, each in enumerate(drafters) if isinstance(each, MatchRange)}
+        available = {i: d.available for i, d in enumerate(drafters) if isinstance(d, MatchRange)}
         sequence.policy = self.policies.policy(reach=reach, available=available)
         sequence.drafters, sequence.draft_error = drafters, None
 
@@ -216,14 +216,14 @@ class Pair:
         Returns the type of its activations. Raises NotRewindable, and Mismatch for a drafter of fixed draft
         lengths that cannot read the target. The costs of others are measured, which shows that, too.
         """
-        found = check_rows(self._model, lambda: self.open().target, lengths)
+        activations = check_rows(self._model, lambda: self.open().target, lengths)
         if self.drafts and not isinstance(self.policies, AdaptivePolicies):
             sequence, text = self.open(), [1, 2, 3, 1]
             features = sequence.target.prefill(text[:-1])
             for drafter in sequence.drafters:
                 drafter.observe(text, features)
                 drafter.draft(text, 1, GREEDY.sampler(len(text), self.info.vocab_size))
-        return found
+        return activations
 
     def use_rows(self, rows: RowClass) -> None:
         """Decode with passes of a row class. Sequences that are open keep theirs."""
@@ -257,15 +257,15 @@ class Pair:
             watch = Stopwatch(1.0, most_s=most_s)
         else:
             watch = Stopwatch(0.5, policies.costs.at(1).plain, most_s)
-        found = yield from measure_costs(
+        costs = yield from measure_costs(
             self.open(), text, self.info.vocab_size, policies.copying, watch, whole=context is not None
         )
         # Answers may have corrected the costs meanwhile.
         known = None if again or policies.costs is None else policies.costs.table()
-        if known is None or known.dearer(found):
-            policies.use(found)
+        if known is None or known.dearer(costs):
+            policies.use(costs)
         else:
-            policies.use(known.at_speed_of(found), policies.measured)
+            policies.use(known.at_speed_of(costs), policies.measured)
 
     def check_costs(self, is_wanted: Callable[[], bool], most_s: float) -> None:
         """Measure costs again if a drafter was too dear to try. Call it while no request waits.
@@ -417,16 +417,16 @@ class Pair:
             batch.add(sequence)
         return _rounds(batch)
 
-    def _as_prompt(self, given: Iterable[int]) -> Prompt:
+    def _as_prompt(self, tokens: Iterable[int]) -> Prompt:
         """Return tokens as a prompt of text, and a prompt as it is. Raises InvalidValue and NoVision."""
-        if not isinstance(given, Prompt):
-            return text_prompt(_as_tokens("the prompt", given))
-        if not given.spans:
-            return given
+        if not isinstance(tokens, Prompt):
+            return text_prompt(_as_tokens("the prompt", tokens))
+        if not tokens.spans:
+            return tokens
         seeing(self._vision)
-        if given.spans[-1].end >= len(given):
+        if tokens.spans[-1].end >= len(tokens):
             raise InvalidValue("the prompt ends with a picture: let text follow it")
-        return given
+        return tokens
 
     def token_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt. Raises InvalidValue and PromptTooLong."""
@@ -475,10 +475,10 @@ class Pair:
         )
 
 
-def _as_tokens(name: str, given: Iterable[int]) -> list[int]:
+def _as_tokens(name: str, tokens: Iterable[int]) -> list[int]:
     """Return tokens as plain ints; NumPy's are accepted. Raises InvalidValue for others, such as text."""
     try:
-        return [operator.index(token) for token in given]
+        return [operator.index(token) for token in tokens]
     except TypeError as error:
         raise InvalidValue(
             f"{name} is not a list of token ids ({error}): give what encode returns"

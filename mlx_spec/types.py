@@ -105,7 +105,7 @@ class Features:
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
     rotary: RotaryPositions = field(default_factory=RotaryPositions)  # the target's
 
-    def part(self, low: int, high: int) -> Features:
+    def rows(self, low: int, high: int) -> Features:
         """Return the features of the rows from `low` up to `high`."""
         final = None if self.final_hidden is None else self.final_hidden[low:high]
         return replace(self, hidden=tuple(rows[low:high] for rows in self.hidden), final_hidden=final)

@@ -130,7 +130,7 @@ def _observe_in_parts(
         high = min(low + most, rows)
         read.extend(prompt[len(read) : start + high + 1])
         for drafter in drafters:
-            drafter.observe(read, features.part(low, high))
+            drafter.observe(read, features.rows(low, high))
         return rows - high
 
     try:
