@@ -1,6 +1,6 @@
 """`mlx-spec doctor`: check the machine, test a pair, and print a certificate to paste into an issue.
 
-No line has a path or the name of a host or user, so users can show all of it to others.
+No line has a path or the name of a host or user. So users can show all of it to others.
 """
 
 from __future__ import annotations

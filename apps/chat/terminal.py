@@ -144,8 +144,8 @@ class Terminal:
         # input() would write the prompt to stdout, among the answers, if stdout is a pipe.
         stream = sys.stdout if _is_terminal(sys.stdout) else sys.stderr
         print(prompt, end="", file=stream, flush=True)
-        # Python handles signals between these short waits, but not within input(): a Ctrl-C that comes just
-        # before it is handled within 0.1 s.
+        # Python handles signals between these short waits, but not within input(). So a Ctrl-C that comes
+        # just before it is handled within 0.1 s.
         while _is_terminal(sys.stdin) and not select.select([sys.stdin], [], [], 0.1)[0]:
             pass
         try:

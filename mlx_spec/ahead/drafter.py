@@ -1,9 +1,9 @@
 """Drafting ahead (Saguaro, speculative speculative decoding, arXiv:2603.03251), around any other drafter.
 
-While the target verifies a draft, a copy of the drafter drafts for its likely outcomes: how many tokens are
-accepted, and which one follows. If the outcome is among them, the next draft is ready. The copy has its own
-caches and works in its own thread. MLX has one default device for all threads. If that is a GPU, a copy in
-this process is refused: it would wait for the target's pass, or take the target to the CPU.
+While the target verifies a draft, a copy of the drafter drafts for its likely outcomes. An outcome is how
+many tokens are accepted, and which one follows. If the outcome is among them, the next draft is ready. The
+copy has its own caches and works in its own thread. MLX has one default device for all threads. If that is a
+GPU, a copy in this process is refused: it would wait for the target's pass, or take the target to the CPU.
 
 The text does not depend on it. Outcomes are guessed by the drafter's logits alone, never by what was drawn
 for them. So a stored draft has the distribution that its `probs` say. With a seed, drafter and target share

@@ -1,7 +1,7 @@
 """Drafting ahead on another machine: rank 1 of `mlx.launch` has only a copy of the drafter.
 
 Only tokens and settings are sent. With a seed both machines know the noise, so rank 1 drafts as rank 0 would.
-Without a seed rank 1 takes the likeliest tokens, and rank 0 accepts the tokens that it draws itself: the text
+Without a seed rank 1 takes the likeliest tokens. Rank 0 accepts the tokens that it draws itself, so the text
 stays exact.
 """
 

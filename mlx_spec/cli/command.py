@@ -351,8 +351,8 @@ def table(
     """Return the lines of a table; the columns in `right` are aligned to the right, their words whole.
 
     On a terminal columns in `optional` are left out, the last ones first, until all fit. Long cells are
-    wrapped within their column. Where columns would hold a few letters only, each row becomes a line of its
-    first cell, and one of the others below it.
+    wrapped within their column. If columns would hold only a few letters, each row becomes a line of its
+    first cell, and a line of the others.
     """
     from rich.console import Console
     from rich.table import Table

@@ -115,7 +115,7 @@ def next_logits(target: LMTarget, history: Sequence[int]) -> mx.array:
 def _gap(logits: float, size: float, dtype: mx.Dtype) -> Gap:
     """Return a gap of logits of about `size`; below 1 the rounding of 1 counts."""
     # Bits of the fraction, and the most roundings that are allowed. In short types the values that lead to a
-    # logit are rounded a few times; in float32 the sums themselves differ.
+    # logit are rounded a few times. In float32 the sums themselves differ.
     fraction, limit = {mx.bfloat16: (7, 8), mx.float16: (10, 8), mx.float32: (23, 4096)}[dtype]
     power = math.floor(math.log2(max(size, 1.0))) if math.isfinite(size) else 0
     return Gap(logits, 2.0 ** (power - fraction), str(dtype).rsplit(".", 1)[-1], limit)

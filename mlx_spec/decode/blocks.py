@@ -1,7 +1,7 @@
 """Blocks of a pass. A block is the pending token of a sequence and its draft, a chain or a tree.
 
 These functions need neither a target nor a sampler. They limit drafts, accept the rows of a block, take the
-chain out of a tree, and make the round of a verified block.
+chain out of a tree, and make rounds.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from mlx_spec.decode.running import PREFILL_STEP, PrefillStep
 
 MAX_PAUSE_S = 0.1  # between the tokens of sequences that decode while a prompt is read
 # Tokens of a chunk while others decode, read layer by layer. The first is the chunk of a prompt that is read
-# alone: with the same rows a pass rounds in the same way, whatever the load. The others are for devices on
-# which one layer takes too long. They are few, so that few kernels are used.
+# alone: then a pass rounds in the same way under any load. The others are for devices on which one layer
+# takes too long. They are few, so that few kernels are used.
 CHUNKS = (PREFILL_STEP, 256, 64, 16)
 # Seconds that the first round of sequences is deferred for other prompts, at most. A second is the longest
 # wait that does not interrupt a user's thought (Nielsen, Usability Engineering, 1993).
@@ -25,7 +25,7 @@ class PromptPace:
     """Chooses how much of a prompt to read between two rounds.
 
     A pause is the time between the ends of two rounds. Steps of prompts take a part of it. The round, joining
-    sequences and the caller take the rest. The last pauses predict the next ones, and the errors of these
+    sequences and the caller take the rest. The last pauses predict the next ones. The errors of these
     predictions say how much shorter than the bound to plan (conformal prediction).
     """
 

@@ -69,9 +69,9 @@ def prefill(
 
     A chunk is one pass. With `in_parts()`, each layer of the pass and each part of what drafters read is a
     step. The rounding of its numbers is the same, because it depends on the rows of the pass. A chunk never
-    cuts a span whose rows see each other, so it may be longer; it is then always read in parts. Rows of a
-    span, and arrays that a fork still has to copy, are computed in steps, too. May be closed early and
-    called again.
+    cuts a span whose rows see each other, so it may be longer. It is then always read in parts. Rows of a
+    span, and arrays that a fork still has to copy, are computed in steps, too. May be closed early and called
+    again.
     """
     for array in target.copies():
         mx.eval(array)

@@ -253,7 +253,7 @@ class Batch:
         Returns the entries that were read. Reads nothing if fewer than two fit, or if `first` does not. If
         the pass fails, prompts are read one by one, which finds the failing one.
         """
-        # Beyond 512 rows, padding included, computing takes longer than reading the weights on any Mac, so
+        # Beyond 512 rows, padding included, computing takes longer than reading the weights on any Mac. So
         # separate passes cost no more.
         chosen, count, most = list[Entry](), 0, 512
         if self.is_decoding:

@@ -174,7 +174,7 @@ class CachedSequence:
         self.target.pin_at(sorted(self._pinned))
 
     def coming(self, prompt: Prompt) -> int:
-        """Return how many tokens of a prompt it will have once it has read its own; 0 if it has read that."""
+        """Return how many tokens of a prompt it will have once its own is read; 0 if that is read."""
         if self._emitted or self.target.size >= len(self._identity) - 1:
             return 0
         return shared_prefix(self._identity, prompt.identity)

@@ -95,8 +95,8 @@ class Statistics:
     def gain(self) -> float | None:
         """Return the speed as a multiple of plain decoding, the one that users see first.
 
-        It is `known_gain`, or, while that is None, the bound `gain_at_least`: never a number above the truth
-        because little was timed. None if the costs of some rounds are not known at all.
+        It is `known_gain`, or, while that is None, the bound `gain_at_least`. So it is never too high because
+        little was timed. None if the costs of some rounds are not known at all.
         """
         return self.gain_at_least if self.known_gain is None else self.known_gain
 

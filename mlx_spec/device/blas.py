@@ -1,9 +1,9 @@
 """The BLAS with which MLX's CPU backend multiplies float32 matrices. Importing this needs no MLX.
 
 MLX's wheel for Linux brings the reference BLAS, which takes about 40 times the time of OpenBLAS. `use_blas`
-lets MLX call another library: it writes the address of that library's `cblas_sgemm` into the table through
-which `libmlx.so` calls other libraries. So MLX may be imported before, and the names of the library may have
-a prefix, as in the wheel scipy-openblas32.
+lets MLX call another library. It writes the address of that library's `cblas_sgemm` into the table of calls
+of `libmlx.so`. So MLX may be imported before, and the names of the library may have a prefix, as in the wheel
+scipy-openblas32.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a Mac the GPU shares the memory of the system. MLX wires buffers up to a limit: the system can neither move
 nor compress them, freed ones included (mlx/backend/metal/resident.cpp). A limit that stays at the whole
-recommended set takes that memory from all other programs, and under pressure the system may panic
+recommended set takes that memory from all other programs. Under pressure the system may panic
 (ml-explore/mlx#3186). So the limit follows what is in use, and ends with it, as in mlx-lm.
 """
 

@@ -74,7 +74,7 @@ class Ranks:
     """This process and the other ranks, connected. An error of one ends all, with one line on each.
 
     The connection is a star around rank 0. It carries commands, errors, and a sign of life each second, also
-    while a rank is idle, loads or waits in a collective.
+    while a rank loads or waits.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:

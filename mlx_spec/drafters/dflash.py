@@ -3,7 +3,7 @@
 The block is the pending token and masks. It is always as long as in training, however many tokens are
 wanted. A slot predicts its own token, so the first slot, whose token is known, predicts nothing. Checkpoints
 that also draft from it record a shift of 1. Slots do not see each other's tokens: each is drawn from its
-marginal distribution, unless a network overrides `follow`, as DFlash2 and DSpark do.
+marginal distribution. DFlash2 and DSpark override `follow`.
 
 A context row is the target's captured layers, projected once and turned into K and V by every layer. Only
 the block has queries. A row of it sees the context and the block, as `View` says.

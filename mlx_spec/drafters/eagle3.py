@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv:2503.01840) and P-EAGLE (arXiv:2602.01469): layers over three hidden states of the target.
 
 The first layer reads an embedding beside its hidden state. EAGLE-3 drafts token by token on its own output.
-P-EAGLE drafts K tokens in one pass: rows of tokens that are not drafted yet pair a trained feature with the
+P-EAGLE drafts K tokens in one pass. Rows of tokens that are not drafted yet pair a trained feature with the
 mask token. A reduced vocabulary restricts drafts only, never the target's own tokens.
 
 Source: SafeAILab/EAGLE `cnets.py`, speculators. Parameter names are those that the converter writes.

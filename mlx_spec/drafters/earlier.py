@@ -50,7 +50,7 @@ class TextRing:
     """A ring of texts, the oldest overwritten first, with the last place of each context.
 
     The hash of n tokens is MIX times the sum of (the k-th from the end, plus 1) * STEP^k. A place is the
-    index of the token after a context. It counts only if the tokens before it equal the context, so an entry
+    index of the token after a context. It counts only if the tokens before it equal the context. So an entry
     that collides or is stale loses a match and does no harm.
     """
 

@@ -341,7 +341,7 @@ class Centroids(nn.Module):
     """The LM head of small assistants: scores only the tokens of the best clusters.
 
     2048 + 4096 dot products replace 262144. The rows of a cluster are neighbours in the sorted table, so
-    their scores are one gathered product, also of a quantized table.
+    their scores are one gathered product, also if it is quantized.
     """
 
     def __init__(self, config: AssistantConfig) -> None:

@@ -1,7 +1,7 @@
 """Lookup: suffix decoding (arXiv:2411.04975) in the conversation and in earlier answers.
 
 `Lookup` finds the longest match. A policy has a separate belief for each range of match lengths: one equal
-token says little about the next one, six say nearly everything.
+token says little about the next, six say nearly all.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, RequestDrafter
 class Prediction(Lookup):
     """Lookup in the text that a client expects, then in the prompt and the answer so far.
 
-    The predicted text is put before the conversation, after a copy of the prompt's last tokens, like an
-    earlier answer to the same prompt. So the first tokens of an answer find its beginning, and after a
+    The predicted text is put before the conversation, like an earlier answer to the same prompt. Before it is
+    a copy of the prompt's last tokens. So the first tokens of an answer find its beginning, and after a
     difference the longest match leads back into it.
     """
 
@@ -106,8 +106,8 @@ class GrammarFilter(DrafterWrapper):
     Later tokens would waste rows of the target's pass. The forbidden token stays and is rejected: a policy
     learns only from verdicts. Without one it would pay for an empty draft in every round.
 
-    Only chains without probabilities are cut. Dropping a drawn token because it is forbidden would change
-    the distribution of the drafts, and then the acceptance rule would no longer be exact.
+    Only chains without probabilities are cut. Dropping a drawn token because it is forbidden would change the
+    distribution of the drafts. Then the acceptance rule would no longer be exact.
     """
 
     def __init__(self, inner: Drafter, matcher: Matcher, prompt_length: int) -> None:

@@ -2,8 +2,8 @@
 
 This is assisted generation with different tokenizers (transformers, "universal assisted decoding"), with one
 difference: a draft holds only certain tokens. A token is certain if it stays the same when the drafter adds
-one more. The draft is the drafter's likeliest text. It is deterministic, so verification is exact: if the
-two texts do not line up, tokens are rejected and nothing else happens.
+one more. The draft is the drafter's likeliest text. It is deterministic, so verification is exact. If the two
+texts do not line up, tokens are rejected and nothing else happens.
 
 Text passes between the two models as bytes, because a token may be half a character. Tokens of the two
 need not end alike, so only text that begins exactly at the end of the history is used.

@@ -12,8 +12,8 @@ def dequantized(model: nn.Module) -> nn.Module:
     """Return a model with dense layers, in the type of their scales. The weights are not computed yet.
 
     It is `dequantize_model` of mlx-lm with another way to unpack. On a CPU `mx.dequantize` takes the integers
-    one by one, twice the time of whole arrays for 4 bits and four times for 5. Embeddings are left to it: the
-    intermediate arrays would be as large as the result.
+    one by one. That takes twice the time of whole arrays for 4 bits, and four times for 5. Embeddings are
+    left to it: the intermediate arrays would be as large as the result.
     """
     dense = []
     for name, module in model.named_modules():

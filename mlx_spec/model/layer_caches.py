@@ -36,7 +36,7 @@ class Columns:
     """The columns of every lane in the buffers of all layers with the same window.
 
     Column c of lane i holds position `first[i] + c`. In full attention all `first` are 0. A window moves
-    along the text, and short sequences may begin after column 0, so that all windows lie side by side. Every
+    along the text. Short sequences may begin after column 0, so that all windows lie side by side. Every
     `first` is a multiple of VIEW_STEP, so they end up to VIEW_STEP - 1 columns apart.
 
     Some models name a wider window than their caches have. Then a token of a prompt sees `reach` tokens. A

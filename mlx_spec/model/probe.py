@@ -157,7 +157,7 @@ def _compare(actual: mx.array, right: mx.array, rounding: float, where: str = ""
     """Raise NotRewindable if logits [T, V] differ, and BadCheckpoint if they are not numbers.
 
     The median error counts. Single rows may have a larger one, because another expert is chosen at a near
-    tie; a wrong mask or position spoils most rows.
+    tie. A wrong mask or position spoils most rows.
     """
     right, actual = right.astype(mx.float32), actual.astype(mx.float32)
     if mx.isnan(right).any():

@@ -1,8 +1,8 @@
 """Measure the row class of a target: compare passes of several rows with plain passes, bit by bit.
 
 Whole passes show what reaches the logits and the caches. A small model rounds so seldom that they may agree
-by luck. So each distinct linear layer also runs alone, with many random rows, and attention runs alone over
-as many keys as its kernels distinguish.
+by luck. So each distinct linear layer also runs alone, with many random rows. Attention runs alone over as
+many keys as its kernels distinguish.
 """
 
 from __future__ import annotations

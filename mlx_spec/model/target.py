@@ -36,8 +36,7 @@ class LMTarget(ForkRows):
     """A language model, its caches and the tokens they hold, for one sequence.
 
     The caches hold `size` committed tokens. A recurrent target's caches may lack the last few (`_replay`).
-    After a rejection its state is restored, and the accepted tokens join the next forward pass, which saves a
-    separate pass.
+    After a rejection its state is restored. The accepted tokens join the next forward pass, which saves one.
     """
 
     def __init__(

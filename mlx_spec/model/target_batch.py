@@ -65,7 +65,7 @@ class TargetBatch:
     """Targets of one model whose rows are written and verified in one pass.
 
     A target joins with its committed tokens, and is not used directly until it leaves. After a rejection a
-    recurrent state lacks the accepted tokens; they are put in front of the next block, as in a single target.
+    recurrent state lacks the accepted tokens. They are put in front of the next block, as in a single target.
     `takes_drafts` is False if a pass may hold only one token of each sequence.
     """
 

@@ -1,11 +1,11 @@
 """The number of draft tokens that will be accepted: a hidden Markov model of how predictable the text is.
 
-At every token the text is on one of a few levels; on level s a draft token is accepted with probability
-r_s. With probability CHANGE per token the level is drawn anew from the frequencies seen so far.
-Every verified draft token updates the belief about the level by Bayes' rule (the forward filter). Without
-evidence the belief returns to the frequencies, so a drafter that was given up is tried again after a while.
-Drafts of texts with a period, such as tables, are rejected a certain number of tokens after a rejection.
-These numbers are counted, and change the probabilities where they clearly differ.
+At every token the text is on one of a few levels. On level s a draft token is accepted with probability r_s.
+With probability CHANGE per token the level is drawn anew from the frequencies seen so far. Every verified
+draft token updates the belief about the level by Bayes' rule (the forward filter). Without evidence the
+belief returns to the frequencies. So a drafter that was given up is tried again after a while. Drafts of
+texts with a period, such as tables, are rejected a certain number of tokens after a rejection. These numbers
+are counted, and change the probabilities where they clearly differ.
 """
 
 from __future__ import annotations

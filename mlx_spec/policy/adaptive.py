@@ -1,9 +1,9 @@
 """The adaptive policy: in every round the draft length with the most expected tokens per second.
 
 While plain decoding is the best, nothing is learned about the drafter. So now and then one token is drafted
-and verified, once the plain tokens since the last draft have paid for it: a probe. An account of plain tokens
-won and lost bounds what drafting may lose. README.md has the formulas and the proof. `FixedPolicy` always
-drafts the length that a user chose.
+and verified: a probe. The plain tokens since the last draft have paid for it. An account of plain tokens won
+and lost bounds what drafting may lose. README.md has the formulas and the proof. `FixedPolicy` always drafts
+the length that a user chose.
 """
 
 from __future__ import annotations

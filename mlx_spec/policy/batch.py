@@ -1,11 +1,11 @@
 """Draft lengths of sequences that share a pass: one plan for all of them, an account for each.
 
-A pass of B sequences of which the longest draft has K tokens computes B * (K + 1) rows, padding included. It
-costs as much as these rows of one sequence, corrected by the rounds of this batch. The more sequences there
-are, the more a draft token costs: lengths fall to 0 as the batch fills.
+If the longest draft has K tokens, a pass of B sequences computes B * (K + 1) rows, padding included. It costs
+as much as these rows of one sequence, corrected by the rounds of this batch. The more sequences there are,
+the more a draft token costs: lengths fall to 0 as the batch fills.
 
-A sequence waits for the drafts of others. So each has an account in plain rounds of its batch, and nothing is
-drafted that one of them could not afford to lose.
+A sequence waits for the drafts of others. So each has an account in plain rounds of its batch. A draft must
+be affordable for all of them.
 """
 
 from __future__ import annotations

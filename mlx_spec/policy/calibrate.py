@@ -2,8 +2,8 @@
 
 A sample ends when its result has reached the host, as a round does. The first sample of a size pays for
 compilation and is dropped. Samples of all sizes are interleaved and the lower quartile is kept, because other
-programs only add time. The sizes that matter most come first: a big model fills the time limit with those,
-and the others are interpolated. Before each pass the caller gets its longest expected time, and may do other
+programs only add time. The sizes that matter most come first. A big model fills the time limit with them, and
+the others are interpolated. Before each pass the caller gets its longest expected time, and may do other
 work. So a request waits for one pass, not for a whole measurement.
 """
 

@@ -1,11 +1,11 @@
 """Costs of rounds in plain tokens, independent of the load: for figures, not for decisions.
 
 Seconds follow the load of the machine. The ratio of two consecutive rounds does not: load is as likely to
-rise between them as to fall. So a draft is compared with the plain token beside it, and the spread of these
-ratios gives the error of their median. Ratios of other sizes say how far measured costs are off. Without
-any, measured costs count within a factor, and closely while rounds take the seconds that they say. A pair
-that drafts in every round has no plain token to compare with. If its costs are not known, it decodes one now
-and then.
+rise between them as to fall. So a draft is compared with the plain token beside it. The spread of these
+ratios gives the error of their median. Ratios of other sizes say how far measured costs are off. Without any,
+measured costs count within a factor, and closely while rounds take the seconds that they say. A pair that
+drafts in every round has no plain token to compare with. If its costs are not known, it decodes one now and
+then.
 """
 
 from __future__ import annotations

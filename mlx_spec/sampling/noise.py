@@ -25,7 +25,7 @@ def seeded_noise(seed: int, position: int, shape: tuple[int, int], ids: mx.array
     """Return the noise of a seed, of shape [T, C]. Row j is for the token at `position + j`.
 
     It is the noise of the tokens `ids` [T, C]; without `ids`, of all C tokens of the vocabulary. The two are
-    different streams: noise for `ids` has a key for each token, which would cost twice as much for all.
+    different streams. Noise for `ids` has a key for each token, which would cost twice as much for all.
     """
     T, C = shape
     keys = mx.array([noise_key(seed, position + j) for j in range(T)], dtype=mx.uint32)
