@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from typer import Argument
 
 from mlx_spec import hub
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
@@ -24,7 +25,7 @@ from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.catalog import DEMO, NONE, SMOLLM2, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
-from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_stored, misfits
 from mlx_spec.hub.local import local_models, partners, plan_removal
 from mlx_spec.hub.names import cache_folder, resolve
 
@@ -232,24 +233,24 @@ def _pull(options: Pull) -> int:
         raise InvalidValue(f"{name} is on this disk already: `mlx-spec inspect {name}` describes it")
     drafter = {"auto": pair.drafter, NONE: None}.get(options.drafter, options.drafter)
     wanted = [(pair.target, options.revision), *([(drafter, None)] if drafter else [])]
-    folders = {repo: hub.cached(repo, revision=revision) for repo, revision in wanted}
-    plans = [hub.plan(repo, revision=revision) for repo, revision in wanted if folders[repo] is None]
+    kept = {repo: hub.cached(repo, revision=revision) for repo, revision in wanted}
+    here = {repo: checkpoint for repo, checkpoint in kept.items() if checkpoint is not None}
+    plans = [hub.plan(repo, revision=revision) for repo, revision in wanted if repo not in here]
     hub.check_space(" and ".join(p.name for p in plans), sum(p.missing for p in plans), cache_folder())
-    for repo, folder in folders.items():
-        if folder is not None:
-            note(f"{repo} is here")
+    for repo in here:
+        note(f"{repo} is here")
     message = f"interrupted: what arrived is kept, `mlx-spec pull {name}` goes on from there"
     with Interrupts(message):  # ends the process at once: threads that wait for the network would delay it
         for plan in plans:
-            here = plan.total - plan.missing
-            kept = f", {human_bytes(here)} are here" if here else ""
+            begun = plan.total - plan.missing
+            part = f", {human_bytes(begun)} are here" if begun else ""
             free = human_bytes(hub.free_bytes(cache_folder()))
-            note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{kept}, {free} free")
+            note(f"{plan.name}: {human_bytes(plan.missing)} to fetch{part}, {free} free")
             note(f"fetching {plan.name}")
-            folders[plan.name] = hub.fetch(plan)
+            here[plan.name] = Checkpoint(hub.fetch(plan), plan.name)
     if drafter:
-        _check_fit(pair.target, drafter, folders)
-    target = str(folders[pair.target]) if options.revision else pair.target
+        _check_fit(here[pair.target], here[drafter])
+    target = str(here[pair.target].folder) if options.revision else pair.target
     named = [] if drafter == made_for(target) else ["--drafter", drafter or NONE]
     show(shlex.join(["mlx-spec", "chat", "--target", target, *named]))
     return 0
@@ -297,14 +298,14 @@ def _pull_smollm2() -> int:
     return 0
 
 
-def _check_fit(target: str, drafter: str, folders: Mapping[str, Path | None]) -> None:
+def _check_fit(target: Checkpoint, drafter: Checkpoint) -> None:
     """Raise Mismatch if the drafter was made for another target."""
-    head, tail = (inspect_folder(folders[repo] or Path(), repo) for repo in (target, drafter))
+    head, tail = inspect_stored(target), inspect_stored(drafter)
     if not isinstance(head, CheckpointInfo) or not isinstance(tail, CheckpointInfo) or not tail.needs:
         return
     if unfit := misfits(tail.needs, head):
         raise Mismatch(
-            f"both are here, but {drafter} does not fit {target}, it expects {', '.join(unfit)}: "
+            f"both are here, but {drafter.name} does not fit {target.name}, it expects {', '.join(unfit)}: "
             "use the drafter made for this target"
         )
 

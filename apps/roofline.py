@@ -16,11 +16,10 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_spec import hub
-from mlx_spec.checkpoint.files import read_optional
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 from mlx_spec.cli.command import BadOptions, Json, PairOptions, option, program, show, table, tell
 from mlx_spec.device import NoBackend, device_name, require_backend
@@ -123,12 +122,12 @@ def this_chip() -> Chip | None:
     return next((chip for chip in CHIPS if _key(chip.name) == _key(name)), None)
 
 
-def pair_acceptance(name: str, drafter: Path | None) -> float | None:
+def pair_acceptance(name: str, drafter: Checkpoint | None) -> float | None:
     """Return the share of draft tokens that held-out answers accepted; None if training measured none."""
     if name == DEMO:
         return 0.8
     try:
-        trained = {} if drafter is None else read_optional(drafter / "training.json")
+        trained = {} if drafter is None else drafter.json("training.json")
     except BadCheckpoint:
         return None
     match trained:

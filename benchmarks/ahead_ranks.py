@@ -47,7 +47,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 def write(folder: Path, dtype: str = "float32", every: int = 1, noise: float = 0.0) -> str:
     """Write SmolLM2 with `every` layers for each original one: the original, and others that add noise."""
-    source = find("smollm2")
+    source = find("smollm2").folder
     model = load("smollm2", "none")._model
     more: dict[str, mx.array] = {}
     for name, array in tree_flatten(model.parameters()):

@@ -69,7 +69,7 @@ class Folders:
         if target == "demo":
             return cls(demo.TARGET, demo.DRAFTER, small)
         if target == SMOLLM2:
-            return cls(hub.find(target), demo.SMOLLM2_DRAFTER, small)
+            return cls(hub.find(target).folder, demo.SMOLLM2_DRAFTER, small)
         return cls(Path(target).expanduser(), Path(drafter).expanduser() if drafter else None, small)
 
     def cast(self, dtype: str) -> Folders:

@@ -82,7 +82,7 @@ def main() -> None:
         settings.texts, settings.tokens, settings.off = 1, 4, 1
     os.environ.setdefault("MLX_SDPA_BLOCKS", "128")  # as mlx_spec sets it where MLX uses Metal
     started = time.time()
-    folder = in_dtype(find(settings.model), settings.dtype)
+    folder = in_dtype(find(settings.model).folder, settings.dtype)
     os.environ["XDG_CACHE_HOME"] = str(
         temporary_folder()
     )  # classes that were imitated are for no other program

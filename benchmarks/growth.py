@@ -27,11 +27,12 @@ from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.apps.server.protocols import openai_chat
 from mlx_spec.apps.server.requests.request import Chat
 from mlx_spec.apps.server.tools.prompts import chat_prompt
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.decode import running
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.hub import catalog
-from mlx_spec.hub.inspect import inspect_folder
+from mlx_spec.hub.inspect import inspect_stored
 from mlx_spec.hub.local import LocalModel, partners
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.tokenizer import Tokenizer, common_prefix
@@ -203,7 +204,7 @@ def prefix(draw: random.Random, tokens: int) -> Work:
 
 def models(count: int) -> Work:
     """Return work that finds the drafters of one of so many models."""
-    found = inspect_folder(demo.TARGET, "org/target")
+    found = inspect_stored(Checkpoint(demo.TARGET, "org/target"))
     listed = [LocalModel(f"org/model-{i}", "cached", demo.TARGET, 1, 0.0, found, None) for i in range(count)]  # type: ignore[arg-type]
 
     def partner() -> None:

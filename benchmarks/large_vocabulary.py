@@ -45,7 +45,7 @@ FILTERS: tuple[dict[str, Any], ...] = (
 def main() -> None:
     settings = arguments()
     started = time.time()
-    pair, folder = load(settings.target, "none"), find(settings.target)
+    pair, folder = load(settings.target, "none"), find(settings.target).folder
     copying = load(settings.target, "lookup")
     model = mlx_lm.load(str(folder))[0]
     model.set_dtype(mx.float32)

@@ -42,7 +42,7 @@ def main() -> None:
     settings = arguments()
     started = time.time()
     pair = load(settings.target, "lookup")
-    folder = find(settings.target)
+    folder = find(settings.target).folder
     tokens = compare_tokens(pair.tokenizer, folder, 2000 if settings.quick else CHARACTERS, settings.seed)
     print(f"{tokens['characters']} characters, {tokens['tokens']} tokens, {tokens['differ']} texts differ\n")
     model = mlx_lm.load(str(folder))[0]

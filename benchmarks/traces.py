@@ -146,7 +146,7 @@ class Watching:
 def record(settings: argparse.Namespace) -> list[Trace]:
     """Return the traces of all prompts, the kinds in turn."""
     pair = load(settings.target, settings.drafter)
-    prompts = read_prompts(settings, pair, find(folders(PairSpec(settings.target))[0]))
+    prompts = read_prompts(settings, pair, find(folders(PairSpec(settings.target))[0]).folder)
     order = sorted(range(len(prompts)), key=lambda i: [p.kind for p in prompts[:i]].count(prompts[i].kind))
     traces = []
     for index in order:

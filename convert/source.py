@@ -71,7 +71,7 @@ def open_source(name: str, q6k_bits: int | None = None) -> Source:
     """
     file = typed_path(name)
     is_file = q6k_bits is not None and file.is_file() and is_gguf(file)
-    checkpoint = read_checkpoint(gguf_folder(file, q6k_bits) if is_file else find(name))
+    checkpoint = read_checkpoint(gguf_folder(file, q6k_bits), name) if is_file else find(name)
     checkpoint.check_weights()
     return Source(name, checkpoint)
 

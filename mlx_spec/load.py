@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, read_checkpoint, vocab_size
+from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, vocab_size
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
 from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
@@ -244,7 +244,7 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
 
     use_device()
     shown, path, drafter = _located(spec)
-    target = read_checkpoint(find(path))
+    target = find(path)
     tokenizer = read_tokenizer(target)
     source = _check_same_drafter(ranks, shown, _open_drafter(shown, drafter, target, tokenizer))
     return draft_for_rank_0(ranks, source, _vocab_size(target.config, tokenizer))
@@ -311,7 +311,7 @@ def _from_manifest(target: str) -> tuple[str, str | None]:
 
 def _open_target(path: str, ranks: Ranks | None) -> Checkpoint:
     """Open a target, and check that it is complete. Ends all ranks if theirs differ."""
-    checkpoint = read_checkpoint(find(path))
+    checkpoint = find(path)
     checkpoint.check_weights()
     checkpoint.check_model_type()
     if ranks is not None:
@@ -357,10 +357,9 @@ def _open_drafter(
     if path in (NONE, LOOKUP):
         return lookup_source() if path == LOOKUP else None
     try:
-        folder = find(path)
+        checkpoint = find(path)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    checkpoint = read_checkpoint(folder)
     _refuse_unconverted(shown, checkpoint)
     source = _source(checkpoint, target, tokenizer)
     if source.network is not None and gguf_dtype(target.config) == "float32":

@@ -22,7 +22,7 @@ from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.convert.train.answers import read_answer
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.grammar.json_schema import enforced
-from mlx_spec.hub.inspect import inspect_folder
+from mlx_spec.hub.inspect import inspect_stored
 from mlx_spec.model.read import read_model
 from mlx_spec.tokenizer import read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
@@ -110,9 +110,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_config(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     edit_config(folder, lambda config: config.update(changes))
-    for read in (inspect_folder, lambda folder, name: read_model(read_checkpoint(folder))):
+    for read in (inspect_stored, lambda checkpoint: read_model(read_checkpoint(checkpoint.folder))):
         try:
-            read(folder, "x")
+            read(Checkpoint(folder, "x"))
         except BadCheckpoint as error:
             assert "\n" not in str(error)
 

@@ -28,7 +28,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.command import tell
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.errors import InvalidValue
@@ -38,7 +37,7 @@ from .connection import Connection
 from .engine import answers
 from .engine.engine_thread import EngineThread
 from .engine.metrics import RequestCounter, Status
-from .engine.models import Loader, ModelCard, checkpoint_folders, load_served
+from .engine.models import Loader, ModelCard, checkpoints_of, load_served
 from .errors import LOG, Failure
 from .http import Api, answer, answer_error
 from .page import race, shelf
@@ -177,8 +176,8 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
     log file cannot be used.
     """
     for model in settings.models:
-        for folder in checkpoint_folders(model, complete=False):
-            _ = read_checkpoint(folder).model_type
+        for checkpoint in checkpoints_of(model, complete=False):
+            _ = checkpoint.model_type
     listener = _bind(settings.host, settings.port)
     _configure_log(settings.log_file)
     engine = EngineThread(settings, loader)

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import read_checkpoint, text_config
+from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import (
     check_new,
     check_space,
@@ -205,7 +205,7 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
 
 def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, and its config.json. Raises Mismatch for a target that cannot have one."""
-    target = read_checkpoint(find(folders(PairSpec(options.target, NONE))[0])).config
+    target = find(folders(PairSpec(options.target, NONE))[0]).config
     probe = recording(pair).open().target
     probe.prefill([0, 0])
     if FULL not in probe.shared_kv():
@@ -244,7 +244,7 @@ def _begin(
 
 def _published(source: str, target: Mapping[str, Any]) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Load an assistant to improve. Raises BadCheckpoint for another family, or a quantized assistant."""
-    checkpoint = read_checkpoint(find(source))
+    checkpoint = find(source)
     config = checkpoint.config
     if not checkpoint.model_type.endswith("assistant"):
         raise BadCheckpoint(

@@ -32,8 +32,12 @@ class Checkpoint:
     """
 
     folder: Path
+    name: str = ""  # as users name it: a path or a repository; without one, the folder
     header_reader: Callable[[Path], Headers] = field(default=read_headers, repr=False)
     _objects: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or str(self.folder))
 
     def json(self, name: str) -> dict[str, Any]:
         """Return a copy of the JSON object in a file, empty without it. Raises BadCheckpoint."""
@@ -68,15 +72,22 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return config.json as mlx-lm reads it. Missing sizes come from the weights."""
+        """Return config.json as mlx-lm reads it; `model_type` may lack. Missing sizes come from the weights.
+
+        Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or needs its own code.
+        """
+        if self._config_file is None:
+            raise NotFound(_no_config(self.folder))
+        file = self.folder / "config.json"
         try:
             config = repair_config(self.published, self.headers.tensors)
         except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            raise BadCheckpoint(f"{self.folder / 'config.json'} is malformed ({error}): {AGAIN}") from error
+            raise BadCheckpoint(f"{file} is malformed ({error}): {AGAIN}") from error
+        _check_config(self.folder, config)
         if self.is_fp8:
-            parts = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict))
-            for part in (config, *parts):
-                part.pop("quantization_config", None)
+            texts = (config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict))
+            for settings in (config, *texts):
+                settings.pop("quantization_config", None)
         return config
 
     @property
@@ -91,6 +102,11 @@ class Checkpoint:
             key for key in keys if self.config.get(key, gone) != stored.get(key, gone) or key not in stored
         )
         return {key: self.config.get(key) for key in changed}
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if config.json and all weight files exist, even if a file is damaged."""
+        return (self.folder / "config.json").is_file() and not self.headers.missing
 
     @property
     def has_tokenizer(self) -> bool:
@@ -161,27 +177,27 @@ class Checkpoint:
             raise BadCheckpoint(f"{self.folder} {problem}")
 
 
-def read_checkpoint(folder: Path, header_reader: Callable[[Path], Headers] = read_headers) -> Checkpoint:
-    """Open a checkpoint whose config.json may lack `model_type`. Damaged weights are not an error.
+def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
+    """Open a checkpoint and its config.json. Damaged weights are not an error. Raises as `config`."""
+    checkpoint = Checkpoint(folder, name)
+    _ = checkpoint.config
+    return checkpoint
 
-    Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or needs its own code.
-    """
-    file, checkpoint = folder / "config.json", Checkpoint(folder, header_reader)
-    if not file.is_file():
-        raise NotFound(_no_config(folder))
-    config = checkpoint.config
+
+def _check_config(folder: Path, config: Config) -> None:
+    """Raise BadCheckpoint if a config.json needs code of its own, or has values that nothing can mean."""
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "
             "use a checkpoint of a model that mlx-lm knows"
         )
+    file = folder / "config.json"
     for key in TEXT_CONFIGS:
         if not isinstance(config.get(key), Mapping | None):
             raise BadCheckpoint(f"{file} has a {key} that is not an object: {AGAIN}")
     context = integer(text_config(config), "max_position_embeddings")
     if context is not None and context < 1:
         raise BadCheckpoint(f"{file} has max_position_embeddings {context}: {AGAIN}")
-    return checkpoint
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,11 +256,6 @@ def critical_lengths(config: Config) -> list[int]:
     limits = {rope[f"{key}max_position_embeddings"] for rope in ropes for key in ("original_", "")}
     lengths = {context, *(limit + 1 for limit in limits if isinstance(limit, int))}
     return sorted(n for n in lengths if n is not None and 16 <= n <= (context or n))
-
-
-def has_weights(folder: Path) -> bool:
-    """Return True if config.json and all weight files exist, even if a file is damaged."""
-    return (folder / "config.json").is_file() and not read_headers(folder).missing
 
 
 def _no_config(folder: Path) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.config import Checkpoint, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
 from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.owners import is_of_language
@@ -49,9 +48,9 @@ class DecodeSizes:
     kv_held: float = 0.0
 
 
-def decode_sizes(folder: Path, context: int) -> DecodeSizes:
-    """Return the sizes of the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
-    checkpoint = read_checkpoint(folder)
+def decode_sizes(checkpoint: Checkpoint, context: int) -> DecodeSizes:
+    """Return the sizes of a complete checkpoint, as `sizes_of`. Raises NotFound or BadCheckpoint."""
+    _ = checkpoint.config
     checkpoint.check_weights()
     return sizes_of(checkpoint, context)
 

@@ -18,7 +18,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_spec.checkpoint.config import has_weights
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, typed_path
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
@@ -72,27 +72,32 @@ class Download:
         return part.stat().st_size if part is not None and part.exists() else 0
 
 
-def find(name: str) -> Path:
-    """Return the folder of a checkpoint; download it if necessary.
+def find(name: str) -> Checkpoint:
+    """Return a checkpoint, with its config.json read; download it if necessary.
 
     A folder of that name takes precedence over a complete snapshot in the cache; neither needs a network. A
     line on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before
     it downloads.
     """
-    folder = on_disk(name)
-    if folder is None:
+    checkpoint = on_disk(name)
+    if checkpoint is None:
         download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
-        folder = fetch(download)
-    return folder
+        checkpoint = Checkpoint(fetch(download), name)
+    _ = checkpoint.config
+    return checkpoint
 
 
-def on_disk(name: str) -> Path | None:
-    """Return the folder of a checkpoint on this machine, None if it must be downloaded. Raises as `find`."""
-    return local_folder(name) or cached(name)
+def on_disk(name: str) -> Checkpoint | None:
+    """Return a checkpoint on this machine, None if it must be downloaded.
+
+    Raises NotFound for a name that nothing can have, BadCheckpoint for a GGUF file that cannot be read.
+    """
+    folder = _local_folder(name)
+    return cached(name) if folder is None else Checkpoint(folder, name)
 
 
-def local_folder(name: str) -> Path | None:
+def _local_folder(name: str) -> Path | None:
     """Return the folder `name`, or the checkpoint of a GGUF file, which is written the first time.
 
     None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for a GGUF
@@ -133,7 +138,7 @@ def _smollm2() -> Path:
     return files[0]
 
 
-def cached(name: str, *, revision: str | None = None) -> Path | None:
+def cached(name: str, *, revision: str | None = None) -> Checkpoint | None:
     """Return the complete snapshot of a repository in the cache, None if there is none.
 
     Raises NotFound for a name that no repository can have.
@@ -151,7 +156,8 @@ def cached(name: str, *, revision: str | None = None) -> Path | None:
         raise _no_repository(name) from error
     except LocalEntryNotFoundError:  # IncompleteSnapshotError is one
         return None
-    return folder if has_weights(folder) else None
+    checkpoint = Checkpoint(folder, name)
+    return checkpoint if checkpoint.is_complete else None
 
 
 def plan(name: str, *, revision: str | None = None) -> Download:

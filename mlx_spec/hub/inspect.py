@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, integer, read_checkpoint, text_config
+from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, integer, text_config
 from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
 from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
@@ -35,7 +35,7 @@ from mlx_spec.checkpoint.quantizers import count_parameters, precision
 from mlx_spec.checkpoint.weights import BITS, sizes_of, target_shape
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for
-from mlx_spec.hub.download import cached, explain, local_folder, plan
+from mlx_spec.hub.download import explain, on_disk, plan
 from mlx_spec.hub.names import resolve
 
 
@@ -106,39 +106,51 @@ def inspect(name: str) -> CheckpointInfo | ConvertedPair:
     if name == DEMO:
         from mlx_spec import demo
 
-        target, drafter = inspect_checkpoint(demo.TARGET, DEMO), inspect_checkpoint(demo.DRAFTER, DEMO)
+        folders = (demo.TARGET, demo.DRAFTER)
+        target, drafter = (inspect_checkpoint(Checkpoint(folder, DEMO)) for folder in folders)
         return ConvertedPair(DEMO, target, drafter, {}, target.problem or drafter.problem)
-    folder = local_folder(name)
-    if folder is not None:
-        return inspect_folder(folder, name)
-    snapshot = cached(name)
-    return inspect_checkpoint(snapshot, name) if snapshot else _inspect_remote(name)
+    checkpoint = on_disk(name)
+    return _inspect_remote(name) if checkpoint is None else inspect_stored(checkpoint)
 
 
-def inspect_folder(folder: Path, name: str) -> CheckpointInfo | ConvertedPair:
-    """Describe a checkpoint or a converted pair. Raises NotFound or BadCheckpoint."""
-    if not (folder / MANIFEST).is_file():
-        return inspect_checkpoint(folder, name)
-    manifest = read_object(folder / MANIFEST)
-    target, target_problem = _inspect_part(folder, manifest.get("target", "."), "target")
-    place = manifest.get("drafter")
-    drafter, drafter_problem = _inspect_part(folder, place, "drafter") if place is not None else (None, None)
-    problem = target_problem or drafter_problem
+def inspect_stored(checkpoint: Checkpoint) -> CheckpointInfo | ConvertedPair:
+    """Describe a checkpoint, or the converted pair in its folder. Raises NotFound or BadCheckpoint."""
+    file = checkpoint.folder / MANIFEST
+    return _inspect_pair(file, checkpoint.name) if file.is_file() else inspect_checkpoint(checkpoint)
+
+
+def _inspect_pair(file: Path, name: str) -> ConvertedPair:
+    """Describe the pair of a pair.json. The first half that cannot be used is its problem."""
+    manifest, problem = read_object(file), None
+    paths = {"target": manifest.get("target", ".")}
+    if manifest.get("drafter") is not None:
+        paths["drafter"] = manifest["drafter"]
+    stored = {role: Checkpoint(file.parent / path) for role, path in paths.items() if isinstance(path, str)}
+    halves: dict[str, CheckpointInfo] = {}
+    for role in paths:
+        try:
+            if role not in stored:
+                raise BadCheckpoint(f"{file}: {role} must be a path relative to it")
+            halves[role] = inspect_checkpoint(stored[role])
+            problem = problem or halves[role].problem
+        except (SpecError, OSError) as error:  # also a name that no disk can hold
+            problem = problem or one_line(error)
+    target, drafter = halves.get("target"), halves.get("drafter")
     if not problem and target and drafter and drafter.needs:
         unfit = misfits(drafter.needs, target)
         problem = f"the drafter expects {', '.join(unfit)} of the target" if unfit else None
-    test = manifest.get("self_test")
     is_model = not problem and drafter is not None and drafter.kind is None
-    retokenized = is_model and _tokens_differ(folder, manifest)
+    retokenized = is_model and _tokens_differ(stored["target"], stored["drafter"])
+    test = manifest.get("self_test")
     return ConvertedPair(name, target, drafter, test if isinstance(test, dict) else {}, problem, retokenized)
 
 
-def inspect_checkpoint(folder: Path, name: str) -> CheckpointInfo:
-    """Describe the checkpoint in `folder`. Raises NotFound or BadCheckpoint."""
-    checkpoint = read_checkpoint(folder)
-    problem = checkpoint.headers.problem or _inconsistency(folder, checkpoint.headers)
+def inspect_checkpoint(checkpoint: Checkpoint) -> CheckpointInfo:
+    """Describe one checkpoint on this machine. Raises NotFound or BadCheckpoint."""
+    _ = checkpoint.config
+    folder, problem = checkpoint.folder, checkpoint.headers.problem or _inconsistency(checkpoint)
     try:
-        return _describe(name, checkpoint, {file.name for file in folder.iterdir()}, problem)
+        return _describe(checkpoint, {file.name for file in folder.iterdir()}, problem)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{folder / 'config.json'} is malformed ({one_line(error)}): {AGAIN}") from error
 
@@ -191,13 +203,12 @@ def _inspect_remote(name: str) -> CheckpointInfo:
             )
         tensors = {key: tensor for file in chosen for key, tensor in parts[file].items()}
         headers = Headers(tensors, sum(download.sizes[file] for file in chosen), problem)
-        checkpoint = read_checkpoint(folder, lambda folder: headers)
-        return _describe(name, checkpoint, set(download.sizes), problem)
+        return _describe(Checkpoint(folder, name, lambda _: headers), set(download.sizes), problem)
 
 
-def _describe(name: str, checkpoint: Checkpoint, files: set[str], problem: str | None) -> CheckpointInfo:
-    """Describe a checkpoint. `files` are all its files, perhaps remote. Raises BadCheckpoint."""
-    config, headers = checkpoint.config, checkpoint.headers
+def _describe(checkpoint: Checkpoint, files: set[str], problem: str | None) -> CheckpointInfo:
+    """Describe a checkpoint. `files` are all its files, perhaps remote. Raises NotFound and BadCheckpoint."""
+    name, config, headers = checkpoint.name, checkpoint.config, checkpoint.headers
     text, tensors = text_config(config), headers.tensors
     family, shape = drafter_family(config, tensors), target_shape(config)
     if family is None and "model_type" not in config:
@@ -244,32 +255,19 @@ def _contexts(checkpoint: Checkpoint) -> dict[int, int]:
         return {}
 
 
-def _inspect_part(folder: Path, place: object, role: str) -> tuple[CheckpointInfo | None, str | None]:
-    """Return one half of a pair, and the reason if it cannot be used."""
-    if not isinstance(place, str):
-        return None, f"{folder / MANIFEST}: {role} must be a path relative to it"
-    try:
-        info = inspect_checkpoint(folder / place, str(folder / place))
-    except (SpecError, OSError) as error:  # also a name that no disk can hold
-        return None, one_line(error)
-    return info, info.problem
-
-
-def _tokens_differ(folder: Path, manifest: Mapping[str, Any]) -> bool:
+def _tokens_differ(target: Checkpoint, drafter: Checkpoint) -> bool:
     """Return True if the tokenizers of a pair differ, False if one of them cannot be read."""
     from mlx_spec.tokenizer import differing_token, read_tokenizer
 
-    parts = manifest.get("target", "."), manifest["drafter"]
     try:
-        target, drafter = (read_checkpoint(folder / part) for part in parts)
         return differing_token(drafter, target, read_tokenizer(target)) is not None
     except SpecError:
         return False
 
 
-def _inconsistency(folder: Path, headers: Headers) -> str | None:
+def _inconsistency(checkpoint: Checkpoint) -> str | None:
     """Return a problem of complete files: wrong sizes or missing tensors; None if there is none."""
-    tensors = headers.tensors
+    folder, tensors = checkpoint.folder, checkpoint.headers.tensors
     odd = [
         name
         for name, tensor in tensors.items()
@@ -277,7 +275,7 @@ def _inconsistency(folder: Path, headers: Headers) -> str | None:
     ]
     if odd:
         return f"{folder} has tensors of another size than their shape: {shortened(odd)}"
-    absent = sorted(set(headers.indexed) - tensors.keys())
+    absent = sorted(set(checkpoint.headers.indexed) - tensors.keys())
     return f"{folder / INDEX} lists {shortened(absent)}, which no file holds" if absent else None
 
 

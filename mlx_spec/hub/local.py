@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, suggested_drafter
 from mlx_spec.hub.download import cached, smollm2_place
-from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_folder, misfits
+from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_stored, misfits
 from mlx_spec.hub.names import PREFIX, cache_folder
 
 
@@ -152,12 +152,13 @@ def _repository(folder: Path) -> LocalModel | None:
     name = folder.name.removeprefix(PREFIX).replace("--", "/")
     try:
         whole = cached(name)
-        place = whole or _snapshot(folder)
-        if place is None or not (place / "config.json").is_file():
+        snapshot = _snapshot(folder) if whole is None else whole.folder
+        if snapshot is None or not (snapshot / "config.json").is_file():
             return None
-        if "model_type" not in read_checkpoint(place).config:
+        checkpoint = whole or Checkpoint(snapshot, name)
+        if "model_type" not in checkpoint.config:
             return None
-        info = inspect_folder(place, name)
+        info = inspect_stored(checkpoint)
     except NotFound:  # no repository can have this name
         return None
     except (SpecError, OSError, ValueError) as error:
@@ -165,10 +166,10 @@ def _repository(folder: Path) -> LocalModel | None:
     if not isinstance(info, CheckpointInfo) or not (info.kind or mlx_lm_module(info.family)):
         return None
     is_partial = any(folder.glob("blobs/*.incomplete"))
-    if not (whole or is_partial) and other_format(place, [file.name for file in place.iterdir()]):
+    if not (whole or is_partial) and other_format(snapshot, [file.name for file in snapshot.iterdir()]):
         return None
     problem = info.problem if whole else f"incomplete: `mlx-spec pull {name}` fetches the rest"
-    return LocalModel(name, "cached", folder, disk_size(folder), _last_used(place), info, problem)
+    return LocalModel(name, "cached", folder, disk_size(folder), _last_used(snapshot), info, problem)
 
 
 def _snapshot(folder: Path) -> Path | None:

@@ -20,6 +20,7 @@ from mlx_spec.apps.roofline import (
     round_cost,
     weight_seconds,
 )
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.weights import DecodeSizes, WeightFormat, decode_sizes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -154,15 +155,18 @@ def test_experts_are_read_for_every_row():
 
 
 def test_sizes_of_the_demo():
-    target, drafter = decode_sizes(demo.TARGET, 1024), decode_sizes(demo.DRAFTER, 1024)
+    target, drafter = (
+        decode_sizes(Checkpoint(demo.TARGET), 1024),
+        decode_sizes(Checkpoint(demo.DRAFTER), 1024),
+    )
     # One table of 2816 rows and 6 layers of 32 numbers is looked up, not read.
     assert target.held - target.read == 2816 * 6 * 32 * 2
     assert (target.format, target.layers, drafter.layers) == (BF16, 6, 4)
     # K and V of one head, 2 bytes: 4 sliding layers of size 64 with a window of 64, 2 full ones of size 128.
     assert target.kv_read == 2 * 2 * (4 * 64 * 64 + 2 * 1024 * 128)
     assert target.kv_held < target.kv_read  # two layers share
-    assert decode_sizes(demo.TARGET, 0).kv_read == 0
-    experts = decode_sizes(GOLDEN / "26b" / "target", 0)  # 2 of 4 are read
+    assert decode_sizes(Checkpoint(demo.TARGET), 0).kv_read == 0
+    experts = decode_sizes(Checkpoint(GOLDEN / "26b" / "target"), 0)  # 2 of 4 are read
     assert experts.held - experts.read == experts.experts == 4 * 2 * (64 * 64 + 128 * 64) * 2
 
 
@@ -214,4 +218,4 @@ def test_program_plans_for_another_chip(spelling, capsys):
 )
 def test_a_report_of_training_that_is_not_ours(tmp_path: Path, training: str, rate: float | None) -> None:
     (tmp_path / "training.json").write_text(training)
-    assert pair_acceptance("pair", tmp_path) == (rate and pytest.approx(rate, abs=0.01))
+    assert pair_acceptance("pair", Checkpoint(tmp_path)) == (rate and pytest.approx(rate, abs=0.01))

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from support import sparse
 
-from mlx_spec.checkpoint.config import context_length, has_weights, read_checkpoint, vocab_size
+from mlx_spec.checkpoint.config import Checkpoint, context_length, read_checkpoint, vocab_size
 from mlx_spec.checkpoint.headers import INDEX, choose_files, read_headers
 from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.checkpoint.repairs import repair_config
@@ -93,11 +93,13 @@ def test_all_readers_read_the_same_files(tmp_path: Path) -> None:
         == sum((folder / f).stat().st_size for f in SHARDS)
     )
     (folder / FIRST).unlink()  # the index is stale now, and the stray file has what is missing but for one
-    assert has_weights(folder) is False
+    assert Checkpoint(folder).is_complete is False
     (folder / SECOND).unlink()
-    assert has_weights(folder) and [file.name for file in read_headers(folder).files] == ["model.safetensors"]
+    assert Checkpoint(folder).is_complete and [file.name for file in read_headers(folder).files] == [
+        "model.safetensors"
+    ]
     (folder / "config.json").unlink()
-    assert not has_weights(folder)
+    assert not Checkpoint(folder).is_complete
 
 
 # --- config.json

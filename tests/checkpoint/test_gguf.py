@@ -56,7 +56,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def logits(file: Path) -> mx.array:
     """The logits of a file, computed in float32."""
-    model, _ = load_model(find(str(file)), strict=True)
+    model, _ = load_model(find(str(file)).folder, strict=True)
     model.set_dtype(mx.float32)
     return dequantize_model(model)(PROMPT)
 
@@ -107,7 +107,7 @@ def test_llama_of_every_type(tmp_path: Path, name: str) -> None:
     kinds = {"blk": kind, "token_embd": Quantization.Q8_0} if bits else {"": kind}
     file = write(tmp_path / "model.gguf", model, "llama", kinds)
     assert mx.allclose(logits(file), rounded(model, "llama", kinds)(PROMPT), atol=1e-5)
-    config = read(find(str(file)))
+    config = read(find(str(file)).folder)
     assert (config["dtype"], config.get("quantization", {}).get("bits")) == (dtype, bits)
 
 
@@ -231,7 +231,7 @@ def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = even(tiny.full())
     file, save = write(tmp_path / "model.gguf", model, "llama"), gguf_model._write_weights
     monkeypatch.setattr(gguf_model, "_write_weights", partial(save, file_bytes=100_000))
-    assert len(list(find(str(file)).glob("*.safetensors"))) > 1
+    assert len(list(find(str(file)).folder.glob("*.safetensors"))) > 1
     assert mx.allclose(logits(file), model(PROMPT), atol=1e-5)
 
 
@@ -290,14 +290,14 @@ def test_scaled_rope(tmp_path: Path, kind: str) -> None:
 
 def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: Path, capfd: Any) -> None:
     file = write(tmp_path / "model.gguf", even(tiny.full()), "llama", {"": Quantization.Q8_0})
-    before = find(str(file))
+    before = find(str(file)).folder
     stamp = (before / "config.json").stat().st_mtime_ns
-    assert find(str(file)) == before and (before / "config.json").stat().st_mtime_ns == stamp
+    assert find(str(file)).folder == before and (before / "config.json").stat().st_mtime_ns == stamp
     assert capfd.readouterr().err.count("Reading model.gguf") == 1
     size = file.stat().st_size
     write(file, even(tiny.full(1)), "llama", {"": Quantization.Q8_0})
     assert file.stat().st_size == size
-    after = find(str(file))
+    after = find(str(file)).folder
     assert after != before and not before.exists()
     (listed,) = [model for model in local_models() if model.origin == "converted"]
     assert (
@@ -312,7 +312,7 @@ def test_a_file_is_written_once_and_again_when_it_changes(tmp_path: Path, data: 
     other = tmp_path / "other" / "link [1].gguf"  # another file with the name, size and time of this one
     other.parent.mkdir()
     shutil.copy2(file, other)
-    found = {find(str(place)).parent for place in (tmp_path / other.name, other)}
+    found = {find(str(place)).folder.parent for place in (tmp_path / other.name, other)}
     assert found == set(data.glob("link [[]1[]]-*")) and len(found) == 2
 
 
@@ -336,13 +336,13 @@ def test_two_runs_that_start_together_read_a_file_once(
 
     def second() -> Path:
         assert began.wait(LIMIT)
-        return find(str(file))
+        return find(str(file)).folder
 
     monkeypatch.setattr(gguf_model, "_write_weights", write_while_another_waits)
     monkeypatch.setattr(FileLock, "_acquire", try_lock)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
-        assert find(str(file)) == other.result()
+        assert find(str(file)).folder == other.result()
     assert capfd.readouterr().err.count("Reading model.gguf") == 1
 
 
@@ -352,7 +352,7 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, data: Path, monkeypatch: py
         patch.setattr("mlx_spec.checkpoint.gguf_model._write_weights", Mock(side_effect=KeyboardInterrupt))
         find(str(file))
     assert not list(data.iterdir())
-    assert (find(str(file)) / "config.json").is_file()
+    assert (find(str(file)).folder / "config.json").is_file()
 
 
 def test_full_disk(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,10 @@ def test_pull(served: Hub, cache: Path, capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert out == f"mlx-spec chat --target {E2B}\n"
     assert f"{E2B}: 0.2 MB to fetch, " in err and f"fetching {ASSISTANT}" in err and "\r" not in err
-    folder = hub.cached(E2B)
-    assert folder is not None and not list(folder.glob("*.py")) + list(folder.glob("*.bin"))
-    assert read_checkpoint(folder).check_weights() > 200_000 and partials(cache) == []
+    checkpoint = hub.cached(E2B)
+    assert checkpoint is not None
+    assert not list(checkpoint.folder.glob("*.py")) + list(checkpoint.folder.glob("*.bin"))
+    assert checkpoint.check_weights() > 200_000 and partials(cache) == []
     # it is all there: nobody is asked
     served.asked.clear()
     assert run("pull", "gemma-4-e2b:4bit") == 0
@@ -110,7 +111,7 @@ def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     more = {"chat_template.jinja", "merges.txt", "tokenizer.model"}
     for name in more:
         (served.repositories[E2B] / name).write_text(name)
-    folder = hub.find(E2B)
+    folder = hub.find(E2B).folder
     names = {file.name for file in folder.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json"} | more
     out, err = capsys.readouterr()
@@ -118,12 +119,12 @@ def test_find(served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     # once it is there, nobody is asked
     served.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert hub.find(E2B) == hub.find(str(folder)) == folder and served.asked == []
+    assert hub.find(E2B).folder == hub.find(str(folder)).folder == folder and served.asked == []
     (folder / "model.safetensors").unlink()
     with pytest.raises(NotFound, match="not complete in the local cache and HF_HUB_OFFLINE"):
         hub.find(E2B)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert hub.find(E2B) == folder and read_checkpoint(folder).check_weights() > 200_000
+    assert hub.find(E2B).folder == folder and read_checkpoint(folder).check_weights() > 200_000
     for name in ("nowhere", "owner/mo--del", "a/b/c"):
         with pytest.raises(
             NotFound, match=f"there is no folder {name}, and a repository .* is named owner/name"
@@ -136,13 +137,13 @@ def test_a_push_between_two_requests(served: Hub, tmp_path: Path, cache: Path) -
     newer = sparse.checkpoint(tmp_path / "newer", sparse.gemma4("E4B"), {"b.weight": ("BF16", (7,))})
     plan = hub.plan(E2B)
     served.pushed[E2B] = newer
-    for folder in (hub.fetch(plan), hub.find(E2B)):
+    for folder in (hub.fetch(plan), hub.find(E2B).folder):
         assert folder.name == COMMIT and partials(cache) == []
         assert {file.name for file in folder.iterdir()} == set(plan.sizes)
         for file in folder.iterdir():
             assert file.read_bytes() == (served.repositories[E2B] / file.name).read_bytes()
     assert hub.fetch(hub.plan(E2B)).name == PUSHED  # another commit is another snapshot
-    assert (hub.find(E2B) / "config.json").read_bytes() == (newer / "config.json").read_bytes()
+    assert (hub.find(E2B).folder / "config.json").read_bytes() == (newer / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("etag", ["../../../../evil", "a\\..\\b", "/etc/x"])
@@ -202,7 +203,7 @@ def test_the_nth_write_fails(served: Hub, tmp_path: Path, monkeypatch: pytest.Mo
         found = hub.cached(E2B)
         assert found is not None or not done
         if found is not None:
-            weights = (found / "model.safetensors").resolve()
+            weights = (found.folder / "model.safetensors").resolve()
             assert sha256(weights) == published_hash(weights)
         assert not list(folder.glob("hub/*/refs/*.tmp"))
 
@@ -309,7 +310,7 @@ def test_killed(served: Hub, cache: Path, tmp_path: Path, sent: int) -> None:
     assert not [model for model in local_models() if model.name == E2B and model.problem is None]
     served.breaks.set()
     assert run("pull", "gemma-4-e2b") == 0 and partials(cache) == []
-    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000
+    assert hub.find(E2B).check_weights() > 200_000
 
 
 def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
@@ -317,7 +318,7 @@ def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
     stale = cache / ("models--" + E2B.replace("/", "--")) / "blobs" / f"{digest}.0badcafe.incomplete"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(bytes(1000))
-    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000 and partials(cache) == []
+    assert hub.find(E2B).check_weights() > 200_000 and partials(cache) == []
 
 
 def test_content_with_another_hash(served: Hub, cache: Path) -> None:
@@ -328,7 +329,7 @@ def test_content_with_another_hash(served: Hub, cache: Path) -> None:
         hub.find(E2B)
     assert not list(cache.rglob(digest)) and hub.cached(E2B) is None
     served.swapped = None
-    assert read_checkpoint(hub.find(E2B)).check_weights() > 200_000
+    assert hub.find(E2B).check_weights() > 200_000
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -413,3 +414,28 @@ def test_what_is_no_json_object(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"config.json .*: download or convert it again$"):
         read_object(tmp_path / "config.json")
+
+
+def test_each_file_is_opened_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a list of a pair and of repositories, and by a load that needs no download."""
+    folder = pair(tmp_path / "data" / "mlx_spec" / "models" / "mine")
+    hub.find(E2B)
+    opened, original = Counter[str](), io.open
+
+    def counted(file: Any, *arguments: Any, **options: Any) -> Any:
+        opened[str(file)] += 1
+        return original(file, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", counted)
+
+    def counts(place: Path) -> set[int]:
+        names = ("config.json", ".safetensors", "pair.json")
+        return {n for name, n in opened.items() if str(place) in name and name.endswith(names)}
+
+    assert len(local_models()) == 3
+    assert counts(folder) == counts(cache) == {1}
+    opened.clear()
+    hub.find(E2B).check_weights()
+    assert counts(cache) == {1}

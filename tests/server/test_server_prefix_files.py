@@ -23,6 +23,7 @@ from support.served import raw as raw_request
 from mlx_spec.apps.server.engine import prefix_files
 from mlx_spec.apps.server.engine.prefix_cache import PrefixCache
 from mlx_spec.apps.server.engine.prefix_files import CacheFolder, PrefixFiles, StoredPrefix, model_key
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.files import temporary_file
 from mlx_spec.decode import running
 from mlx_spec.decode.loop import decode
@@ -250,11 +251,12 @@ def test_the_key_holds_all_that_caches_depend_on(tmp_path: Path, plain: Pair) ->
     weights.parent.mkdir()
     (weights.parent / "config.json").write_text('{"model_type": "llama"}')
     mx.save_safetensors(str(weights), {"a": mx.zeros(3)})
-    key = partial(model_key, [weights.parent], ("eagle3",), None)
+    checkpoint = Checkpoint(weights.parent)
+    key = partial(model_key, [checkpoint], ("eagle3",), None)
     before = key()
     assert key() == before
     assert key(2) != before != key(is_float32=True), "other bits, other types"
-    assert model_key([weights.parent], ("eagle3",), 8) != before != model_key([weights.parent], (), None)
+    assert model_key([checkpoint], ("eagle3",), 8) != before != model_key([checkpoint], (), None)
     mx.save_safetensors(str(weights), {"a": mx.ones(3)})  # a fine-tune: same config, names, shapes and size
     assert key() != before
     stored(plain, tmp_path / "c")

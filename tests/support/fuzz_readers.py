@@ -42,7 +42,7 @@ from mlx_spec.drafters import open_drafter
 from mlx_spec.drafters.earlier import EarlierAnswers
 from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.grammar.schema_reader import read_schema
-from mlx_spec.hub.inspect import inspect_folder
+from mlx_spec.hub.inspect import inspect_stored
 from mlx_spec.model.read import read_model
 from mlx_spec.model.row_class import RowClass
 from mlx_spec.policy import saved_costs
@@ -88,7 +88,7 @@ def safetensors(folder: Path) -> Reader:
     index = {"metadata": {"total_size": 1}, "weight_map": names}
 
     def read() -> None:
-        inspect_folder(folder, "x")
+        inspect_stored(Checkpoint(folder, "x"))
         checkpoint = read_checkpoint(folder)
         assert checkpoint.fingerprint
         mx.eval(list(checkpoint.tensors().values()))
@@ -108,7 +108,7 @@ def config(folder: Path) -> Reader:
     def read() -> None:
         for name in names:
             if (folder / name).read_bytes() != contents[name]:
-                inspect_folder(folder / name.split("/")[0], "x")
+                inspect_stored(Checkpoint(folder / name.split("/")[0], "x"))
                 read_model(read_checkpoint(folder / name.split("/")[0]), lazy=True)
 
     return Reader(_valid(folder, *names), read)
@@ -295,7 +295,7 @@ def drafter(folder: Path) -> Reader:
     os.symlink(demo.DRAFTER / "model.safetensors", folder / "model.safetensors")
 
     def read() -> None:
-        inspect_folder(folder, "x")
+        inspect_stored(Checkpoint(folder, "x"))
         checkpoint = read_checkpoint(folder)
         open_drafter(checkpoint, checkpoint.config, target)
 
@@ -320,7 +320,7 @@ def pair(folder: Path) -> Reader:
 def _described(folder: Path) -> None:
     from mlx_spec.apps.models import as_json, description
 
-    found = inspect_folder(folder, "x")
+    found = inspect_stored(Checkpoint(folder, "x"))
     description(found), json.dumps(as_json(found))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_spec import load
-from mlx_spec.checkpoint.config import Checkpoint, context_length, read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint, context_length
 from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.memory import MemoryNeed, context_memory, context_sizes, memory_need
 from mlx_spec.decode import Batch
@@ -176,7 +176,7 @@ class Models:
             with suppress(SpecError, Failure):  # a damaged model: loading it will say what is wrong
                 if name not in self._described and _is_local(served):
                     self._described.add(name)
-                    stored, tokenizer = _stored(served), self.tokenizer(name)
+                    stored, tokenizer = checkpoints_of(served), self.tokenizer(name)
                     config = stored[0].config
                     sizes = context_sizes(
                         context_memory(stored, served.spec.kv_bits, served.ranks), context_length(config)
@@ -206,7 +206,7 @@ class Models:
         if loaded is not None:
             return loaded.pair.tokenizer
         try:
-            return _read_tokenizer(checkpoint_folders(self._served[name])[0])
+            return _read_tokenizer(checkpoints_of(self._served[name])[0].folder)
         except SpecError as error:
             LOG.error("%s cannot be read: %s", name, error)
             raise unavailable(f"model {name!r} could not be loaded", "model_not_loaded") from error
@@ -219,7 +219,7 @@ class Models:
         if self._served[name].ranks > 1:
             return NoVision("it is split over several machines")
         tokenizer = self.tokenizer(name)
-        return _read_vision(checkpoint_folders(self._served[name])[0], tokenizer)
+        return _read_vision(checkpoints_of(self._served[name])[0].folder, tokenizer)
 
     def ready(self, name: str, busy: Collection[str]) -> LoadedModel | None:
         """Return a model, loaded if need be; None if a busy model must end before there is memory for it.
@@ -348,7 +348,7 @@ class Models:
             return None
         try:
             key = model_key(
-                checkpoint_folders(served),
+                checkpoints_of(served),
                 pair.drafter_names,
                 served.spec.kv_bits,
                 pair.rows.base,
@@ -362,7 +362,7 @@ class Models:
     def _keep_answers(self, served: ServedModel, pair: Pair) -> None:
         """Let the pair keep earlier answers in the cache folder, if there is one."""
         if self._folder is not None and self._settings.earlier_answers:
-            target = f"{served.spec.target} {read_checkpoint(checkpoint_folders(served)[0]).fingerprint}"
+            target = f"{served.spec.target} {checkpoints_of(served)[0].fingerprint}"
             pair.earlier.keep_in(self._folder.path, target, pair.info.vocab_size, MAX_AGE_S)
 
     def _unused(self, busy: Collection[str]) -> list[str]:
@@ -408,50 +408,46 @@ def need_of(served: ServedModel) -> MemoryNeed:
 
     Raises NotFound if it is not on this machine, BadCheckpoint if it is damaged.
     """
-    checkpoints = _stored(served)
+    checkpoints = checkpoints_of(served)
     for checkpoint in checkpoints:
         checkpoint.check_weights()
     return memory_need(checkpoints, served.ranks, kv_bits=served.spec.kv_bits)
 
 
-def _stored(served: ServedModel) -> list[Checkpoint]:
-    return [read_checkpoint(folder) for folder in checkpoint_folders(served)]
-
-
 def _is_local(served: ServedModel) -> bool:
     """Return True if a model can be loaded without a download."""
     try:
-        return all(folder.is_dir() for folder in checkpoint_folders(served))
+        return all(checkpoint.folder.is_dir() for checkpoint in checkpoints_of(served))
     except NotFound:
         return False
 
 
-def checkpoint_folders(served: ServedModel, *, complete: bool = True) -> list[Path]:
-    """Return the folders of target and drafter, if the drafter is a checkpoint.
+def checkpoints_of(served: ServedModel, *, complete: bool = True) -> list[Checkpoint]:
+    """Return target and drafter, if the drafter is a checkpoint.
 
     Raises NotFound for a checkpoint that does not exist and, if `complete`, for one to be downloaded.
     """
-    found = []
-    for name in folders(served.spec):
-        folder = None if name is None else on_disk(name)
-        if folder is not None:
-            found.append(folder)
-        elif name is not None and complete:
+    checkpoints = []
+    for name in filter(None, folders(served.spec)):
+        checkpoint = on_disk(name)
+        if checkpoint is not None:
+            checkpoints.append(checkpoint)
+        elif complete:
             raise NotFound(f"{name} is not on this machine: fetch it with `mlx-spec pull {name}`")
-    return found
+    return checkpoints
 
 
 @lru_cache
 def _read_vision(folder: Path, tokenizer: Tokenizer) -> Vision | NoVision:
     try:
-        return read_vision(read_checkpoint(folder), tokenizer)
+        return read_vision(Checkpoint(folder), tokenizer)
     except NoVision as error:
         return error
 
 
 @lru_cache
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    return read_tokenizer(read_checkpoint(folder))
+    return read_tokenizer(Checkpoint(folder))
 
 
 def _warm_up(pair: Pair) -> None:

@@ -28,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec import __version__
-from mlx_spec.checkpoint.config import read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.files import check_space, human_bytes, one_line, remove_abandoned, temporary_file
 from mlx_spec.checkpoint.headers import WEIGHTS
 from mlx_spec.checkpoint.writer import safetensors_header
@@ -53,7 +53,7 @@ DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowErr
 
 
 def model_key(
-    folders: Sequence[Path],
+    checkpoints: Sequence[Checkpoint],
     drafters: Sequence[str],
     kv_bits: int | None,
     plain_rows: int = 1,
@@ -62,16 +62,17 @@ def model_key(
 ) -> dict[str, Any]:
     """Return all that the content of a cache depends on, besides its tokens. Raises SpecError and OSError.
 
-    `folders` are the checkpoints of target and drafter. Fine-tunes of a model have equal fingerprints, so
+    `checkpoints` are target and drafter. Fine-tunes of a model have equal fingerprints, so
     the identity of each weight file counts, too. K and V also depend on the rows of a plain pass, and on
     whether `--exact float32` made them.
     """
-    stats = [(file.resolve(), file.stat()) for folder in folders for file in sorted(folder.glob(WEIGHTS))]
+    files = [file for stored in checkpoints for file in sorted(stored.folder.glob(WEIGHTS))]
+    stats = [(file.resolve(), file.stat()) for file in files]
     # The format is raised when older files can no longer be read.
     return {
         "format": 5,
         "device": device_name(),
-        "checkpoints": [read_checkpoint(folder).fingerprint for folder in folders],
+        "checkpoints": [checkpoint.fingerprint for checkpoint in checkpoints],
         "weights": [[str(file), s.st_ino, s.st_size, s.st_mtime_ns] for file, s in stats],
         "drafters": list(drafters),
         "kv_bits": kv_bits,

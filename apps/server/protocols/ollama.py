@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_spec import __version__
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect_checkpoint
 from mlx_spec.tokenizer.fill_in import FillIn
@@ -23,7 +25,7 @@ from mlx_spec.vision.pictures import from_base64
 
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
-from ..engine.models import LATEST, ModelCard, checkpoint_folders
+from ..engine.models import LATEST, ModelCard, checkpoints_of
 from ..errors import Failure, unsupported
 from ..http import Api, Json, answer, json_line
 from ..requests import parsing
@@ -52,7 +54,11 @@ from .openai_chat import (
 )
 
 OLLAMA_PATH = "/api/"
-_inspect = lru_cache(inspect_checkpoint)
+
+
+@lru_cache
+def _inspect(folder: Path) -> CheckpointInfo:
+    return inspect_checkpoint(Checkpoint(folder, folder.name))
 
 
 # --- the bodies
@@ -338,8 +344,7 @@ def _error(failure: Failure) -> Response:
 def _checkpoint(served: ServedModel) -> CheckpointInfo | None:
     """Return what the headers of a target say; None if it is not on this machine yet."""
     try:
-        folder = checkpoint_folders(served)[0]
-        return _inspect(folder, folder.name)
+        return _inspect(checkpoints_of(served)[0].folder)
     except SpecError:
         return None
 
