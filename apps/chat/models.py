@@ -26,6 +26,7 @@ from mlx_spec.hub.catalog import (
     LOOKUP,
     NONE,
     SMOLLM2,
+    SMOLLM2_BYTES,
     PairSpec,
     aliases,
     find_alias,
@@ -39,7 +40,6 @@ from mlx_spec.pair import Pair
 from mlx_spec.types import MAX_DRAFT_TOKENS
 
 from ..listing import fit, listed
-from ..models import SMOLLM2_BYTES
 from .arguments import Options
 
 

