@@ -496,6 +496,24 @@ def test_markdown_of_every_day_and_of_every_direction(tab):
         assert tab.complaints == []
 
 
+def test_thoughts_fold_when_the_answer_begins(tab):
+    answers = threading.Event()
+    thought = TextDelta(0, "thinking", "Hm.", (), (TokenText("Hm.", None, 0),))
+    said = TextDelta(0, "answer", "Yes.", (), (TokenText("Yes.", None, 0),))
+    stub = Stub((READ, thought, ROUND, answers, said, ROUND, ChoiceEnded(0, "stop"), CLOSED))
+    with listening(stub, Settings(DEMO)) as url:
+        visit(tab, url)
+        tab.write(QUESTION)
+        tab.press("Enter")
+        tab.until("document.querySelector('.thoughts[open] .answer')?.textContent === 'Hm.'")
+        answers.set()
+        tab.until(DONE)
+        for _ in range(2):
+            assert re.fullmatch(r"Thought for [\d.]+ \S+", text(tab, ".thoughts:not([open]) summary"))
+            assert text(tab, ".turn > .answer") == "Yes."
+            reload(tab)
+
+
 def test_another_try_and_an_edit_are_branches(tab):
     stub = streamed("One")
     with listening(stub, Settings(DEMO)) as url:

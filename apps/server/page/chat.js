@@ -78,9 +78,9 @@ const chats = new Chats({ open, find, removed, failed: sayNotKept });
 
 async function find(record) {
   if (!opened.has(record.id)) {
-    const found = new Conversation(view, record);
-    await found.load();
-    opened.set(record.id, found);
+    const loaded = new Conversation(view, record);
+    await loaded.load();
+    opened.set(record.id, loaded);
   }
   return opened.get(record.id);
 }
@@ -115,18 +115,18 @@ async function changedElsewhere({ conversation: id, exchange }) {
   byId("not-kept").hidden = false;
 }
 
-function show(found) {
-  const isOther = found !== conversation;
-  conversation = found;
+function show(next) {
+  const isOther = next !== conversation;
+  conversation = next;
   if (isOther) {
-    showSettings(found.record.settings);
+    showSettings(next.record.settings);
     settingsChanged();
   }
-  opened.set(found.record.id, found);
-  if (found.record.leaf) found.show();
+  opened.set(next.record.id, next);
+  if (next.record.leaf) next.show();
   else log.replaceChildren(welcome);
-  keep("sessionStorage", OPENED, found.record.leaf ? found.record.id : null);
-  chats.choose(found.record);
+  keep("sessionStorage", OPENED, next.record.leaf ? next.record.id : null);
+  chats.choose(next.record);
   drawLegend(byId("legend"), sources);
   drawSwitches();
   drawLatest();

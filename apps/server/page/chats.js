@@ -28,11 +28,11 @@ export class Chats {
 
   // Reads the list. An open conversation keeps its branch; all else may have changed in another tab.
   async load() {
-    const found = await listConversations().catch(() => []);
+    const stored = await listConversations().catch(() => []);
     const now = Date.now();
-    for (const one of found.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id).catch(this.failed);
+    for (const one of stored.filter(({ deleted }) => deleted && deleted < now - UNDO_MS)) purge(one.id).catch(this.failed);
     const mine = new Map(this.records.map((one) => [one.id, one]));
-    this.records = found.filter(({ deleted }) => !deleted).map((one) => {
+    this.records = stored.filter(({ deleted }) => !deleted).map((one) => {
       const { leaf, ...others } = one;
       return mine.has(one.id) ? Object.assign(mine.get(one.id), others) : one;
     });

@@ -20,9 +20,9 @@ export async function countTokens(model, messages) {
 // Returns a content in the form of Anthropic's API, which counts tokens.
 function blocks(content) {
   if (typeof content === "string") return content;
-  return content.map((part) => {
-    if (part.type === "text") return part;
-    const [, type, data] = /^data:([^;]*);base64,(.*)$/s.exec(part.image_url.url) ?? [];
+  return content.map((block) => {
+    if (block.type === "text") return block;
+    const [, type, data] = /^data:([^;]*);base64,(.*)$/s.exec(block.image_url.url) ?? [];
     return { type: "image", source: { type: "base64", media_type: type, data } };
   });
 }

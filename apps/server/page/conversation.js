@@ -17,7 +17,7 @@ export class Conversation {
     this.exchanges = new Map(); // records by id, oldest first; an Exchange instead once it is drawn or asked
     this.children = new Map(); // ids by the id of their parent
     this.changed = {}; // fields that are not written yet
-    this.first = 0; // place in the path of the first exchange that is drawn
+    this.first = 0; // index in the path of the first exchange that is drawn
     this.keep = keeper(() => this.#write(), view.failed);
     this.earlier = element("div", { class: "earlier" });
     new IntersectionObserver(([{ isIntersecting }]) => { if (isIntersecting) this.#showEarlier(); }, { root: view.log })
@@ -102,9 +102,9 @@ export class Conversation {
 
   // Returns the exchanges down to the leaf, or their records.
   path(leaf = this.record.leaf) {
-    const found = [];
-    for (let one = this.exchanges.get(leaf); one; one = this.exchanges.get(one.parent)) found.push(one);
-    return found.reverse();
+    const path = [];
+    for (let one = this.exchanges.get(leaf); one; one = this.exchanges.get(one.parent)) path.push(one);
+    return path.reverse();
   }
 
   // Shows a sibling of an exchange, `step` further, and its newest leaf. Returns the sibling.
@@ -119,7 +119,7 @@ export class Conversation {
     return this.#exchange(sibling);
   }
 
-  // Shows the last exchanges of the path, and all from the place `from` on.
+  // Shows the last exchanges of the path, and all from index `from` on.
   show(from = Infinity) {
     const path = this.path();
     this.first = Math.max(0, Math.min(path.length - SHOWN, from));

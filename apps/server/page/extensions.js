@@ -20,19 +20,19 @@ const lineFrom = (state, line) => state.src.slice(state.bMarks[line] + state.tSh
 
 // <br> is a line break, also in a cell of a table.
 function lineBreak(state, silent) {
-  const found = /^<br\s*\/?>/i.exec(state.src.slice(state.pos, state.pos + 8));
-  if (!found) return false;
+  const match = /^<br\s*\/?>/i.exec(state.src.slice(state.pos, state.pos + 8));
+  if (!match) return false;
   if (!silent) state.push("hardbreak", "br", 0);
-  state.pos += found[0].length;
+  state.pos += match[0].length;
   return true;
 }
 
 // [^1] is the mark of a footnote.
 function footnoteMark(state, silent) {
-  const found = /^\[\^([^\]\s]{1,40})\]/.exec(state.src.slice(state.pos, state.pos + 44));
-  if (!found) return false;
-  if (!silent) Object.assign(state.push("footnote_mark", "", 0), { markup: found[0], content: found[1] });
-  state.pos += found[0].length;
+  const match = /^\[\^([^\]\s]{1,40})\]/.exec(state.src.slice(state.pos, state.pos + 44));
+  if (!match) return false;
+  if (!silent) Object.assign(state.push("footnote_mark", "", 0), { markup: match[0], content: match[1] });
+  state.pos += match[0].length;
   return true;
 }
 
@@ -63,8 +63,8 @@ function details(state, start, end, silent) {
     if (/^<details/i.test(text)) depth += 1;
     if (/^<\/details>\s*$/i.test(text)) depth -= 1;
   }
-  const own = summary === undefined && from < end && /^<summary>(.*?)<\/summary>\s*$/i.exec(lineFrom(state, from));
-  if (own) [summary, from] = [own[1], from + 1];
+  const inside = summary === undefined && from < end && /^<summary>(.*?)<\/summary>\s*$/i.exec(lineFrom(state, from));
+  if (inside) [summary, from] = [inside[1], from + 1];
   const open = state.push("details_open", "details", 1);
   open.map = [start, Math.min(line + 1, end)];
   if (head[1]) open.attrSet("open", "");
@@ -84,10 +84,10 @@ function details(state, start, end, silent) {
 function tasks({ tokens, Token }) {
   tokens.forEach((token, i) => {
     const [first] = token.children ?? [];
-    const found = first?.type === "text" && tokens[i - 2]?.type === "list_item_open" && /^\[([ xX])\](?=\s)/.exec(first.content);
-    if (!found) return;
-    const task = Object.assign(new Token("task", "", 0), { markup: found[0], meta: { isDone: found[1] !== " " } });
-    first.content = first.content.slice(found[0].length);
+    const match = first?.type === "text" && tokens[i - 2]?.type === "list_item_open" && /^\[([ xX])\](?=\s)/.exec(first.content);
+    if (!match) return;
+    const task = Object.assign(new Token("task", "", 0), { markup: match[0], meta: { isDone: match[1] !== " " } });
+    first.content = first.content.slice(match[0].length);
     token.children.unshift(task);
   });
 }

@@ -35,7 +35,7 @@ export function highlights(text, name) {
   const comment = language ? commentOf(language) : "(?!)";
   const token = new RegExp(
     `(?<comment>${comment})|(?<string>${STRING})|(?<number>${NUMBER})|(?<word>${WORD})`, "g");
-  const found = [];
+  const spans = [];
   for (const match of text.matchAll(token)) {
     let kind = Object.keys(match.groups).find((group) => match.groups[group] !== undefined);
     if (kind === "word") {
@@ -43,7 +43,7 @@ export function highlights(text, name) {
       if (!isKeyword || TAGS.has(language)) continue;
       kind = "keyword";
     }
-    found.push({ start: match.index, end: match.index + match[0].length, kind });
+    spans.push({ start: match.index, end: match.index + match[0].length, kind });
   }
-  return found;
+  return spans;
 }

@@ -8,10 +8,10 @@ const number = (value) => (Number.isFinite(value) ? value : null);
 const list = (value) => (Array.isArray(value) ? value : []);
 
 // Returns a text with the origins of its tokens, which must be in order.
-function withOrigins(given) {
-  const whole = text(given?.text);
+function withOrigins(answer) {
+  const whole = text(answer?.text);
   const runs = [];
-  for (const run of list(given?.runs)) {
+  for (const run of list(answer?.runs)) {
     const [start, source, position] = list(run);
     const least = runs.at(-1)?.[0] ?? -1;
     if (Number.isInteger(start) && start > least && start < whole.length) {
@@ -22,37 +22,37 @@ function withOrigins(given) {
   return { text: whole, runs };
 }
 
-function asExchange(given, conversation, ids) {
+function asExchange(record, conversation, ids) {
   return {
-    id: ids.get(given.id), conversation, parent: ids.get(given.parent) ?? null, question: text(given.question),
-    images: list(given.images).filter((url) => PICTURE.test(url)),
-    files: list(given.files).map((file) => ({ name: text(file?.name) || "file", text: text(file?.text), tokens: number(file?.tokens) })),
-    model: text(given.model), answer: withOrigins(given.answer), thinking: given.thinking ? withOrigins(given.thinking) : null,
-    facts: list(given.facts).map(text), race: given.race ? list(given.race).map(text) : null, problem: text(given.problem) || null,
-    tokens: number(given.tokens), thoughtMs: number(given.thoughtMs), canGoOn: given.canGoOn === true,
+    id: ids.get(record.id), conversation, parent: ids.get(record.parent) ?? null, question: text(record.question),
+    images: list(record.images).filter((url) => PICTURE.test(url)),
+    files: list(record.files).map((file) => ({ name: text(file?.name) || "file", text: text(file?.text), tokens: number(file?.tokens) })),
+    model: text(record.model), answer: withOrigins(record.answer), thinking: record.thinking ? withOrigins(record.thinking) : null,
+    facts: list(record.facts).map(text), race: record.race ? list(record.race).map(text) : null, problem: text(record.problem) || null,
+    tokens: number(record.tokens), thoughtMs: number(record.thoughtMs), canGoOn: record.canGoOn === true,
   };
 }
 
-function asSettings(given) {
-  if (!given || typeof given !== "object") return null;
-  return Object.fromEntries(Object.entries(given).filter(([, value]) => ["string", "boolean"].includes(typeof value)));
+function asSettings(settings) {
+  if (!settings || typeof settings !== "object") return null;
+  return Object.fromEntries(Object.entries(settings).filter(([, value]) => ["string", "boolean"].includes(typeof value)));
 }
 
 // Stores the conversation of an exported file under new ids, and returns its record. Throws an Error that says what is wrong.
 export async function importFile(file) {
-  let given;
+  let exported;
   try {
-    given = JSON.parse(await file.text());
+    exported = JSON.parse(await file.text());
   } catch {
-    given = null;
+    exported = null;
   }
-  const exchanges = list(given?.exchanges).filter((one) => typeof one?.id === "string");
+  const exchanges = list(exported?.exchanges).filter((one) => typeof one?.id === "string");
   if (!exchanges.length) throw new Error(`${file.name} is not a conversation that this page exported as JSON; Markdown is only to read`);
   exchanges.sort((a, b) => (a.id < b.id ? -1 : 1)); // by age
   const ids = new Map(exchanges.map(({ id }) => [id, newId()]));
   const record = {
-    id: newId(), title: text(given.title).slice(0, 200) || file.name, leaf: ids.get(given.leaf) ?? [...ids.values()].at(-1),
-    updated: Date.now(), deleted: null, settings: asSettings(given.settings),
+    id: newId(), title: text(exported.title).slice(0, 200) || file.name, leaf: ids.get(exported.leaf) ?? [...ids.values()].at(-1),
+    updated: Date.now(), deleted: null, settings: asSettings(exported.settings),
   };
   await put("conversations", record);
   for (const one of exchanges) {

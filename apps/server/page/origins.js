@@ -81,7 +81,7 @@ function coloured(text, marks, first, offset) {
     at = high;
   }
   parts.push(text.slice(at));
-  return parts.filter((part) => part);
+  return parts.filter(Boolean);
 }
 
 function originSpan(run, nodes) {
@@ -96,8 +96,8 @@ function originClass(run) {
 
 function originText(run) {
   if (!run.source) return "made by the model itself";
-  const place = run.position ? `, token ${run.position} of the draft` : "";
-  return `${sourceWords(run.source)}${place}`;
+  const position = run.position ? `, token ${run.position} of the draft` : "";
+  return `${sourceWords(run.source)}${position}`;
 }
 
 // Draws the legend for the sources of the text so far.

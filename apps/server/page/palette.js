@@ -60,12 +60,12 @@ export class Palette {
     const wanted = this.box.value.trim().toLowerCase();
     const commands = this.commands.filter(([words]) => words.toLowerCase().includes(wanted))
       .map(([words, act, keys = ""]) => ({ words, act, aside: keys, isCommand: true }));
-    const found = [];
+    const matches = [];
     for (const record of this.records()) {
       const aside = record.title.toLowerCase().includes(wanted) ? "" : this.#passage(record.id, wanted);
-      if (aside !== null) found.push({ words: record.title, aside, act: () => this.open(record) });
+      if (aside !== null) matches.push({ words: record.title, aside, act: () => this.open(record) });
     }
-    return (wanted ? [...found, ...commands] : [...commands, ...found]).slice(0, MOST);
+    return (wanted ? [...matches, ...commands] : [...commands, ...matches]).slice(0, MOST);
   }
 
   // Returns the text around a match in a conversation, or null.
@@ -89,10 +89,10 @@ export class Palette {
     this.#choose(0);
   }
 
-  #choose(place) {
-    this.chosen = place;
-    [...this.list.children].forEach((node, i) => node.setAttribute("aria-selected", String(i === place)));
-    const node = this.list.children[place];
+  #choose(index) {
+    this.chosen = index;
+    [...this.list.children].forEach((node, i) => node.setAttribute("aria-selected", String(i === index)));
+    const node = this.list.children[index];
     if (node) this.box.setAttribute("aria-activedescendant", node.id);
     else this.box.removeAttribute("aria-activedescendant");
     node?.scrollIntoView({ block: "nearest" });

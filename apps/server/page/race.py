@@ -55,12 +55,12 @@ def turns(
     for last in race(pair, prompt, most, prepared.sampling, prepared.ends, step=64):
         texts = list[str]()
         for i, run in enumerate(last.runs):
-            parts = [part for round in run.done[read[i] :] for part in streams[i].read(round)]
+            pieces = [piece for round in run.done[read[i] :] for piece in streams[i].read(round)]
             read[i] = len(run.done)
-            texts.append("".join(part.text for part in parts))
+            texts.append("".join(piece.text for piece in pieces))
         yield _turn(last, texts)
     if last is not None:
-        rests = ["".join(part.text for part in stream.end()) for stream in streams]
+        rests = ["".join(piece.text for piece in stream.end()) for stream in streams]
         yield _turn(last, rests, verdict(last, pair.tokenizer))
     timings = answers.Timings(Statistics(), None, 0.0, 0.0)
     yield answers.Finished(answers.Usage(0, 0, 0, 0), timings)

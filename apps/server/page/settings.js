@@ -27,11 +27,11 @@ export const chosenCard = () => cards.find((card) => card.id === modelName());
 export const servedName = () => chosenCard()?.model ?? modelName(); // the name behind an alias
 export const hasSeveral = () => cards.length > 1;
 
-export function offerModels(found) {
+export function offerModels(offered) {
   const select = byId("model");
-  cards = found;
-  select.replaceChildren(...found.map((card) => element("option", { value: card.id }, card.id)));
-  if (found.some((card) => card.id === wanted)) select.value = wanted;
+  cards = offered;
+  select.replaceChildren(...offered.map((card) => element("option", { value: card.id }, card.id)));
+  if (offered.some((card) => card.id === wanted)) select.value = wanted;
   describe();
 }
 
@@ -69,13 +69,13 @@ function describe() {
   byId("can-think").hidden = !chosenCard()?.thinks;
   const { model: _, temperature, max_completion_tokens: most, chat_template_kwargs: thinks, ...others } = requestFields();
   const stated = chosenCard()?.sampling ?? {};
-  const own = (name) => name in stated && byId(idOf(name)).value === "" ? ", the model's own" : "";
+  const suffix = (name) => name in stated && byId(idOf(name)).value === "" ? ", the model's own" : "";
   for (const [name, [, , , , empty]] of Object.entries(NUMBERS)) {
     byId(idOf(name)).placeholder = name in stated ? `${stated[name]}, the model's own` : empty;
   }
-  const parts = [`temperature ${temperature}${own("temperature")}`];
+  const parts = [`temperature ${temperature}${suffix("temperature")}`];
   if (most) parts.push(`up to ${most} tokens`);
-  for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}${own(key)}`);
+  for (const [key, value] of Object.entries(others)) parts.push(`${key.replaceAll("_", " ")} ${value}${suffix(key)}`);
   if (thinks?.enable_thinking) parts.push("thinking");
   if (systemMessages().length) parts.push("system prompt");
   byId("settings-summary").textContent = parts.join(" · ");

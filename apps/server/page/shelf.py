@@ -289,22 +289,22 @@ def _memory_with_context(
     model: LocalModel, models: Sequence[LocalModel], most: int = 2**15
 ) -> tuple[int, int] | None:
     """Return a length of conversation, up to `most` tokens, and the bytes that all takes with it."""
-    found = model.found
-    target = found.target if isinstance(found, ConvertedPair) else found
+    info = model.found
+    target = info.target if isinstance(info, ConvertedPair) else info
     if target is None or not target.contexts:
         return None
     sizes: Mapping[int, int] = target.contexts
     tokens = max((length for length in sizes if length <= most), default=min(sizes))
-    if isinstance(found, ConvertedPair):
-        return tokens, sizes[tokens] + (found.drafter.size if found.drafter else 0)
+    if isinstance(info, ConvertedPair):
+        return tokens, sizes[tokens] + (info.drafter.size if info.drafter else 0)
     here = partners(model, models)[:1]
     return tokens, sizes[tokens] + sum(other.size for other in models if other.name in here)
 
 
 def _spec(model: LocalModel, models: Sequence[LocalModel]) -> PairSpec:
     """Return a pair that loads without a download: with the model's own drafter, or one on this disk."""
-    found = model.found
-    if not isinstance(found, CheckpointInfo) or found.speculative_heads == "present":
+    info = model.found
+    if not isinstance(info, CheckpointInfo) or info.speculative_heads == "present":
         return PairSpec(model.name)
     here = partners(model, models)
     return PairSpec(model.name, here[0] if here else LOOKUP)
@@ -324,14 +324,14 @@ def add_routes(app: Starlette, shelf: Shelf) -> None:
     def action(act: Callable[[str], Any]) -> Callable[[Request], Any]:
         async def answer(http_request: Request) -> Response:
             shelf.check(http_request, writes=True)
-            given = await read_body(http_request, NamedModel)
+            body = await read_body(http_request, NamedModel)
             try:
-                found = await run_in_threadpool(act, given.name)
+                result = await run_in_threadpool(act, body.name)
             except NotFound as error:
                 raise Failure(404, str(error), code="not_found") from error
             except SpecError as error:
                 raise invalid(str(error), "name") from error
-            return JSONResponse(found or shelf.progress())
+            return JSONResponse(result or shelf.progress())
 
         return answer
 

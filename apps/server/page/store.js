@@ -27,10 +27,10 @@ async function transact(mode, work) {
   const database = await opening;
   return new Promise((resolve, reject) => {
     const transaction = database.transaction([CONVERSATIONS, EXCHANGES], mode);
-    let [found, failure] = [undefined, null];
-    transaction.oncomplete = () => resolve(found);
+    let [value, failure] = [undefined, null];
+    transaction.oncomplete = () => resolve(value);
     transaction.onabort = () => reject(failure ?? transaction.error);
-    const done = (result) => { found = result; };
+    const done = (result) => { value = result; };
     const abort = (error) => { failure = error; transaction.abort(); };
     const attempt = (action) => { try { action(); } catch (error) { abort(error); } };
     const ask = (request, use) => { request.onsuccess = () => attempt(() => use(request.result)); };
