@@ -76,14 +76,16 @@ def thresholds(accept: Accept, p: Array, tokens: Array, q: Array) -> Array:
     def verdict(value: Array) -> Array:
         return evaluate(accept, p, tokens, q, np.where(np.isnan(probes), value[:, None], probes))[0]
 
-    low, high = np.zeros(len(probes)), np.full(len(probes), float(BELOW_ONE))
+    limit, low, high = np.ones(len(probes)), np.zeros(len(probes)), np.full(len(probes), float(BELOW_ONE))
     at_low = verdict(low)
-    idle = at_low == verdict(high)
-    for _ in range(28):
+    moves = at_low != verdict(high)  # most uniforms change nothing: the others are looked for alone
+    p, tokens, q, probes, at_low, low, high = (x[moves] for x in (p, tokens, q, probes, at_low, low, high))
+    for _ in range(28 if moves.any() else 0):
         middle = (low + high) / 2
         same = verdict(middle) == at_low
         low, high = np.where(same, middle, low), np.where(same, high, middle)
-    return np.asarray(np.where(idle, 1, (low + high) / 2).reshape(N, K, -1).min(-1))
+    limit[moves] = (low + high) / 2
+    return np.asarray(limit.reshape(N, K, -1).min(-1))
 
 
 class Drafts:
