@@ -70,6 +70,8 @@ class Pair:
     draft-length policy of every new sequence. `earlier` holds earlier answers by API key, for lookup.
     """
 
+    measuring_s = 1.0  # that a measurement of costs takes; half of it if costs are known
+
     def __init__(
         self,
         info: PairInfo,
@@ -253,15 +255,13 @@ class Pair:
         if not isinstance(policies, AdaptivePolicies) or not policies.names:
             return
         text = scratch_text(self.tokenizer, context or 256, self.info.context_length)
-        if again or policies.costs is None:
-            watch = Stopwatch(1.0, most_s=most_s)
-        else:
-            watch = Stopwatch(0.5, policies.costs.at(1).plain, most_s)
+        before = None if again else policies.costs
+        limit_s = self.measuring_s if before is None else self.measuring_s / 2
+        watch = Stopwatch(limit_s, before.at(1).plain if before else 0.0, most_s)
         costs = yield from measure_costs(
             self.open(), text, self.info.vocab_size, policies.copying, watch, whole=context is not None
         )
-        # Answers may have corrected the costs meanwhile.
-        known = None if again or policies.costs is None else policies.costs.table()
+        known = None if again or policies.costs is None else policies.costs.table()  # answers correct them
         if known is None or known.dearer(costs):
             policies.use(costs)
         else:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 from support import mac
+from support.forked import measure_shortly
 
 from mlx_spec.device import use_device
 from mlx_spec.device.blas import use_blas
@@ -101,3 +102,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_measurements() -> None:
+    measure_shortly()
