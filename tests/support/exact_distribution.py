@@ -34,6 +34,7 @@ COUNT = 3  # tokens of a generation: two drafted, one recovered or bonus
 GENERATIONS = 200
 NOISE = 0.4  # of the draft model: with less or more of it, wrong rules change less
 FEW = 120  # show the weakest lie of a drafter in the tests, of DFlash, at 1.3 times the quantile
+DRAFTS = 60  # show every lie of a drafter in the tests, at 1.5 times the quantile or more
 PLAIN = Sampling(1.0)
 SPREAD = 0.6  # of the weights
 FILTERED = Sampling(1.0, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3)
@@ -184,13 +185,29 @@ def excess(
 def drafted_excess(
     source: DrafterSource, sampling: Sampling = PLAIN, sampler: Callable[[int], Sampler] | None = None
 ) -> float:
-    """Return the excess of drafts as they are."""
+    """Return the excess of what the drafts of a source become."""
     return excess(_made(source), sampling, sampler, FEW)
 
 
-def control_excess(source: DrafterSource, generations: int = FEW) -> float:
-    """Return the excess of the likeliest tokens, said to be drawn: they must be rejected."""
-    return excess(Lying(_made(source)), PLAIN, generations=generations)
+def drawn_excess(
+    source: DrafterSource, sampling: Sampling = PLAIN, *, lies: bool = False, drafts: int = DRAFTS
+) -> float:
+    """Return the excess of draft tokens over the distributions that come with them, after one history.
+
+    If it `lies`, the likeliest tokens are said to be drawn: they must be rejected.
+    """
+    target = LMTarget(law_target(), source.needs)
+    drafter = source.make(target.parts)
+    drafter.observe(PROMPT[:-1], target.prefill(PROMPT[:-2]))
+    target.verify(mx.array(PROMPT[-2:-1]))
+    drafter.observe(PROMPT, target.commit(1))
+    drafter = Lying(drafter) if lies else drafter
+    made = [drafter.draft(PROMPT, COUNT - 1, unseeded(sampling)(i)) for i in range(drafts)]
+    tokens = np.concatenate([np.array(draft.tokens) for draft in made])
+    assert len(tokens) == drafts * (COUNT - 1)
+    rows = np.concatenate([np.array(draft.probs, dtype=np.float64) for draft in made])
+    places = np.tile(np.arange(COUNT - 1), drafts)
+    return chi_square.conditional_excess(tokens, rows / rows.sum(-1, keepdims=True), places)
 
 
 def _made(source: DrafterSource) -> Drafter:

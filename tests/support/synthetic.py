@@ -47,6 +47,11 @@ class Checkpoint:
         merged = {**self.tensors, **named}
         return replace(self, tensors={name: t for name, t in merged.items() if t is not None})
 
+    def scaled(self, part: str, factor: float) -> Checkpoint:
+        """With the tensors multiplied whose names contain `part`."""
+        scaled = {name: factor * t if part in name else t for name, t in self.tensors.items()}
+        return replace(self, tensors=scaled)
+
     def write(self, folder: Path) -> Path:
         """Write a folder in the Hugging Face format."""
         folder.mkdir(parents=True, exist_ok=True)
