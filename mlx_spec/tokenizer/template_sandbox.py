@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from itertools import islice
 from types import BuiltinMethodType
 from typing import Any
 
@@ -21,7 +22,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -107,21 +108,26 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox of transformers, with bounds. Its templates are rendered within `bounded`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
+    _of_dicts = frozenset(dir(dict))
+    _of_texts = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_shown, **options)
         del self.globals["lipsum"]  # texts at random, as many as it is asked for
+        bounded = {name: bounded_filter(name, made) for name, made in self.filters.items()}
+        bounded |= {name: self.filters[name] for name in ("count", "d", "default", "length")}  # make nothing
         own = {"_step": _stepped, "_join": _joined, "_built": _checked}  # which only `_Bounding` writes
-        self.filters = {**{name: bounded_filter(name, made) for name, made in self.filters.items()}, **own}
+        self.filters = {**bounded, **own}
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join the pieces of an output: of the template, a macro or a block."""
-        pieces, size = list[str](), 0
-        for part in parts:
-            pieces.append(part)
-            size += len(part)
+        pieces, size, rest = list[str](), 0, iter(parts)
+        while some := list(islice(rest, 64)):
+            pieces += some
+            size += sum(map(len, some))
             _check_size(size)
+        _budget.get().make(size)
         return "".join(pieces)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -133,11 +139,11 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Leaves out checks of the sandbox that change nothing: they took half of the time of a rendering.
         """
-        if type(obj) is dict and not hasattr(dict, attribute):
+        if type(obj) is dict and attribute not in self._of_dicts:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is str and not attribute.startswith(("_", "format")) and hasattr(str, attribute):
+        if type(obj) is str and attribute in self._of_texts:
             return getattr(obj, attribute)  # changes nothing, and no format needs to be wrapped
-        if type(obj) is Namespace and not attribute.startswith("_"):
+        if type(obj) is Namespace and attribute[:1] != "_":
             value = getattr(obj, attribute, None)
             if type(value) in (str, bool, int):  # no method that the sandbox would have to wrap or refuse
                 return value
@@ -145,17 +151,29 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method of a value."""
-        _budget.get().spend()
-        owner = __obj.__self__ if type(__obj) is BuiltinMethodType else None
-        if isinstance(owner, bytes) and __obj.__name__ != "decode":
-            raise TemplateLimit("a prompt is text, not bytes")
-        if isinstance(owner, str):
-            if __obj.__name__ == "join" and len(args) == 1:
-                args = (_listed(args[0]),)
+        budget = _budget.get()
+        budget.spend()
+        budget.make(8 * (len(args) + len(kwargs)))  # whatever is called may keep them
+        if type(__obj) is Macro:  # it is safe, and its output was counted
             kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)  # for functions with a context
-            _check_call(__obj.__name__, __obj.__self__, args, kwargs)
+            return __obj(__context.eval_ctx, *args, **kwargs)
+        if type(__obj) is not BuiltinMethodType or not isinstance(owner := __obj.__self__, (str, bytes)):
+            if __obj is Namespace:
+                budget.make(sum(64 * len(each) for each in args if isinstance(each, dict)))
+            return _checked(super().call(__context, __obj, *args, **kwargs))
+        kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)
+        name = __obj.__name__
+        if isinstance(owner, bytes) and name != "decode":
+            raise TemplateLimit("a prompt is text, not bytes")
+        if not _are_short(owner, args) or kwargs:
+            if name == "join" and len(args) == 1:
+                args = (_listed(args[0]),)
+            _check_call(name, owner, args, kwargs)
             return _checked(__obj(*args, **kwargs))  # the sandbox lets all of them pass
-        return _checked(super().call(__context, __obj, *args, **kwargs))
+        made = __obj(*args)
+        if not isinstance(made, int):
+            budget.make(len(owner) + len(made) * (1 if type(made) is str else 64))
+        return made
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return the sandbox's own `format` of a text, with a bound."""
@@ -214,12 +232,17 @@ class _Bounding(NodeTransformer):
         self.generic_visit(node)
         return _filtered(nodes.Tuple(node.nodes, "load"), "_join", node)
 
-    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Filter:
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Expr:
         """Bound what a list holds. Lists that hold each other twice grow without copies."""
+        if isinstance(node, (nodes.List, nodes.Tuple)):
+            if all(isinstance(item, nodes.Const) for item in node.items[:17]) and len(node.items) < 17:
+                return node  # such as the roles that a condition lists
+            if isinstance(node, nodes.Tuple) and node.ctx != "load":
+                return node  # the names of a loop or an assignment
         self.generic_visit(node)
         return _filtered(node, "_built", node)
 
-    visit_Dict = visit_List
+    visit_Dict = visit_Tuple = visit_List
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         """Bound what is cut out of a text or a list. It is a copy."""
@@ -247,6 +270,11 @@ def _shown(value: Any) -> Any:
     return text
 
 
+def _are_short(owner: str | bytes, args: tuple[Any, ...], most: int = 2**10) -> bool:
+    """Return True if a method of a text makes at most `most` squared characters of these texts."""
+    return len(owner) <= most and all(type(arg) is str and len(arg) <= most for arg in args)
+
+
 def _listed(items: Any) -> Any:
     """Return the items of an iterator in a list, whose size is known."""
     return items if isinstance(items, (str, list, tuple, dict)) else list(items)
@@ -254,9 +282,7 @@ def _listed(items: Any) -> Any:
 
 def _joined(parts: tuple[Any, ...]) -> str:
     pieces = [part if type(part) is str else str(_checked(part)) for part in parts]
-    size = sum(map(len, pieces))
-    _check_size(size)
-    _budget.get().make(size)
+    _budget.get().make(sum(map(len, pieces)))
     return "".join(pieces)
 
 
@@ -277,7 +303,8 @@ def bounded_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
                     _check_size(len(args[place]) << 7)
                 if grows:
                     _check_call(name, args[place], args[place + 1 :], kwargs)
-        return _checked(made(*args, **kwargs))
+        result = made(*args, **kwargs)
+        return map(_checked, result) if name in ("batch", "slice") else _checked(result)
 
     return checked_filter
 
@@ -328,7 +355,7 @@ def _checked(result: Any) -> Any:
     elif isinstance(result, (str, bytes, list, tuple, dict)):
         budget = _budget.get()
         if not budget.knows(result):
-            budget.make(8 * len(result))  # it is kept with its size
+            budget.make((64 if isinstance(result, dict) else 8) * len(result))  # it is kept with its size
         _check_size(budget.size(result))
     elif type(result) is int:
         _check_bits(result.bit_length())

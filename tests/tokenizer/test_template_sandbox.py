@@ -18,6 +18,12 @@ def grown(value: str, step: str) -> str:
     return f"{{% set n = namespace(x={value}) %}}{RANGE}{{% set n.x = {step} %}}{{% endfor %}}"
 
 
+def kept(value: str, before: str = "") -> str:
+    """A template that holds each of many values: `before` comes before each of them."""
+    step = f"{before}{{% set n.x = namespace(p=n.x, v={value}) %}}"
+    return f"{{% set n = namespace(x=0) %}}{RANGE * 2}{step}{{% endfor %}}{{% endfor %}}"
+
+
 HOSTILE = {
     "loops": RANGE * 2 + "{% endfor %}" * 2,
     "loops in macros": "{% macro m(n) %}{{ m(n) ~ m(n) }}{% endmacro %}{{ m(1) }}",
@@ -63,6 +69,16 @@ HOSTILE = {
     "parts": "{% set b = 'a' * 900000 %}" + RANGE + "{{ b[1:] }}{% endfor %}",
     "lists in an output": "{% set b = [[1]] * 200000 %}" + RANGE + "{{ b }}{% endfor %}",
     "copies of a list": "{% set b = [1] * 900000 %}" + RANGE + "{% set x = b | list %}{% endfor %}",
+    "tuples in tuples": grown("(1,)", "(n.x, n.x)"),
+    "tuples in an output": "{% set n = namespace(x=1) %}{% for a in range(60) %}{% set n.x = (n.x, n.x) %}"
+    "{% endfor %}{{ n.x }}",
+    "namespaces of a dict": "{% set d = dict.fromkeys(range(99999)) %}" + kept("namespace(d)"),
+    "outputs of blocks": "{% set b = 'a' * 900000 %}" + kept("t", "{% set t %}{{ b }}x{% endset %}"),
+    "outputs of macros": "{% macro m() %}{{ 'a' * 900000 }}x{% endmacro %}" + kept("m()"),
+    "output without a loop": "{% set b = 'a' * 9000000 %}" + "{{ b }}" * 3000,
+    "parts of short texts": "{% set b = 'a ' * 500 %}" + kept("b.split(' ')"),
+    "changes of short texts": "{% set b = 'a' * 1000 %}" + kept("b.replace('a', b)"),
+    "arguments": "{% set b = 'a' * 900000 %}" + kept("cycler(*b)"),
     "a loop with a condition": RANGE + "{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
 }
 
@@ -94,6 +110,12 @@ USUAL = {
     ),
     "{{ 'order %d of 20241128' % 1234567890 }}{{ 'hé'.encode().decode() }}{{ x }}": (
         "order 1234567890 of 20241128hé"
+    ),
+    "{% for a, b in [('x', 1), (messages[0].role, 2)] %}{{ a ~ b }}{% endfor %}{{ '%s-%s' % ('a', x) }}": (
+        "x1user2a-"
+    ),
+    "{% macro m(a, b) %}{{ a }}{{ b }}{{ varargs }}{% endmacro %}{{ m('x', 'y', *'z') }}{{ m(b=1, a=2) }}": (
+        "xy('z',)21()"
     ),
     "{% for m in messages if m.role == 'user' %}{{ m.content * 2 }}{{ loop.length }}{% endfor %}": "hihi1",
 }
