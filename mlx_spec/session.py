@@ -17,8 +17,8 @@ from mlx_spec.decode.statistics import Statistics as Statistics
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.tokenizer.segments import TextKind
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
-from mlx_spec.tokenizer.thinking import TextKind
 from mlx_spec.types import DraftLengthPolicy, Round
 from mlx_spec.vision.conversation import NO_VISION, Part, conversation_prompt, prepared
 from mlx_spec.vision.vision import Vision

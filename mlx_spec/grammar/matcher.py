@@ -28,7 +28,8 @@ from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.grammar.sandbox import SANDBOX, build_parser
 from mlx_spec.tokenizer import Tokenizer, common_prefix
-from mlx_spec.tokenizer.thinking import AnswerPlace
+from mlx_spec.tokenizer.segments import Segment, Segmenter
+from mlx_spec.tokenizer.thinking import as_letters
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -82,11 +83,12 @@ class Grammar:
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
         """Return a matcher of the answer to `prompt`."""
-        marks = self.tokenizer.marks
-        place = AnswerPlace("answer") if self.whole or marks is None else marks.begin(prompt)
-        if place.kind != "answer":
-            return Matcher(self, "thinking", place)
-        return Matcher(self, "start" if self.thinks and place.fresh else "answer", place)
+        # Tags are sought in the bytes of tokens.
+        segmenter = Segmenter(self.tokenizer.marks, spell=lambda tag: as_letters(tag.encode()))
+        segment = Segment("answer") if self.whole else segmenter.begin(prompt)
+        if segment.kind != "answer":
+            return Matcher(self, segmenter, "thinking", segment)
+        return Matcher(self, segmenter, "start" if self.thinks and segment.fresh else "answer", segment)
 
 
 class Matcher:
@@ -98,9 +100,10 @@ class Matcher:
     around calls ("free") or thinking ("thinking", headers of messages included).
     """
 
-    def __init__(self, grammar: Grammar, state: State, place: AnswerPlace) -> None:
+    def __init__(self, grammar: Grammar, segmenter: Segmenter, state: State, segment: Segment) -> None:
         self._vocabulary = vocabulary = grammar.vocabulary
-        self._marks = grammar.tokenizer.marks
+        self._token_bytes = grammar.tokenizer.token_bytes
+        self._segmenter, self._marks = segmenter, segmenter.marks
         self._calls = grammar.calls
         self._answer: State = "answer" if self._calls is None else "free"  # the state after the thinking
         self._free_tokens = vocabulary.all_tokens
@@ -116,7 +119,7 @@ class Matcher:
         # compared again.
         self._followed: tuple[Sequence[int], int, int] = (), 0, 0
         self._states: list[State] = [self._answer if state == "answer" else state]
-        self._places = [place]  # of the thinking, parallel to the states
+        self._segments = [segment]  # of the thinking, parallel to the states
         self._bits_of: dict[frozenset[int], TokenBits] = {}
         self._parsed = [0]  # how many of the first i tokens the parser has read
 
@@ -153,13 +156,13 @@ class Matcher:
         if self._states[-1] == "answer":
             return self._parser.compute_ff_tokens()
         found: list[int] = []
-        place = self._places[-1]
-        while self._marks is not None and self._states[-1] == "thinking":
-            allowed = self._marks.allowed(place)
+        segment = self._segments[-1]
+        while self._states[-1] == "thinking":
+            allowed = self._marks.allowed(segment)
             if allowed is None or len(allowed) > 1:
                 break
             found += allowed
-            place = self._marks.after(place, found[-1])
+            segment = self._segment_after(segment, found[-1])
         return found
 
     def after_unread(
@@ -172,8 +175,8 @@ class Matcher:
         """
         count = self._follow(history, start)
         state, token = self._states[-1], None
-        if state == "thinking" and self._marks is not None:
-            token = self._marks.leaving(self._places[-1])
+        if state == "thinking":
+            token = self._marks.leaving(self._segments[-1])
         elif state == "free" and self._calls is not None:
             token = self._calls[0]
         if token is None:
@@ -209,16 +212,22 @@ class Matcher:
         return len(self._tokens)
 
     def _consume(self, token: int) -> None:
-        before, place = self._states[-1], self._places[-1]
-        if self._marks is not None and before in ("start", "thinking"):
-            place = self._marks.after(place, token)
-        state = self._state_after(token, place)
+        before, segment = self._states[-1], self._segments[-1]
+        if before in ("start", "thinking"):
+            segment = self._segment_after(segment, token)
+        state = self._state_after(token, segment)
         self._tokens.append(token)
         self._states.append(state)
-        self._places.append(place)
+        self._segments.append(segment)
 
-    def _state_after(self, token: int, place: AnswerPlace) -> State:
-        """Return the state after `token`, which leads to `place`. The parser reads tokens of its grammar."""
+    def _segment_after(self, segment: Segment, token: int) -> Segment:
+        after = self._segmenter.after(segment, token)
+        if after is None:
+            after, _ = self._segmenter.read(segment, as_letters(self._token_bytes(token)))
+        return after
+
+    def _state_after(self, token: int, segment: Segment) -> State:
+        """Return the state after `token`, which leads to `segment`. The parser reads its grammar."""
         state, vocabulary = self._states[-1], self._vocabulary
         self._parsed.append(self._parsed[-1])
         if state in ("end", "invalid"):
@@ -226,8 +235,8 @@ class Matcher:
         if state == "thinking":
             if not self._next_tokens()[token // 32] >> (token % 32) & 1:
                 return "invalid"
-            return self._answer if place.kind == "answer" else "thinking"
-        if state == "start" and place.kind != "answer":
+            return self._answer if self._is_answer(segment) else "thinking"
+        if state == "start" and not self._is_answer(segment):
             return "thinking"
         if self._is_free(state) and self._calls is not None and token != self._calls[0]:
             return "end" if token in vocabulary.ends else "invalid" if token == self._calls[1] else "free"
@@ -238,6 +247,9 @@ class Matcher:
         self._parsed[-1] += 1
         closes_call = self._calls is not None and token == self._calls[1]
         return "free" if closes_call and not self._parser.is_stopped() else "answer"
+
+    def _is_answer(self, segment: Segment) -> bool:
+        return segment.kind == "answer" and self._marks.allowed(segment) is None
 
     def _is_free(self, state: State) -> bool:
         return self._answer == "free" and state in ("start", "free")
@@ -252,7 +264,7 @@ class Matcher:
         elif surplus:
             self._parser.rollback(surplus)
         del self._tokens[count:], self._states[count + 1 :], self._parsed[count + 1 :]
-        del self._places[count + 1 :]
+        del self._segments[count + 1 :]
 
     def _next_tokens(self) -> TokenBits:
         """Return the tokens that may come next; all of them after an invalid one."""
@@ -274,18 +286,17 @@ class Matcher:
         row = row & vocabulary.other_tokens
         if parser.is_accepting():
             row = row | vocabulary.end_tokens
-        if state == "start" and self._marks is not None and self._marks.opening is not None:
+        if state == "start" and self._marks.opening is not None:
             row = row | self._bits(frozenset({self._marks.opening}))
         return row
 
     def _thinking_tokens(self) -> TokenBits:
         """Return the tokens that may follow in thinking, or in the header of a message."""
-        marks, place = self._marks, self._places[-1]
-        allowed = None if marks is None else marks.allowed(place)
+        segment = self._segments[-1]
+        allowed = self._marks.allowed(segment)
         if allowed is not None:
             return self._bits(allowed)
-        forbidden = frozenset[int]() if marks is None else marks.forbidden(place)
-        return self._vocabulary.other_tokens & ~self._bits(forbidden)
+        return self._vocabulary.other_tokens & ~self._bits(self._marks.forbidden(segment))
 
     def _bits(self, tokens: frozenset[int]) -> TokenBits:
         if tokens not in self._bits_of:

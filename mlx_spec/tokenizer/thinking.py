@@ -1,4 +1,4 @@
-"""How models mark their thinking: the tables of marks, and classes that follow an answer token by token.
+"""How models mark their thinking: the tables of marks, and what each kind of marks makes of a token.
 
 Most models write tags around their thinking, at the beginning of an answer. Others write an answer as several
 messages, whose headers tell thinking, answer and calls apart.
@@ -7,12 +7,12 @@ messages, whose headers tell thinking, answer and calls apart.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
-TextKind = Literal["answer", "thinking", "call"]
+from mlx_spec.tokenizer.segments import Marks, Segment, TextKind, TextTag
+
 HEADER_TOKENS = 48  # last tokens of a prompt that are searched for the header of a message
 
 
@@ -120,181 +120,119 @@ class Tokens(Protocol):
     def token_bytes(self) -> Callable[[int], bytes]: ...
 
 
-@dataclass(frozen=True)
-class AnswerPlace:
-    """The place of the next token in an answer."""
-
-    kind: TextKind | None  # of its text; None in a header, and between two messages
-    fresh: bool = False  # True while there is only space, so that thinking may begin, perhaps once more
-    hidden: bool = False  # True if the token before is not text
-    header: tuple[int, ...] = ()  # tokens of a header so far; if `kind` is "answer", they were text after all
-    tail: bytes = b""  # the end of the thinking, which may be the beginning of the closing tag
-
-
-class Marks(ABC):
-    """The marks of one model. Places are values, so a rejected draft needs no rollback here."""
-
-    opening: int | None = None  # the token that begins thinking in an answer without headers
-    answer_tags: Markers | None = None  # tags of text around an answer that follows thinking
-    named: bool = False  # True if the chat template names them
-
-    @abstractmethod
-    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
-        """Return the place of the first token after a prompt."""
-
-    @abstractmethod
-    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
-        """Return the place after a token."""
-
-    def leaving(self, place: AnswerPlace) -> int | None:
-        """Return the token that ends the thinking; None if several can."""
-        return None
-
-    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
-        """Return the tokens that lead to thinking or to an answer; None if the place does not limit them."""
-        return None
-
-    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
-        """Return tokens that would begin the answer within thinking, or another message."""
-        return frozenset()
-
-
 class TagMarks(Marks):
     """Tags that are tokens. After the beginning of an answer they are text, unless `Markers.anywhere`."""
 
-    def __init__(self, tags: Markers, tokens: Tokens, opening: int, closing: int) -> None:
+    def __init__(self, tags: Markers, tokenizer: Tokens, opening: int, closing: int) -> None:
         self.tags, self.opening, self.closing = tags, opening, closing
-        self._tokens = tokens
+        self.tag_tokens = frozenset({opening, closing})
+        self._tokenizer = tokenizer
 
-    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
-        return _after_prompt(self.tags, self._tokens, prompt)
+    def begin(self, prompt: Sequence[int]) -> Segment:
+        return _after_prompt(self.tags, self._tokenizer, prompt)
 
-    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
-        may_turn = place.fresh or self.tags.anywhere
-        if token == self.closing and (place.kind == "thinking" or may_turn):
-            return AnswerPlace("answer", hidden=True)
+    def after(self, segment: Segment, token: int) -> Segment | None:
+        may_turn = segment.fresh or self.tags.anywhere
+        if token == self.closing and (segment.kind == "thinking" or may_turn):
+            return Segment("answer", trim=True)
         if token == self.opening and may_turn:
-            return AnswerPlace("thinking", fresh=True, hidden=True)
-        return AnswerPlace(place.kind, place.fresh and _is_blank(self._tokens, token))
-
-    def leaving(self, place: AnswerPlace) -> int | None:
-        return self.closing if place.kind == "thinking" else None
+            return Segment("thinking", fresh=True, skip=self.tags.header, trim=True)
+        return None
 
 
 class TextTagMarks(Marks):
-    """Tags of ordinary text, written with any tokens. `after` follows answers under a grammar.
+    """Tags of ordinary text, written with any tokens. A grammar writes the opening one with few tokens."""
 
-    `AnswerStream` searches the tags in the text instead.
-    """
-
-    def __init__(self, tags: Markers, tokens: Tokens) -> None:
+    def __init__(self, tags: Markers, tokenizer: Tokens) -> None:
         self.tags = tags
-        self._tokens = tokens
+        self.text_tags = (
+            TextTag(tags.open, "thinking", first=True),
+            TextTag(tags.close, "answer", first=False),
+        )
+        self._tokenizer = tokenizer
         self._close = tags.close.encode()
-        self._path = tokens.encode(tags.open)
-        self.opening = self._path[0]
-        self._forbidden: dict[bytes, frozenset[int]] = {}
+        self.opening, *path = tokenizer.encode(tags.open)
+        begun = as_letters(tokenizer.token_bytes(self.opening))
+        self._path: dict[str, int] = {}  # the next token of the opening tag, by the text so far
+        for token in path:
+            self._path[begun] = token
+            begun += as_letters(tokenizer.token_bytes(token))
+        self._forbidden: dict[str, frozenset[int]] = {}
 
-    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
-        return _after_prompt(self.tags, self._tokens, prompt)
+    def begin(self, prompt: Sequence[int]) -> Segment:
+        return _after_prompt(self.tags, self._tokenizer, prompt)
 
-    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
-        if place.kind == "thinking":
-            tail = place.tail + self._tokens.token_bytes(token)
-            if self._close in tail:
-                return AnswerPlace("answer", hidden=True)
-            return AnswerPlace("thinking", tail=self._kept(tail))
-        expected = self._path[len(place.header)] if len(place.header) < len(self._path) else None
-        if token == expected and (place.header or place.fresh):
-            header = (*place.header, token)
-            return (
-                AnswerPlace("thinking")
-                if len(header) == len(self._path)
-                else AnswerPlace(None, header=header)
-            )
-        return AnswerPlace("answer", place.fresh and _is_blank(self._tokens, token))
+    def allowed(self, segment: Segment) -> frozenset[int] | None:
+        is_begun = segment.kind == "answer" and segment.undecided in self._path
+        return frozenset({self._path[segment.undecided]}) if is_begun else None
 
-    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
-        return None if place.kind is not None else frozenset({self._path[len(place.header)]})
-
-    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
+    def forbidden(self, segment: Segment) -> frozenset[int]:
         """Return the tokens with text of the answer after the closing tag."""
-        if place.kind != "thinking":
+        if segment.kind != "thinking":
             return frozenset()
-        if place.tail not in self._forbidden:
-            read = self._tokens.token_bytes
-            found = (i for i in self._tokens.vocabulary().values() if self._crosses(place.tail + read(i)))
-            self._forbidden[place.tail] = frozenset(found)
-        return self._forbidden[place.tail]
-
-    def _crosses(self, text: bytes) -> bool:
-        return bool(text.partition(self._close)[2].strip())
-
-    def _kept(self, tail: bytes) -> bytes:
-        """Return the longest end of `tail` that may begin the closing tag."""
-        starts = range(max(0, len(tail) - len(self._close) + 1), len(tail))
-        return next((tail[i:] for i in starts if self._close.startswith(tail[i:])), b"")
+        if segment.undecided not in self._forbidden:
+            tail, read = segment.undecided.encode("latin-1"), self._tokenizer.token_bytes
+            tokens = self._tokenizer.vocabulary().values()
+            crossing = (i for i in tokens if (tail + read(i)).partition(self._close)[2].strip())
+            self._forbidden[segment.undecided] = frozenset(crossing)
+        return self._forbidden[segment.undecided]
 
 
 class MessageMarks(Marks):
     """Headers of messages."""
 
-    def __init__(self, form: MessageFormat, tokens: Tokens) -> None:
-        self.form = form
-        self._tokens = tokens
-        ids = {name: tokens.token_id(name) for name in (*form.starts, *form.bodies, *form.others, form.end)}
+    def __init__(self, form: MessageFormat, tokenizer: Tokens) -> None:
+        self.form, self.stops = form, form.stops
+        self.marks_calls = "call" in form.kinds.values()
+        self._tokenizer = tokenizer
+        ids = {
+            name: tokenizer.token_id(name) for name in (*form.starts, *form.bodies, *form.others, form.end)
+        }
         self._starts = [ids[name] for name in form.starts]
         self._bodies = {ids[name] for name in form.bodies}
-        self._end = ids[form.end]
+        self.closing = ids[form.end]
         self._controls = set(ids.values())
-        self._paths = [tuple(tokens.encode(header)) for header in form.headers]
+        self._paths = [tuple(tokenizer.encode(header)) for header in form.headers]
 
-    @property
-    def marks_calls(self) -> bool:
-        """Return True if a header says that a message is a call."""
-        return "call" in self.form.kinds.values()
-
-    def begin(self, prompt: Sequence[int]) -> AnswerPlace:
+    def begin(self, prompt: Sequence[int]) -> Segment:
         end = list(prompt[-HEADER_TOKENS:])
         starts = [i for i, token in enumerate(end) if token in self._starts]
         whole = [i for i in starts if end[i] == self._starts[0]] or starts
-        place = AnswerPlace("answer")
+        segment = Segment("answer")
         for token in end[whole[-1] :] if whole else ():
-            place = self.after(place, token)
-        return replace(place, header=()) if place.kind is not None else place
+            segment = self.after(segment, token) or segment
+        return replace(segment, header=()) if segment.kind is not None else segment
 
-    def after(self, place: AnswerPlace, token: int) -> AnswerPlace:
-        if place.kind is not None:
-            if token in self._starts:
-                return AnswerPlace(None, hidden=True, header=(token,))
-            return AnswerPlace(None, hidden=True) if token == self._end else AnswerPlace(place.kind)
-        header = (*place.header, token)
+    def after(self, segment: Segment, token: int) -> Segment | None:
+        if segment.kind is not None and token in self._starts:
+            return Segment(None, header=(token,))
+        if segment.kind is not None:
+            return Segment(None) if token == self.closing else None
+        header = (*segment.header, token)
+        is_blank = token in self._tokenizer.controls or not self._tokenizer.token_bytes(token).strip()
         if token in self._bodies:
-            return AnswerPlace(self._kind(header) if place.header else None, hidden=True)
+            return Segment(self._kind(header) if segment.header else None)
         if token in self._controls:
-            return AnswerPlace(None, hidden=True, header=(token,) if token == self._starts[0] else header)
-        if self._may_be_header(header) or (not place.header and _is_blank(self._tokens, token)):
-            return AnswerPlace(None, hidden=True, header=header if place.header else ())
-        return AnswerPlace("answer", header=header)
+            return Segment(None, header=(token,) if token == self._starts[0] else header)
+        if self._may_be_header(header) or (not segment.header and is_blank):
+            return Segment(None, header=header if segment.header else ())
+        return Segment("answer", header=header)
 
-    def leaving(self, place: AnswerPlace) -> int | None:
-        return self._end if place.kind == "thinking" else None
-
-    def allowed(self, place: AnswerPlace) -> frozenset[int] | None:
+    def allowed(self, segment: Segment) -> frozenset[int] | None:
         """Return how a header may go on; None also if the prompt has begun an unknown one."""
-        if place.kind is not None:
+        if segment.kind is not None:
             return None
-        read = len(place.header)
-        fitting = (path for path in self._paths if path[:read] == place.header and len(path) > read)
-        return frozenset(path[read] for path in fitting if read or path[0] != self._end) or None
+        read = len(segment.header)
+        fitting = (path for path in self._paths if path[:read] == segment.header and len(path) > read)
+        return frozenset(path[read] for path in fitting if read or path[0] != self.closing) or None
 
-    def forbidden(self, place: AnswerPlace) -> frozenset[int]:
-        if place.kind != "thinking":
+    def forbidden(self, segment: Segment) -> frozenset[int]:
+        if segment.kind != "thinking":
             return frozenset()
-        return frozenset(i for i in self._controls if i is not None and i != self._end)
+        return frozenset(i for i in self._controls if i is not None and i != self.closing)
 
     def _kind(self, header: tuple[int, ...]) -> TextKind | None:
-        written = self._tokens.decode_raw(header)
+        written = self._tokenizer.decode_raw(header)
         return next(kind for pattern, kind in self.form.kinds.items() if re.search(pattern, written))
 
     def _may_be_header(self, header: tuple[int, ...]) -> bool:
@@ -303,11 +241,11 @@ class MessageMarks(Marks):
             return False
         if header[0] != self._starts[0] or self._controls.intersection(header[1:]):
             return True
-        written = self._tokens.decode_raw(header[1:])
+        written = self._tokenizer.decode_raw(header[1:])
         return self.form.role.startswith(written) or written.startswith(self.form.role)
 
 
-def find_marks(source: str, tokens: Tokens) -> Marks | None:
+def find_marks(source: str, tokenizer: Tokens) -> Marks | None:
     """Return the marks of a model by its chat template and its vocabulary; None if it has none.
 
     Tags that are not tokens count only where the template names them.
@@ -316,31 +254,35 @@ def find_marks(source: str, tokens: Tokens) -> Marks | None:
     by_text: list[Marks] = []
     for form in MESSAGES:
         names = (*form.starts, *form.bodies, form.end)
-        if all(tokens.token_id(name) is not None for name in names):
-            found.append(MessageMarks(form, tokens))
+        if all(tokenizer.token_id(name) is not None for name in names):
+            found.append(MessageMarks(form, tokenizer))
             found[-1].named = all(name in source for name in names)
     for tags in TAGS:
-        opening, closing = tokens.token_id(tags.open), tokens.token_id(tags.close)
+        opening, closing = tokenizer.token_id(tags.open), tokenizer.token_id(tags.close)
         if opening is not None and closing is not None:
-            found.append(TagMarks(tags, tokens, opening, closing))
+            found.append(TagMarks(tags, tokenizer, opening, closing))
             found[-1].named = tags.close in source
         elif tags.close in source:
-            by_text.append(TextTagMarks(tags, tokens))
+            by_text.append(TextTagMarks(tags, tokenizer))
             by_text[-1].named = True
     marks = next((each for each in [*found, *by_text] if each.named), found[0] if found else None)
-    if marks is not None:
-        named = (tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source)
-        marks.answer_tags = next(named, None)
+    around = next((tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source), None)
+    if marks is not None and around is not None:
+        marks.answer_tags = (
+            TextTag(around.open, "answer", first=True),
+            TextTag(around.close, None, first=False),
+        )
     return marks
 
 
-def _after_prompt(tags: Markers, tokens: Tokens, prompt: Sequence[int]) -> AnswerPlace:
+def _after_prompt(tags: Markers, tokenizer: Tokens, prompt: Sequence[int]) -> Segment:
     # An opening tag is looked for in the last 64 tokens of a prompt.
-    end = tokens.decode_raw(prompt[-64:]).rstrip()
+    end = tokenizer.decode_raw(prompt[-64:]).rstrip()
     if end.endswith((tags.open + tags.header).rstrip()):
-        return AnswerPlace("thinking", fresh=True)
-    return AnswerPlace("answer", fresh=not end.endswith(tags.close))
+        return Segment("thinking", fresh=True)
+    return Segment("answer", fresh=not end.endswith(tags.close))
 
 
-def _is_blank(tokens: Tokens, token: int) -> bool:
-    return token in tokens.controls or not tokens.token_bytes(token).strip()
+def as_letters(written: bytes) -> str:
+    """Return bytes as a text with one character for each."""
+    return written.decode("latin-1")

@@ -23,7 +23,8 @@ from mlx_spec.tokenizer.added_tokens import add_tokens, fix_mistral_cut, special
 from mlx_spec.tokenizer.chat_template import ChatTemplate, Message, read_template
 from mlx_spec.tokenizer.history import CheckedPrompt, KnownChecks, render_history
 from mlx_spec.tokenizer.recent import Recent, RecentEncodings
-from mlx_spec.tokenizer.thinking import Marks, MessageMarks, find_marks
+from mlx_spec.tokenizer.segments import Marks
+from mlx_spec.tokenizer.thinking import find_marks
 
 # Texts are tokenized one by one. A pool of threads would gain nothing, and warn at each fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -48,7 +49,7 @@ class Tokenizer:
         self._checks = Recent[CheckedPrompt]()
         self.token_bytes = TokenBytes(tokenizer)
         self.marks: Marks | None = find_marks(template.source if template else "", self)
-        stops = self.marks.form.stops if isinstance(self.marks, MessageMarks) else ()
+        stops = self.marks.stops if self.marks is not None else ()
         self.eos = frozenset(eos).union(i for i in map(self.token_id, stops) if i is not None)
         added = tokenizer.get_added_tokens_decoder()
         # A token that tokenizer.json calls special is left out by `decode`, even if other files deny that.

@@ -8,6 +8,7 @@ import pytest
 from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 
 from mlx_spec.tokenizer import Tokenizer
+from mlx_spec.tokenizer.segments import Segmenter
 from mlx_spec.tokenizer.stream import AnswerStream
 from mlx_spec.tokenizer.thinking import Markers, MessageMarks, TagMarks, TextTagMarks
 from mlx_spec.types import Round, TokenLogprob
@@ -240,11 +241,11 @@ def test_tokens_of_marks_count_as_thinking() -> None:
 
 def test_a_token_may_end_a_tag_of_text_with_space_but_not_with_text() -> None:
     text = marked(template="<think></think>", merges=[(">", "a"), (">", "Ċ")])
-    assert text.marks is not None
-    place = text.marks.begin(text.encode("<think>"))
+    segmenter = Segmenter(text.marks)
+    segment = segmenter.begin(text.encode("<think>"))
     for token in text.encode("hm</think"):
-        place = text.marks.after(place, token)
-    assert text.marks.forbidden(place) == {text.token_id(">a")}
+        segment, _ = segmenter.read(segment, text.decode([token]))
+    assert segmenter.marks.forbidden(segment) == {text.token_id(">a")}
 
 
 def test_a_token_that_ends_a_tag_keeps_its_log_probability() -> None:
@@ -316,6 +317,17 @@ def test_nothing_depends_on_how_the_text_is_cut(name: str) -> None:
             spelled = [token for letter in written for token in text.encode(letter)]
             assert split(text, prompt, spelled)[0] == whole[0]
     assert kinds == {"answer", "thinking"}
+
+
+def test_a_stop_string_counts_in_what_is_not_a_header_after_all() -> None:
+    text = MARKED["harmony"]
+    answer = AnswerStream(text, text.encode(START), stop=["e"])
+    parts = answer.read(Round(text.encode(f"{ANALYSIS}hm<|end|>Yes, yes"), 0, 0, "plain"))
+    assert [(part.kind, part.text) for part in parts] == [("thinking", "hm"), ("answer", "Y")]
+    assert answer.finished == "e"
+    answer = AnswerStream(text, text.encode(START), stop=["s"])
+    (part,) = answer.read(Round(text.encode("assistance"), 0, 0, "plain"))
+    assert (part.text, answer.finished) == ("a", "s")
 
 
 def test_a_text_completion_has_no_marks() -> None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.tokenizer.thinking import Markers, MessageMarks
+from mlx_spec.tokenizer.thinking import Markers
 
 from ..requests.request import Tool, ToolUse
 from .coder import CODER, SEED
@@ -111,7 +111,7 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
                 result = "result of the probe"
                 answered = {**calling, "tool_responses": [{"name": PROBE.name, "response": result}]}
                 folds = result in _render(tokenizer, [question, answered])
-                in_headers = isinstance(tokenizer.marks, MessageMarks) and tokenizer.marks.marks_calls
+                in_headers = tokenizer.marks is not None and tokenizer.marks.marks_calls
                 return ToolFormat(
                     syntax,
                     None if in_headers else open,
