@@ -159,8 +159,8 @@ def _add_read_routes(app: Starlette, engine: EngineThread) -> None:
 
 def _model_json(name: str, card: ModelCard) -> dict[str, Any]:
     """Return a model as OpenAI's and Anthropic's clients read it."""
-    own = ("name", "aliases", "template")
-    facts = {key: value for key, value in vars(card).items() if key not in own}
+    written_apart = ("name", "aliases", "template")
+    facts = {key: value for key, value in vars(card).items() if key not in written_apart}
     facts |= {"type": "model", "display_name": name, "created_at": answers.timestamp(card.created)}
     facts |= {"max_input_tokens": card.context_length}
     return {"id": name, "object": "model", "owned_by": "mlx_spec", "model": card.name, **facts}
@@ -292,11 +292,11 @@ class DiscreetFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         """Return one line."""
-        kind, _, trace = ei
+        error_type, _, trace = ei
         max_frames = 6  # innermost frames that are named; the outer ones are always the same
         frames = traceback.extract_tb(trace)[-max_frames:]
-        places = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
-        return f"{kind.__name__ if kind else 'no exception'} at {places}"
+        calls = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+        return f"{error_type.__name__ if error_type else 'no exception'} at {calls}"
 
 
 def _configure_log(file: Path | None) -> None:

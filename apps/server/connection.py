@@ -97,10 +97,10 @@ class Connection(H11Protocol):
         excess = sum(not each.transport.is_closing() for each in self.connections) - most
         silent = [each for each in self._waiting if each in self.connections]
         is_flood = excess > most // 2  # files may soon be too few
-        for each in silent[: max(excess, 0)]:
-            if is_flood or each._began + self.least_silence_s < self.loop.time():
-                del self._waiting[each]
-                each.timeout_keep_alive_handler()
+        for connection in silent[: max(excess, 0)]:
+            if is_flood or connection._began + self.least_silence_s < self.loop.time():
+                del self._waiting[connection]
+                connection.timeout_keep_alive_handler()
 
     def _await_request(self, began: float) -> None:
         """Give the next head of a request its time from `began` on, in the time of the loop."""

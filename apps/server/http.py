@@ -198,8 +198,10 @@ async def answer(http_request: Request, *, engine: EngineThread, settings: Setti
     check_limits(request, settings.limits)
     writer = api.writer(body, request)
     if not streams:
-        found = _collect(read_events(engine, request, wakes=LAST_EVENTS, turns=api.turns))
-        events = await _while_connected(http_request.receive, found)
+        events = await _while_connected(
+            http_request.receive,
+            _collect(read_events(engine, request, wakes=LAST_EVENTS, turns=api.turns)),
+        )
         return JSONResponse(writer.whole(events))
     source = read_events(engine, request, settings.keepalive_seconds, turns=api.turns)
     return EventStream(source, writer, settings.keepalive_seconds, api.media_type)

@@ -363,7 +363,7 @@ def _figures(turn: Turn, event: Event) -> TurnFigures:
     )
 
 
-def report(found: Sequence[TurnFigures]) -> list[str]:
+def report(turns: Sequence[TurnFigures]) -> list[str]:
     """Return the lines of a table of turns, and what all of them read."""
     head = ("turn", "agent", "prompt", "reused", "new", "again", "first token", "tokens/s", "why again")
     rows = [
@@ -378,10 +378,10 @@ def report(found: Sequence[TurnFigures]) -> list[str]:
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}",
             one.reason or "",
         )
-        for i, one in enumerate(found)
+        for i, one in enumerate(turns)
     ]
-    read, again = sum(one.read for one in found), sum(one.read_again for one in found)
-    total = sum(one.prompt for one in found)
+    read, again = sum(one.read for one in turns), sum(one.read_again for one in turns)
+    total = sum(one.prompt for one in turns)
     over = f"{again / max(read - again, 1):.1%} over the least"
     return [
         *table([head, *rows], right=(0, 2, 3, 4, 5, 6, 7)),

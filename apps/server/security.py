@@ -48,8 +48,8 @@ class PlainPaths:
         if scope["type"] == "http":
             path, headers = scope["path"], scope["headers"]
             # An absolute URL, as in a request to a proxy.
-            if found := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
-                path, host = found[2], found[1].encode("latin-1", "replace")
+            if url := re.fullmatch(r"https?://([^/]*)(.*)", path, re.IGNORECASE | re.DOTALL):
+                path, host = url[2], url[1].encode("latin-1", "replace")
                 headers = [*((name, value) for name, value in headers if name != b"host"), (b"host", host)]
             parts = list(filter(None, path.split("/")))
             if parts and parts[0] in ("chat", "completions", "responses", "messages", "models"):
@@ -106,9 +106,9 @@ class Guards:
     def __init__(self, app: ASGIApp, settings: Settings, bodies: Bodies) -> None:
         self._app, self._bodies = app, bodies
         self._is_public = not is_loopback(settings.host)
-        own = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
+        machine_names = (socket.gethostname(), f"{socket.gethostname()}.local") if self._is_public else ()
         loopback_names = ("localhost", "127.0.0.1", "::1")
-        names = (*loopback_names, settings.host, *settings.hosts, *own)
+        names = (*loopback_names, settings.host, *settings.hosts, *machine_names)
         as_header = (f"[{name.strip('[]')}]" if ":" in name else name for name in names)
         self._names = frozenset(name.lower().rstrip(".") for name in as_header)
         # Installed applications have these schemes, and no page of the web. Ollama allows the same ones.
@@ -214,12 +214,12 @@ def _marked(send: Send, headers: dict[str, str]) -> Send:
 
 def _preflight(headers: Headers) -> dict[str, str]:
     names = headers.get("access-control-request-headers", "")
-    found = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
-    found |= (
+    allowed = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
+    allowed |= (
         {"access-control-allow-headers": names}
         if names and re.fullmatch(r"[A-Za-z0-9, _-]{0,1024}", names)
         else {}
     )
     if headers.get("access-control-request-private-network") == "true":
-        found["access-control-allow-private-network"] = "true"
-    return found
+        allowed["access-control-allow-private-network"] = "true"
+    return allowed

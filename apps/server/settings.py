@@ -115,18 +115,18 @@ def normal_origin(origin: str) -> str:
     is_scheme = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and scheme not in DEFAULT_PORTS
     if separator and name in ("", "*") and is_scheme:
         return scheme + ANY_NAME
-    found = _name_and_port(origin)
-    if found is None or origin.startswith("//"):
+    address = _name_and_port(origin)
+    if address is None or origin.startswith("//"):
         return ""
-    return f"{urlsplit(origin).scheme}://{found[0]}:{found[1]}"
+    return f"{urlsplit(origin).scheme}://{address[0]}:{address[1]}"
 
 
 def origin_names(origin: str) -> set[str]:
     """Return the entries of a list of allowed origins that would allow `origin`: itself and its groups."""
-    found = normal_origin(origin)
-    scheme = found.partition("://")[0]
+    normal = normal_origin(origin)
+    scheme = normal.partition("://")[0]
     is_local = scheme in DEFAULT_PORTS and is_loopback((_name_and_port(origin) or ("", 0))[0])
-    return {found, scheme + ANY_NAME, *([LOCAL_PAGES] if is_local else [])} if found else set()
+    return {normal, scheme + ANY_NAME, *([LOCAL_PAGES] if is_local else [])} if normal else set()
 
 
 def is_same_origin(origin: str, host: str) -> bool:
@@ -283,19 +283,19 @@ class Options(LoadOptions):
         named = [_split("--model", text, "NAME=TARGET[,DRAFTER]") for text in self.models or []]
         if named and self.drafter is not None and self.chosen is None:
             raise BadOptions("--drafter goes with --target: write --model NAME=TARGET,DRAFTER")
-        found: list[ServedModel] = []
+        models: list[ServedModel] = []
         if self.chosen is not None or DEMO not in [name for name, _ in named]:
-            found.append(self._model(typed_path(self.spec.target).name or self.spec.target, self.spec))
+            models.append(self._model(typed_path(self.spec.target).name or self.spec.target, self.spec))
         for name, text in named:
             target, _, drafter = text.partition(",")
-            found.append(self._model(name, replace(self.spec, target=target, drafter=drafter or None)))
-        names = [model.name for model in found]
+            models.append(self._model(name, replace(self.spec, target=target, drafter=drafter or None)))
+        names = [model.name for model in models]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise BadOptions(f"two models are called {twice!r}: give each a name of its own")
         for name in self.pin or []:
             _check_known("--pin", name, names)
-        return tuple(found)
+        return tuple(models)
 
     def _model(self, name: str, spec: PairSpec) -> ServedModel:
         return ServedModel(name, spec, pinned=name in (self.pin or []))

@@ -159,7 +159,7 @@ STEP_EVENTS: frozenset[type[Event]] = LAST_EVENTS | {
 
 
 @dataclass
-class AnswerPart:
+class ChoiceContent:
     """The content of some events of one choice: of a chunk, or of the whole answer."""
 
     index: int
@@ -176,18 +176,18 @@ class AnswerPart:
         return [token for delta in self.deltas if delta.kind == "answer" for token in delta.logprobs]
 
 
-def parts(events: Iterable[Event]) -> list[AnswerPart]:
-    """Return the content of events, one part for each choice."""
-    found: dict[int, AnswerPart] = {}
+def choices(events: Iterable[Event]) -> list[ChoiceContent]:
+    """Return the content of events, by choice."""
+    by_index: dict[int, ChoiceContent] = {}
     for event in events:
         match event:
             case TextDelta(index=i):
-                found.setdefault(i, AnswerPart(i)).deltas.append(event)
+                by_index.setdefault(i, ChoiceContent(i)).deltas.append(event)
             case ToolCall(index=i):
-                found.setdefault(i, AnswerPart(i)).calls.append(event)
+                by_index.setdefault(i, ChoiceContent(i)).calls.append(event)
             case ChoiceEnded(index=i):
-                found.setdefault(i, AnswerPart(i)).end = event
-    return [found[i] for i in sorted(found)]
+                by_index.setdefault(i, ChoiceContent(i)).end = event
+    return [by_index[i] for i in sorted(by_index)]
 
 
 # --- as blocks
@@ -255,8 +255,8 @@ class BlockWriter(ABC):
 
 def reread_json(usage: Usage) -> dict[str, Any]:
     """Return the fields of a usage that say what was read again, and why; {} if nothing was."""
-    found = {"reread_tokens": usage.reread_tokens, "reread_reason": usage.reread_words}
-    return found if usage.reread_tokens else {}
+    fields = {"reread_tokens": usage.reread_tokens, "reread_reason": usage.reread_words}
+    return fields if usage.reread_tokens else {}
 
 
 def progress_json(event: PromptProgress) -> dict[str, Any]:

@@ -156,10 +156,10 @@ class Metrics(Collector):
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
         for name in vars(CacheCounters()):
             about = f"Of the prefix cache since the model was loaded: {name}."
-            found = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
+            family = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
             for one in status.models:
-                found.add_metric([one.name], vars(one.prefix_cache)[name])
-            yield found
+                family.add_metric([one.name], vars(one.prefix_cache)[name])
+            yield family
 
     def json(self) -> dict[str, Any]:
         """Return the body of `/metrics.json`: metrics by model without the prefix `mlx_spec_`, and more.
@@ -171,14 +171,14 @@ class Metrics(Collector):
             name, labels = sample.name.removeprefix("mlx_spec_"), dict(sample.labels)
             if (model := labels.pop("model", None)) is None or name.endswith(("_bucket", "_created")):
                 continue
-            found = models.setdefault(model, {})
+            metrics = models.setdefault(model, {})
             if not labels:
-                found[name] = sample.value
+                metrics[name] = sample.value
             elif "position" in labels:
-                by_position = found.setdefault(name, {}).setdefault(labels["drafter"], [])
+                by_position = metrics.setdefault(name, {}).setdefault(labels["drafter"], [])
                 by_position.append(sample.value)  # samples come in the order of their positions
             elif "kind" in labels:
-                found[f"{labels['kind']}_bytes"] = sample.value
+                metrics[f"{labels['kind']}_bytes"] = sample.value
         last: dict[str, Any] | None = None
         for model, now in tuple(self._latest.items()):  # the engine thread changes them
             last = {"model": model, **measurements(now)}
@@ -214,10 +214,10 @@ class Metrics(Collector):
 
 def _gauges(name: str, about: str, labels: list[str], *samples: tuple[Any, ...]) -> GaugeMetricFamily:
     """Return a gauge; each sample has a value for each label, and then its number."""
-    found = GaugeMetricFamily(f"mlx_spec_{name}", about, labels=labels)
+    family = GaugeMetricFamily(f"mlx_spec_{name}", about, labels=labels)
     for *values, number in samples:
-        found.add_metric(values, number)
-    return found
+        family.add_metric(values, number)
+    return family
 
 
 class JobCounter:

@@ -119,9 +119,9 @@ def load_served(served: ServedModel, ranks: Ranks | None = None, draft_ranks: Ra
 def find_model(name: str | None, models: Mapping[str | None, str]) -> str:
     """Return the model of a name, with or without the tag `:latest`. Raises Failure (404)."""
     names = [name] if name is None else [name, name.removesuffix(LATEST), name + LATEST]
-    for each in names:
-        if each in models:
-            return models[each]
+    for known_name in names:
+        if known_name in models:
+            return models[known_name]
     raise unknown_model(str(name), ", ".join(dict.fromkeys(models.values())))
 
 

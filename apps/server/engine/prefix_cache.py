@@ -214,30 +214,30 @@ class PrefixCache:
         """Return a kept sequence that can be rewound to the prompt, a fork of one, or a new one."""
         matches = self.matches(prompt)
         order = [match for match in sorted(matches, key=Match.order) if match.reused]
-        found, reused = None, order[-1].reused if order else 0
+        best, reused = None, order[-1].reused if order else 0
         if self.files is not None and (stored := self.files.restore(prompt, reused, self.open)) is not None:
-            found, reused = Kept(stored), stored.reusable(prompt)
-        while found is None and order:
+            best, reused = Kept(stored), stored.reusable(prompt)
+        while best is None and order:
             match = order.pop()
-            found, reused = self._lend(match, prompt), match.reused
+            best, reused = self._lend(match, prompt), match.reused
             if match.kept.is_lent:  # it cannot be forked, so the next best
                 continue
             break
-        if found is None:
-            found, reused = Kept(self.open()), 0
+        if best is None:
+            best, reused = Kept(self.open()), 0
         for match in matches:
             has_question = match.shared >= match.kept.sequence.question_end
             match.kept.is_superseded |= has_question and not match.kept.is_lent
         parted = {match.shared for match in matches if match.shared > max(reused, self.min_fork)}
-        found.sequence.pin_at(parted)
+        best.sequence.pin_at(parted)
         forgotten = max((shared_prefix(each, prompt.identity) for each in self._forgotten), default=0)
         in_memory = max((match.shared for match in matches), default=0)
         if self.files is not None:  # read before the server started, perhaps
             forgotten = max(forgotten, self.files.known(prompt))
         known = max(in_memory, min(forgotten, max(len(prompt) - 2, 0)))
         reason: Literal["evicted", "no place"] = "no place" if in_memory == known else "evicted"
-        found.sequence.reread = Reread(known - reused, reason) if known > reused else None
-        return found
+        best.sequence.reread = Reread(known - reused, reason) if known > reused else None
+        return best
 
     def _lend(self, match: Match, prompt: Prompt) -> Kept | None:
         """Return the sequence of a match, or a fork of it if it would lose too much.
@@ -301,33 +301,33 @@ class PrefixCache:
         by_block = defaultdict[int, set[object]](set)
         for kept in order:
             checkpoints = kept.target.rewind_points
-            for place in checkpoints:
-                for block in place.blocks:
-                    by_block[id(block)].add(place.key)
+            for point in checkpoints:
+                for block in point.blocks:
+                    by_block[id(block)].add(point.key)
             for block in checkpoints.parked.blocks if checkpoints.parked is not None else ():
                 by_block[id(block)].add(kept)
-        found, of_places = list[Victim](), dict[RewindKey, Victim]()
+        victims, of_points = list[Victim](), dict[RewindKey, Victim]()
         for i, kept in enumerate(order):
             if kept is but:
                 continue
-            pinned, its_places = kept.target.pinned, {place.key for place in kept.target.rewind_points}
-            elsewhere = {number for number in pinned if by_block[number] - its_places}
-            for cost, own, place in kept.target.rewind_points.costs(elsewhere):
-                victim = Victim(self._worth(kept, cost), kept, own, place.key)
-                if own and (place.key not in of_places or of_places[place.key].worth < victim.worth):
-                    of_places[place.key] = victim
+            pinned, its_keys = kept.target.pinned, {point.key for point in kept.target.rewind_points}
+            elsewhere = {number for number in pinned if by_block[number] - its_keys}
+            for cost, nbytes, point in kept.target.rewind_points.costs(elsewhere):
+                victim = Victim(self._worth(kept, cost), kept, nbytes, point.key)
+                if nbytes and (point.key not in of_points or of_points[point.key].worth < victim.worth):
+                    of_points[point.key] = victim
             if kept.is_lent:
                 continue
             if slack := kept.target.slack():
-                found.append(Victim(0.0, kept, slack, "slack"))
+                victims.append(Victim(0.0, kept, slack, "slack"))
             tokens = len(held[i]) - max(shared[i], shared[i + 1])
-            own = kept.sequence.nbytes - sum(n for number, n in pinned.items() if holders[number] > 1)
+            nbytes = kept.sequence.nbytes - sum(n for number, n in pinned.items() if holders[number] > 1)
             core = kept.sequence.nbytes - slack - sum(pinned.values())
             core += sum(b.nbytes for b in kept.target.rewind_points.core() if holders[id(b)] == 1)
-            found.append(Victim(self._worth(kept, tokens / max(core, 1)), kept, own, "sequence"))
-        needed = () if but is None else {place.key for place in but.target.rewind_points}
-        found += [victim for key, victim in of_places.items() if key not in needed]
-        return sorted(found, key=lambda victim: victim.worth)
+            victims.append(Victim(self._worth(kept, tokens / max(core, 1)), kept, nbytes, "sequence"))
+        needed = () if but is None else {point.key for point in but.target.rewind_points}
+        victims += [victim for key, victim in of_points.items() if key not in needed]
+        return sorted(victims, key=lambda victim: victim.worth)
 
     def _drop(self, excess: int, many: int, worth: float = math.inf, but: Kept | None = None) -> bool:
         """Drop what is worth least, until `excess` bytes and `many` sequences are gone.
@@ -369,7 +369,7 @@ class PrefixCache:
             victim.kept.target.trim()
         else:
             for target in (kept.target for kept in self._kept):
-                if victim.part in {place.key for place in target.rewind_points}:
+                if victim.part in {point.key for point in target.rewind_points}:
                     target.drop_rewind_point(victim.part[0])
             self.counters.dropped_places += 1
 

@@ -215,18 +215,18 @@ class CacheFolder:
 
         Files that others are writing count, too.
         """
-        now, found, total = time.time(), [], size
+        now, files, total = time.time(), [], size
         for entry in os.scandir(self.path):
             try:
                 info = entry.stat(follow_symlinks=False)
                 if entry.name.startswith(".") and entry.name.endswith(".tmp"):
                     total += 0 if remove_abandoned(Path(entry.path)) else info.st_size
                 elif NAME.fullmatch(entry.name) or entry.name.endswith(".answers"):
-                    found.append((info.st_mtime, info.st_size, entry.path))
+                    files.append((info.st_mtime, info.st_size, entry.path))
             except FileNotFoundError:
                 continue  # another server removed it
-        total += sum(nbytes for _, nbytes, _ in found)
-        for used, nbytes, path in sorted(found):
+        total += sum(nbytes for _, nbytes, _ in files)
+        for used, nbytes, path in sorted(files):
             if total > self._max_bytes or now - used > MAX_AGE_S:
                 Path(path).unlink(missing_ok=True)
                 total -= nbytes
@@ -350,9 +350,9 @@ def _slots(arrays: Mapping[str, mx.array]) -> dict[str, tuple[Any, ...]]:
     return {re.sub("@[0-9]+", "", n): (a.dtype, *a.shape[:-2], a.shape[-1]) for n, a in arrays.items()}
 
 
-def _compact(found: Identity) -> np.ndarray:
+def _compact(identity: Identity) -> np.ndarray:
     """Return an identity as int32 if it fits: rows of pictures are numbers of 64 bits."""
-    return found.astype(np.int32) if (found == found.astype(np.int32)).all() else found
+    return identity.astype(np.int32) if (identity == identity.astype(np.int32)).all() else identity
 
 
 def _read_entry(path: Path) -> StoredPrefix:

@@ -62,8 +62,8 @@ def prepare(
 
     Raises Failure (400).
     """
-    found = find_prompts(request, tokenizer, vision, context)
-    prompts = tuple(replace(prompt, salt=request.key.encode()) for prompt in found)
+    unsalted = find_prompts(request, tokenizer, vision, context)
+    prompts = tuple(replace(prompt, salt=request.key.encode()) for prompt in unsalted)
     prediction = () if request.prediction is None else tuple(tokenizer.encode(request.prediction))
     use = request.prompt.tools if isinstance(request.prompt, Chat) else None
     tool_format = None if use is None else format_of(use, tokenizer)
@@ -104,15 +104,15 @@ def _read_prompts(
     request: GenerationRequest, tokenizer: Tokenizer, vision: Vision | NoVision, most: int | None
 ) -> tuple[Prompt, ...]:
     if not isinstance(request.prompt, Chat):
-        given = request.prompt.prompts
-        return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model, most)) for prompt in given)
+        raw = request.prompt.prompts
+        return tuple(text_prompt(_raw_tokens(prompt, tokenizer, request.model, most)) for prompt in raw)
     chat = request.prompt
     if files := chat.pictures:
         if len(files) > MAX_PICTURES:
             raise invalid(f"{len(files)} pictures: {MAX_PICTURES} are the most", request.prompt_param)
         if isinstance(vision, NoVision):
-            place = files[0].place
-            raise unsupported(f"{place}: model {request.model!r} reads no pictures: {vision}", place)
+            param = files[0].param
+            raise unsupported(f"{param}: model {request.model!r} reads no pictures: {vision}", param)
         seen = [_seen(message, vision) for message in chat.messages]
         chat = replace(chat, messages=tuple(seen))
     return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision, request.key, most),)
@@ -132,19 +132,19 @@ def _prepared(part: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
     try:
         return {**part, "image": vision.prepare(read_picture(file.data))}
     except InvalidValue as error:
-        raise invalid(f"{file.place}: {error}", file.place) from error
+        raise invalid(f"{file.param}: {error}", file.param) from error
 
 
 def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str, most: int | None = None) -> list[int]:
     if isinstance(prompt, FillIn):
-        found = fill_in_prompt(prompt, tokenizer)
-        if found is None:
+        tokens = fill_in_prompt(prompt, tokenizer)
+        if tokens is None:
             raise unsupported(
                 f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
                 "code model that has, or send a prompt alone",
                 prompt.param,
             )
-        return found
+        return tokens
     return tokenizer.prompt_tokens(prompt, most) if isinstance(prompt, str) else list(prompt)
 
 
@@ -167,7 +167,7 @@ def _grammar(
     if format is None:
         return None
     try:
-        found = compile_format(format, compile)
+        grammar = compile_format(format, compile)
     except InvalidValue as error:
         if use is not None and tool_format is not None and is_optional(use, request.format):
             LOG.warning("calls of tools are not constrained: their schemas cannot be enforced")
@@ -175,15 +175,15 @@ def _grammar(
         if format is not request.format:
             raise compile_failure(error, format.param) from error
         raise invalid(str(error), format.param) from error
-    found = found.thinking(isinstance(request.prompt, Chat) and _may_think(request.prompt, tokenizer))
+    grammar = grammar.thinking(isinstance(request.prompt, Chat) and _may_think(request.prompt, tokenizer))
     if use is None or tool_format is None or format is request.format:
-        return found
+        return grammar
     if tool_format.in_headers:
-        return found.with_thinking()
+        return grammar.with_thinking()
     is_free = use.choice == "auto" and request.format is None
     if tool_format.open is None or not is_free:
-        return found
-    return found.with_calls(tool_format.open, tool_format.close)
+        return grammar
+    return grammar.with_calls(tool_format.open, tool_format.close)
 
 
 def _may_think(chat: Chat, tokenizer: Tokenizer) -> bool:

@@ -75,13 +75,13 @@ def add_routes(app: Starlette) -> None:
 
 def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
     content = files(__name__).joinpath(name).read_bytes()
-    kind = TYPES[name.rsplit(".", 1)[1]]
+    media_type = TYPES[name.rsplit(".", 1)[1]]
     tag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     headers = {**HEADERS, "etag": tag}
 
     async def send(request: Request) -> Response:
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return Response(content, media_type=kind, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
     return send

@@ -123,8 +123,8 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
     if budget is not None and not 0 < budget < body.max_tokens:
         field, most = "thinking.budget_tokens", body.max_tokens - 1
         raise invalid(f"{field} is {budget}, it must be 1 to {most}: max_tokens is {body.max_tokens}", field)
-    given = body.output_config.format if body.output_config else None
-    form = parameters.parse_format(given, "output_config.format", binds=True)
+    format_field = body.output_config.format if body.output_config else None
+    form = parameters.parse_format(format_field, "output_config.format", binds=True)
     return parameters.start_request(
         body,
         model,
@@ -138,9 +138,9 @@ def parse(body: MessagesBody, model: str) -> GenerationRequest:
 
 def _notes(body: MessagesBody) -> list[str]:
     """Return what of the request has no effect."""
-    kinds = {tool.type or "" for tool in body.tools or ()}
+    types = {tool.type or "" for tool in body.tools or ()}
     verbosity = body.output_config.verbosity if body.output_config else None
-    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.match, kinds))
+    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.match, types))
     return [*left_out, *parameters.verbosity_notes(verbosity)]
 
 
@@ -158,11 +158,11 @@ def _parse_chat(body: PromptBody) -> Chat:
 def _parse_tools(body: PromptBody) -> ToolUse | None:
     tools = []
     for i, tool in enumerate(body.tools or ()):
-        field, kind = f"tools.{i}", tool.type or "custom"
-        if HOSTED_TOOLS.match(kind):
+        field, type_name = f"tools.{i}", tool.type or "custom"
+        if HOSTED_TOOLS.match(type_name):
             continue
-        if kind != "custom":
-            message = f"{field}: {kind!r} is built into Anthropic's models: only custom tools work here"
+        if type_name != "custom":
+            message = f"{field}: {type_name!r} is built into Anthropic's models: only custom tools work here"
             raise unsupported(message, field)
         parsing.required(tool.parameters, f"{field}.input_schema")
         tools.append(tool.tool(field, "input_schema"))
@@ -178,11 +178,11 @@ def _parse_messages(body: PromptBody) -> ConversationBuilder:
         message = "the conversation must not end with the assistant: an answer cannot be prefilled here"
         raise unsupported(message, f"messages.{len(body.messages) - 1}")
     conversation = ConversationBuilder()
-    conversation.place = "system"
+    conversation.param = "system"
     if body.system:
         conversation.add("system", *parsing.part_texts(body.system, "system"))
     for i, turn in enumerate(body.messages):
-        conversation.place = f"messages.{i}"
+        conversation.param = f"messages.{i}"
         if not turn.content:
             conversation.add(turn.role, "")
         for k, block in enumerate(turn.content):
@@ -190,51 +190,53 @@ def _parse_messages(body: PromptBody) -> ConversationBuilder:
     return conversation
 
 
-def _add_block(conversation: ConversationBuilder, role: str, block: ContentBlock, place: str) -> None:
+def _add_block(conversation: ConversationBuilder, role: str, block: ContentBlock, field: str) -> None:
     match role, block.type:
         case _, "text":
-            conversation.add(role, parsing.required(block.text, f"{place}.text"))
+            conversation.add(role, parsing.required(block.text, f"{field}.text"))
         case "user", "image":
-            conversation.add(role, _picture(block, place))
+            conversation.add(role, _picture(block, field))
         case "assistant", "thinking":
-            conversation.add(role, thinking=parsing.required(block.thinking, f"{place}.thinking"))
+            conversation.add(role, thinking=parsing.required(block.thinking, f"{field}.thinking"))
         case "assistant", "redacted_thinking":  # encrypted: only the server that wrote it can read it
             conversation.add(role)
         case "assistant", "tool_use":
-            id = parsing.required(block.id, f"{place}.id")
-            name = parsing.required(block.name, f"{place}.name")
-            conversation.add_call(id, name, parsing.required(block.input, f"{place}.input"))
+            id = parsing.required(block.id, f"{field}.id")
+            name = parsing.required(block.name, f"{field}.name")
+            conversation.add_call(id, name, parsing.required(block.input, f"{field}.input"))
         case "user", "tool_result":
-            contents = _result(block.content or (), f"{place}.content")
+            contents = _result(block.content or (), f"{field}.content")
             if block.is_error:
                 first = contents.pop(0) if isinstance(contents[0], str) else ""
                 contents.insert(0, f"Error: {first}")
-            conversation.add_result(block.tool_use_id, contents, f"{place}.tool_use_id")
+            conversation.add_result(block.tool_use_id, contents, f"{field}.tool_use_id")
         case _:
-            raise parsing.unsupported_part(block, place)
+            raise parsing.unsupported_part(block, field)
 
 
-def _result(blocks: Sequence[ContentBlock], place: str) -> list[str | PictureFile]:
+def _result(blocks: Sequence[ContentBlock], field: str) -> list[str | PictureFile]:
     """Return the texts and pictures of the result of a tool, at least one text. Raises Failure (400)."""
-    found: list[str | PictureFile] = []
+    contents: list[str | PictureFile] = []
     for i, block in enumerate(blocks):
         match block.type:
             case "image":
-                found.append(_picture(block, f"{place}.{i}"))
+                contents.append(_picture(block, f"{field}.{i}"))
             case "text":
-                found.append(parsing.required(block.text, f"{place}.{i}.text"))
+                contents.append(parsing.required(block.text, f"{field}.{i}.text"))
             case _:
-                raise parsing.unsupported_part(block, f"{place}.{i}")
-    return found or [""]
+                raise parsing.unsupported_part(block, f"{field}.{i}")
+    return contents or [""]
 
 
-def _picture(block: ContentBlock, place: str) -> PictureFile:
+def _picture(block: ContentBlock, field: str) -> PictureFile:
     """Return the picture of a block. Raises Failure (400)."""
-    source = parsing.required(block.source, f"{place}.source")
+    source = parsing.required(block.source, f"{field}.source")
     if source.type != "base64":
-        shown, field = source.type[: parsing.MAX_SHOWN_CHARS], f"{place}.source.type"
-        raise unsupported(f"{field}: {shown!r} is not fetched: send the picture itself, as base64", field)
-    return parsing.picture(from_base64, parsing.required(source.data, f"{place}.source.data"), place)
+        shown, type_field = source.type[: parsing.MAX_SHOWN_CHARS], f"{field}.source.type"
+        raise unsupported(
+            f"{type_field}: {shown!r} is not fetched: send the picture itself, as base64", type_field
+        )
+    return parsing.picture(from_base64, parsing.required(source.data, f"{field}.source.data"), field)
 
 
 # --- answers
@@ -300,14 +302,14 @@ class MessageWriter(answers.BlockWriter):
         yield self._event("start", content_block=dict(block))
 
     def grown(self, block: Json, more: answers.TextDelta | answers.ToolCall) -> Iterator[Json]:
-        kind = block["type"]  # also the name of the field with the text
+        type_name = block["type"]  # also the name of the field with the text
         if isinstance(more, answers.ToolCall):
             if more.arguments:
                 block["input"] = json.loads(more.arguments)
                 yield self._event("delta", delta={"type": "input_json_delta", "partial_json": more.arguments})
-        elif kind == "text" or self._show_thinking:
-            block[kind] += more.text
-            yield self._event("delta", delta={"type": f"{kind}_delta", kind: more.text})
+        elif type_name == "text" or self._show_thinking:
+            block[type_name] += more.text
+            yield self._event("delta", delta={"type": f"{type_name}_delta", type_name: more.text})
 
     def ended(self, block: Json, *, is_cut: bool) -> Iterator[Json]:
         if block["type"] == "thinking":
@@ -353,9 +355,9 @@ def error_json(failure: Failure) -> dict[str, Any]:
         429: "rate_limit_error",
         503: "overloaded_error",
     }
-    kind = types.get(failure.status, default)
+    error_type = types.get(failure.status, default)
     details = {} if failure.details is None else {"details": dict(failure.details)}
-    return {"type": "error", "error": {"type": kind, "message": failure.message, **details}}
+    return {"type": "error", "error": {"type": error_type, "message": failure.message, **details}}
 
 
 def _error(failure: Failure) -> Response:

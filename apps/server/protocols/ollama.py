@@ -79,7 +79,7 @@ class OllamaBody(ThinkingFields, OpenFields):
     """The fields of `/api/chat` and `/api/generate`. A body without a prompt loads or unloads the model."""
 
     model: str | None = None
-    stream: Annotated[bool, BeforeValidator(lambda given: given is None or given)] = True
+    stream: Annotated[bool, BeforeValidator(lambda value: value is None or value)] = True
     options: OllamaOptions = OllamaOptions()
     format: Any = None  # "json" or a schema
     think: Any = None  # a bool or a level
@@ -90,19 +90,19 @@ class OllamaBody(ThinkingFields, OpenFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_options(cls, given: Any) -> Any:
+    def _set_options(cls, body: Any) -> Any:
         """Move options beside `options` into it, unless they are there: clients of other APIs send them so.
 
         Some clients always send all fields. So null is left out, and beside `options` also "", 0 and false.
         """
-        inner = given.get("options") or {} if isinstance(given, dict) else None
+        inner = body.get("options") or {} if isinstance(body, dict) else None
         if not isinstance(inner, dict):
-            return given
+            return body
         known = {*OllamaOptions.model_fields, *CONSTRAINTS, *HARMLESS, *NEUTRAL, GROUP, "extra_body"}
-        beside = {key: each for key, each in given.items() if key in known - cls.model_fields.keys()}
+        beside = {key: each for key, each in body.items() if key in known - cls.model_fields.keys()}
         options = {key: each for key, each in (beside | inner).items() if each is not None}
-        own = {key: each for key, each in given.items() if key in cls.model_fields or each}
-        return {key: each for key, each in own.items() if key not in beside} | {"options": options}
+        rest = {key: each for key, each in body.items() if key in cls.model_fields or each}
+        return {key: each for key, each in rest.items() if key not in beside} | {"options": options}
 
 
 class OllamaCalled(Fields):
@@ -180,7 +180,7 @@ def parse(
         model,
         _prompt(body, _thinks(body, model, engine)),
         None if body.format in (None, "") else as_format("json", body.format, "format", strict=False),
-        max_tokens=parse_limit(options, place="options."),
+        max_tokens=parse_limit(options, prefix="options."),
         stop=parsing.stop_strings(options.stop),
         top_logprobs=parse_logprobs(body.logprobs, body.top_logprobs),
         prompt_param="messages" if isinstance(body, OllamaChat) else "prompt",
@@ -222,7 +222,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
     conversation = ConversationBuilder()
-    conversation.place = "prompt"
+    conversation.param = "prompt"
     if body.system:
         conversation.add("system", body.system)
     conversation.add("user", *_pictures(body.images, "images"), body.prompt or "")
@@ -238,7 +238,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> ConversationBuilder:
     waiting: list[tuple[str, str]] = []  # ids and names of the calls without a result
     for i, message in enumerate(messages):
         field, content = f"messages.{i}", message.content or ""
-        conversation.place = field
+        conversation.param = field
         pictures = _pictures(message.images, f"{field}.images")
         if pictures and message.role in ("system", "assistant"):
             why = "pictures are read from the user and from tools"
@@ -252,12 +252,12 @@ def _parse_messages(messages: list[OllamaMessage]) -> ConversationBuilder:
                 conversation.add_call(*waiting[-1], call.function.arguments or {})
         elif message.role == "tool":
             id, name = message.tool_call_id, message.tool_name
-            found = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
-            if found is None:  # a client may have cut off the beginning of the conversation, with the call
+            answered = next((c for c in waiting if id in (None, "", c[0]) and name in (None, "", c[1])), None)
+            if answered is None:  # a client may have cut off the beginning of the conversation, with the call
                 conversation.add_output(id or f"call_{i}", name or "", [*pictures, content])
             else:
-                waiting.remove(found)
-                conversation.add_result(found[0], [*pictures, content], field)
+                waiting.remove(answered)
+                conversation.add_result(answered[0], [*pictures, content], field)
         else:
             conversation.add(message.role, *pictures, content)
     if messages[-1].role == "assistant":
@@ -283,27 +283,27 @@ class LinesWriter:
         if isinstance(event, answers.Failed):
             yield f"{json_line({'error': event.failure.message})}\n"
             return
-        found = self._object([] if event is None else [event])
+        line = self._object([] if event is None else [event])
         if isinstance(event, answers.PromptProgress):
-            yield f"{json_line(found | answers.progress_json(event))}\n"
+            yield f"{json_line(line | answers.progress_json(event))}\n"
         if event is None or isinstance(event, answers.TextDelta | answers.ToolCall | answers.Finished):
-            yield f"{json_line(found)}\n"
+            yield f"{json_line(line)}\n"
 
     def whole(self, events: list[answers.Event]) -> Json:
         return self._object(events) | ({} if events else {"done": True, "done_reason": self._reason})
 
     def _object(self, events: list[answers.Event]) -> Json:
-        part = next(iter(answers.parts(events)), answers.AnswerPart(0))
-        if part.end is not None:
-            self._reason = "length" if part.end.reason == "length" else "stop"
-        thinking = {"thinking": text} if (text := part.text("thinking")) else {}
+        choice = next(iter(answers.choices(events)), answers.ChoiceContent(0))
+        if choice.end is not None:
+            self._reason = "length" if choice.end.reason == "length" else "stop"
+        thinking = {"thinking": text} if (text := choice.text("thinking")) else {}
         if self._is_chat:
-            piece: Json = {"message": {"role": "assistant", "content": part.text(), **thinking}}
-            if part.calls:
-                piece["message"]["tool_calls"] = [_call_json(call) for call in part.calls]
+            piece: Json = {"message": {"role": "assistant", "content": choice.text(), **thinking}}
+            if choice.calls:
+                piece["message"]["tool_calls"] = [_call_json(call) for call in choice.calls]
         else:
-            piece = {"response": part.text(), **thinking}
-        if logprobs := [answers.logprob_json(token) for delta in part.deltas for token in delta.logprobs]:
+            piece = {"response": choice.text(), **thinking}
+        if logprobs := [answers.logprob_json(token) for delta in choice.deltas for token in delta.logprobs]:
             piece["logprobs"] = logprobs
         end: Json = {"done": False}
         if events and isinstance(last := events[-1], answers.Finished):
@@ -349,41 +349,41 @@ def _checkpoint(served: ServedModel) -> CheckpointInfo | None:
         return None
 
 
-def _model_json(name: str, found: CheckpointInfo | None) -> Json:
+def _model_json(name: str, checkpoint: CheckpointInfo | None) -> Json:
     tagged = name if ":" in name else name + LATEST
     details: Json = {"parent_model": "", "format": "safetensors"}
-    if found is not None:
-        millions = found.parameters / 1e6
+    if checkpoint is not None:
+        millions = checkpoint.parameters / 1e6
         details |= {
-            "family": found.family,
-            "families": [found.family],
+            "family": checkpoint.family,
+            "families": [checkpoint.family],
             "parameter_size": f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B",
-            "quantization_level": found.precision,
+            "quantization_level": checkpoint.precision,
         }
-    digest = hashlib.sha256(repr((name, found)).encode()).hexdigest()
-    size = found.size if found else 0
+    digest = hashlib.sha256(repr((name, checkpoint)).encode()).hexdigest()
+    size = checkpoint.size if checkpoint else 0
     return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": details}
 
 
-def _shown(card: ModelCard, found: CheckpointInfo | None) -> Json:
-    """Return the body of `/api/show`. Without `found`, values from the headers of the model are left out."""
+def _shown(card: ModelCard, checkpoint: CheckpointInfo | None) -> Json:
+    """Return the body of `/api/show`. Without `checkpoint`, facts of its headers are left out."""
     info: Json = {"general.basename": card.name}
-    if found is not None:
+    if checkpoint is not None:
         values = {
-            "context_length": card.context_length or found.context,
-            "embedding_length": found.hidden_size,
-            "block_count": found.layers,
-            "attention.head_count": found.heads,
-            "attention.head_count_kv": found.kv_heads,
-            "vocab_size": found.vocab_size,
+            "context_length": card.context_length or checkpoint.context,
+            "embedding_length": checkpoint.hidden_size,
+            "block_count": checkpoint.layers,
+            "attention.head_count": checkpoint.heads,
+            "attention.head_count_kv": checkpoint.kv_heads,
+            "vocab_size": checkpoint.vocab_size,
         }
-        info |= {"general.architecture": found.family, "general.parameter_count": found.parameters}
-        info |= {f"{found.family}.{key}": value for key, value in values.items() if value is not None}
-    found_extras = (("tools", card.tools), ("thinking", card.thinks), ("vision", card.images))
-    extras = [name for name, can in found_extras if can]
+        info |= {"general.architecture": checkpoint.family, "general.parameter_count": checkpoint.parameters}
+        info |= {f"{checkpoint.family}.{key}": value for key, value in values.items() if value is not None}
+    abilities = (("tools", card.tools), ("thinking", card.thinks), ("vision", card.images))
+    extras = [name for name, can in abilities if can]
     return {
         "modified_at": answers.timestamp(card.created),
-        "details": _model_json(card.name, found)["details"],
+        "details": _model_json(card.name, checkpoint)["details"],
         "capabilities": ["completion", *extras],
         "model_info": info,
         "parameters": "",
@@ -434,14 +434,14 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
         return JSONResponse({"models": listed})
 
     async def show(http_request: Request) -> Response:
-        given = await parsing.read_body(http_request, OllamaName)
-        card = engine.card(engine.resolve(given.model or given.name))
+        body = await parsing.read_body(http_request, OllamaName)
+        card = engine.card(engine.resolve(body.model or body.name))
         return JSONResponse(_shown(card, checkpoint(card.name)))
 
     async def pull(http_request: Request) -> Response:
-        given = await parsing.read_body(http_request, OllamaName)
+        body = await parsing.read_body(http_request, OllamaName)
         try:
-            engine.resolve(given.model or given.name)
+            engine.resolve(body.model or body.name)
         except Failure as failure:
             way = "fetch it with `mlx-spec convert`, then serve it"
             raise Failure(failure.status, f"{failure.message}; {way}", code=failure.code) from failure

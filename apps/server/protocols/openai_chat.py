@@ -174,27 +174,29 @@ def parse_request(
     )
 
 
-def parse_limit(body: LimitFields, least: int = 1, default: int | None = None, place: str = "") -> int | None:
+def parse_limit(
+    body: LimitFields, least: int = 1, default: int | None = None, prefix: str = ""
+) -> int | None:
     """Return the limit of a choice: the smallest given one, else `default`. Raises Failure (400).
 
-    `place` is the path before these fields, such as "options.".
+    `prefix` is the path before these fields, such as "options.".
     """
-    given = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
+    limits = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
     no_limit = (-1, -2)  # in LM Studio, llama.cpp and Ollama
-    for name, limit in given.items():
+    for name, limit in limits.items():
         if limit < least and limit not in no_limit:
-            field = place + name
+            field = prefix + name
             raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 sets no limit", field)
-    limits = set(given.values()) - set(no_limit)
-    return min(limits, default=None) if given else default
+    bounds = set(limits.values()) - set(no_limit)
+    return min(bounds, default=None) if limits else default
 
 
 def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     use = parse_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     grouped = body.reasoning or ReasoningField()
-    own = grouped.enabled if body.thinking is None else body.thinking.wanted
-    thinks = body.thinks(own, grouped.effort)
+    enabled = grouped.enabled if body.thinking is None else body.thinking.wanted
+    thinks = body.thinks(enabled, grouped.effort)
     begun = _begun(body) if body.continue_final_message else ""
     conversation = _parse_messages(body.messages[:-1] if begun else body.messages)
     chat = replace(conversation.chat(use, thinks, body.variables(grouped.effort)), begun=begun)
@@ -218,17 +220,17 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
 
 
 def parse_tool_use(
-    given: Sequence[ToolField] | None, choice: ToolChoiceField | None, parallel: bool | None
+    fields: Sequence[ToolField] | None, choice: ToolChoiceField | None, parallel: bool | None
 ) -> ToolUse | None:
     """Return how tools may be used, None without tools. Raises Failure (400)."""
-    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(given or ())]
+    tools = [_parse_tool(tool, f"tools.{i}") for i, tool in enumerate(fields or ())]
     choice = choice or ToolChoiceField(type="auto")
     named, mode = None, choice.type
     if mode == "function":
         named = choice.find("tool_choice")
     elif mode == "allowed_tools":
-        allowed, place = parsing.required(choice.allowed_tools, "tool_choice.allowed_tools"), "tool_choice"
-        names = [tool.find(f"{place}.allowed_tools.tools.{i}") for i, tool in enumerate(allowed.tools)]
+        allowed, field = parsing.required(choice.allowed_tools, "tool_choice.allowed_tools"), "tool_choice"
+        names = [tool.find(f"{field}.allowed_tools.tools.{i}") for i, tool in enumerate(allowed.tools)]
         tools, mode = parsing.allowed_tools(tools, names), allowed.mode
     return parsing.make_tool_use(tools, mode, named, parallel)
 
@@ -255,7 +257,7 @@ def _begun(body: ChatBody) -> str:
 def _parse_messages(messages: Sequence[Message]) -> ConversationBuilder:
     conversation = ConversationBuilder()
     for i, message in enumerate(messages):
-        field = conversation.place = f"messages.{i}"
+        field = conversation.param = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
             raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)
         if message.audio is not None:
@@ -284,9 +286,9 @@ def _add_answer(conversation: ConversationBuilder, message: Message, field: str)
         raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
     conversation.add("assistant", *texts, thinking=thinking)
     for i, call in enumerate(calls):
-        place = f"{field}.tool_calls.{i}"
+        call_field = f"{field}.tool_calls.{i}"
         if call.function is None or call.type not in (None, "function"):
-            raise unsupported(f"{place}: only calls of functions are supported", place)
+            raise unsupported(f"{call_field}: only calls of functions are supported", call_field)
         conversation.add_call(call.id, call.function.name, call.function.arguments)
 
 
@@ -315,11 +317,11 @@ class ChunkWriter(ABC):
         self._last: Json | None = None  # the chunk that ends a choice, held back
 
     @abstractmethod
-    def _piece(self, part: answers.AnswerPart) -> Json:
+    def _piece(self, choice: answers.ChoiceContent) -> Json:
         """Return the choice in a chunk, with the content of one event."""
 
     @abstractmethod
-    def _whole(self, part: answers.AnswerPart) -> Json:
+    def _whole(self, choice: answers.ChoiceContent) -> Json:
         """Return the choice in a response that is not streamed."""
 
     def _start(self) -> Iterable[Json]:
@@ -330,7 +332,7 @@ class ChunkWriter(ABC):
         last = events[-1]
         assert isinstance(last, answers.Finished)
         totals = {"usage": usage_json(last.usage), "timings": answers.timings_json(last.timings)}
-        choices = [self._whole(part) for part in answers.parts(events)]
+        choices = [self._whole(choice) for choice in answers.choices(events)]
         return {**self.head, **totals, **self._notes, "choices": choices}
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
@@ -374,7 +376,7 @@ class ChunkWriter(ABC):
         yield from map(data_event, chunks if last is None else (last, *chunks))
 
     def _pieces(self, event: answers.Event) -> list[Json]:
-        return [self._piece(part) for part in answers.parts([event])]
+        return [self._piece(choice) for choice in answers.choices([event])]
 
     def _chunk(self, choices: list[Json], **draft: Any) -> Json:
         """Return a chunk. Only a request with `include_draft` gets `draft`."""
@@ -417,33 +419,33 @@ class ChatWriter(ChunkWriter):
 
     def _start(self) -> Iterable[Json]:
         begun = {"role": "assistant", "content": ""}
-        parts = map(answers.AnswerPart, range(self._n))
-        return [_choice_json(part, "delta", begun, with_logprobs=False) for part in parts]
+        choices = map(answers.ChoiceContent, range(self._n))
+        return [_choice_json(choice, "delta", begun, with_logprobs=False) for choice in choices]
 
-    def _piece(self, part: answers.AnswerPart) -> Json:
+    def _piece(self, choice: answers.ChoiceContent) -> Json:
         text_fields = {"answer": "content", "thinking": "reasoning_content"}
-        delta: Json = {text_fields[each.kind]: each.text for each in part.deltas}
-        if part.calls:
-            delta["tool_calls"] = [{"index": call.call, **_call_json(call)} for call in part.calls]
-        return _choice_json(part, "delta", delta, with_logprobs=bool(part.logprobs()))
+        delta: Json = {text_fields[each.kind]: each.text for each in choice.deltas}
+        if choice.calls:
+            delta["tool_calls"] = [{"index": call.call, **_call_json(call)} for call in choice.calls]
+        return _choice_json(choice, "delta", delta, with_logprobs=bool(choice.logprobs()))
 
-    def _whole(self, part: answers.AnswerPart) -> Json:
-        content = part.text() or (None if part.calls else "")
+    def _whole(self, choice: answers.ChoiceContent) -> Json:
+        content = choice.text() or (None if choice.calls else "")
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if thinking := part.text("thinking"):
+        if thinking := choice.text("thinking"):
             message["reasoning_content"] = thinking
-        if part.calls:
-            message["tool_calls"] = [_call_json(call) for call in part.calls]
-        return _choice_json(part, "message", message, with_logprobs=self._with_logprobs)
+        if choice.calls:
+            message["tool_calls"] = [_call_json(call) for call in choice.calls]
+        return _choice_json(choice, "message", message, with_logprobs=self._with_logprobs)
 
 
-def _choice_json(part: answers.AnswerPart, name: str, content: Json, *, with_logprobs: bool) -> Json:
-    logprobs = {"content": [answers.logprob_json(token) for token in part.logprobs()], "refusal": None}
+def _choice_json(choice: answers.ChoiceContent, name: str, content: Json, *, with_logprobs: bool) -> Json:
+    logprobs = {"content": [answers.logprob_json(token) for token in choice.logprobs()], "refusal": None}
     return {
-        "index": part.index,
+        "index": choice.index,
         name: content,
         "logprobs": logprobs if with_logprobs else None,
-        "finish_reason": part.end and part.end.reason,
+        "finish_reason": choice.end and choice.end.reason,
     }
 
 

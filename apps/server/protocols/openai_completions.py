@@ -50,7 +50,7 @@ def parse(body: TextBody, model: str) -> GenerationRequest:
 def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
     """Yield the prompts. With a suffix, each is a `FillIn`: the prompt is the text before the gap."""
     try:
-        found = PROMPTS.validate_python(body.prompt)
+        prompts = PROMPTS.validate_python(body.prompt)
     except ValidationError as error:
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         prompt_forms = (
@@ -59,7 +59,7 @@ def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
         raise invalid(f"prompt: {prompt_forms}", "prompt", code) from error
     if body.suffix and body.echo:
         raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
-    for prompt in [found] if isinstance(found, str) or isinstance(found[0], int) else found:
+    for prompt in [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts:
         if body.suffix and not isinstance(prompt, str):
             raise unsupported("suffix: only with a prompt that is text", "suffix")
         yield FillIn(prompt, body.suffix) if body.suffix else prompt
@@ -75,13 +75,13 @@ class TextWriter(ChunkWriter):
         super().__init__("cmpl", "text_completion", request, body)
         self._with_logprobs = request.top_logprobs is not None
 
-    def _piece(self, part: answers.AnswerPart) -> Json:
-        return self._whole(part) | ({} if part.deltas else {"logprobs": None})
+    def _piece(self, choice: answers.ChoiceContent) -> Json:
+        return self._whole(choice) | ({} if choice.deltas else {"logprobs": None})
 
-    def _whole(self, part: answers.AnswerPart) -> Json:
-        logprobs = logprobs_json(part.logprobs()) if self._with_logprobs else None
-        reason = part.end and part.end.reason
-        return {"index": part.index, "text": part.text(), "logprobs": logprobs, "finish_reason": reason}
+    def _whole(self, choice: answers.ChoiceContent) -> Json:
+        logprobs = logprobs_json(choice.logprobs()) if self._with_logprobs else None
+        reason = choice.end and choice.end.reason
+        return {"index": choice.index, "text": choice.text(), "logprobs": logprobs, "finish_reason": reason}
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
@@ -97,10 +97,10 @@ def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
 
 def _top_json(token: TokenLogprob) -> dict[str, float]:
     """Return the logprobs of the likeliest tokens by their text; of equal texts, the likelier one counts."""
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for other in token.top:
-        found.setdefault(_token_text(other.token_bytes), answers.finite(other.logprob))
-    return found
+        logprobs.setdefault(_token_text(other.token_bytes), answers.finite(other.logprob))
+    return logprobs
 
 
 def _token_text(token: bytes) -> str:
@@ -145,12 +145,12 @@ def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
     if body.n not in (None, 1):
         raise unsupported("n: there is one choice", "n")
     extra = tuple((file.filename, file.text) for file in body.input_extra or ())
-    given = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
+    gap = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
     defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
     sampling = defaults | body.model_dump(include=set(defaults), exclude_none=True)
     filled = body.model_copy(update=sampling)
     limit = parse_limit(body, least=0)  # 0: editors have the other files read before they need an answer
-    return parse_request(filled, model, RawPrompts((given,)), max_tokens=limit, prompt_param="input_prefix")
+    return parse_request(filled, model, RawPrompts((gap,)), max_tokens=limit, prompt_param="input_prefix")
 
 
 class InfillWriter:
@@ -160,7 +160,7 @@ class InfillWriter:
         self._model, self._fields = request.model, body.response_fields
         self._with_progress = bool(body.return_progress)
         self._notes = answers.notes_json(request.notes)
-        self._end = answers.AnswerPart(0)  # the last part of a stream, without text
+        self._end = answers.ChoiceContent(0)  # the last part of a stream, without text
 
     def frames(self, event: answers.Event | None) -> Iterator[str]:
         match event:
@@ -171,23 +171,23 @@ class InfillWriter:
             case answers.TextDelta(text=text) if text:
                 yield data_event({"index": 0, "content": text, "stop": False})
             case answers.ChoiceEnded():
-                self._end = answers.AnswerPart(0, end=event)
+                self._end = answers.ChoiceContent(0, end=event)
             case answers.Finished():
                 yield data_event(self._last(self._end, event))
             case answers.Failed(failure=failure):
                 yield data_event(failure.body)
 
     def whole(self, events: list[answers.Event]) -> Json:
-        (answer,), last = answers.parts(events), events[-1]
+        (answer,), last = answers.choices(events), events[-1]
         assert isinstance(last, answers.Finished)
         return self._last(answer, last)
 
-    def _last(self, part: answers.AnswerPart, event: answers.Finished) -> Json:
-        usage, end = event.usage, part.end
+    def _last(self, choice: answers.ChoiceContent, event: answers.Finished) -> Json:
+        usage, end = event.usage, choice.end
         assert end is not None
-        found: Json = {
+        body: Json = {
             "index": 0,
-            "content": part.text(),
+            "content": choice.text(),
             "stop": True,
             "model": self._model,
             "tokens_predicted": usage.completion_tokens,
@@ -200,16 +200,16 @@ class InfillWriter:
             **self._notes,
         }
         if self._fields is None:
-            return found
-        paths = {path: _at(found, path) for path in self._fields}
+            return body
+        paths = {path: _at(body, path) for path in self._fields}
         return {path: value for path, value in paths.items() if value is not None}
 
 
-def _at(found: Any, path: str) -> Any:
+def _at(value: Any, path: str) -> Any:
     """Return the value at a path; None if there is none."""
     for name in path.split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 INFILL_API = Api(InfillBody, parse_infill, InfillWriter)

@@ -123,9 +123,9 @@ def parse(body: ResponsesBody, model: str, store: KeyResponses) -> GenerationReq
 
 def _notes(body: ResponsesBody) -> list[str]:
     """Return what of the request has no effect."""
-    kinds = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
+    types = {tool.type for outer in body.tools or () for tool in (outer, *(outer.tools or ()))}
     verbosity = body.text.verbosity if body.text else None
-    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, kinds))
+    left_out = parameters.leave_out_tools(filter(HOSTED_TOOLS.fullmatch, types))
     return [*left_out, *parameters.verbosity_notes(verbosity)]
 
 
@@ -159,11 +159,11 @@ def _check_supported(body: ResponsesBody) -> None:
 
 def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> ConversationBuilder:
     conversation = ConversationBuilder()
-    conversation.place = "instructions"
+    conversation.param = "instructions"
     if body.instructions is not None:
         conversation.add("system", body.instructions)
     for i, item in enumerate(items, start=len(body.input) - len(items)):
-        conversation.place = f"input.{i}" if i >= 0 else "previous_response_id"
+        conversation.param = f"input.{i}" if i >= 0 else "previous_response_id"
         _add_item(conversation, item, f"input.{i}")
     return conversation
 
@@ -185,8 +185,8 @@ def _add_item(conversation: ConversationBuilder, item: ItemField, field: str) ->
             conversation.add_result(item.call_id, contents, f"{field}.call_id")
         case "reasoning":
             text = "".join(parsing.part_texts(item.content or item.summary or [], field, text_parts))
-            foreign, _, own = (item.encrypted_content or "").partition(THINKING_PREFIX)
-            conversation.add("assistant", thinking=text or ("" if foreign else own))
+            foreign, _, thinking = (item.encrypted_content or "").partition(THINKING_PREFIX)
+            conversation.add("assistant", thinking=text or ("" if foreign else thinking))
         case _:
             raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
 
@@ -215,16 +215,18 @@ def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, s
             space = parsing.required(outer.name, f"{field}.name")
             members = parsing.required(outer.tools, f"{field}.tools")
         for k, tool in enumerate(members):
-            place = f"{field}.tools.{k}" if space else field
+            member_field = f"{field}.tools.{k}" if space else field
             if tool.type == "function":
-                found = tool.tool(place)
+                function = tool.tool(member_field)
                 about = [outer.description] if space and k == 0 else []  # of the namespace, shown once
-                description = parsing.PARAGRAPH.join(filter(None, [*about, found.description])) or None
-                joined = replace(found, name=_joined_name(space, found.name), description=description)
-                yield joined, space, found.name
+                description = parsing.PARAGRAPH.join(filter(None, [*about, function.description])) or None
+                joined = replace(function, name=_joined_name(space, function.name), description=description)
+                yield joined, space, function.name
             elif not HOSTED_TOOLS.fullmatch(tool.type):
                 known = "only 'function' and 'namespace'"
-                raise unsupported(f"{place}: {tool.type!r} is not supported here, {known}", place)
+                raise unsupported(
+                    f"{member_field}: {tool.type!r} is not supported here, {known}", member_field
+                )
 
 
 def _joined_name(namespace: str | None, name: str) -> str:
@@ -234,14 +236,14 @@ def _joined_name(namespace: str | None, name: str) -> str:
 
 def _tools_json(tools: Sequence[ToolField]) -> list[Json]:
     """Return the functions and namespaces, without the tools that are left out."""
-    found: list[Json] = []
+    shown: list[Json] = []
     for tool in tools:
         one: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
         if tool.type == "namespace":
-            found.append(one | {"tools": _tools_json(tool.tools or ())})
+            shown.append(one | {"tools": _tools_json(tool.tools or ())})
         elif tool.type == "function":
-            found.append(one | {"parameters": tool.parameters or {}, "strict": bool(tool.strict)})
-    return found
+            shown.append(one | {"parameters": tool.parameters or {}, "strict": bool(tool.strict)})
+    return shown
 
 
 # --- answers

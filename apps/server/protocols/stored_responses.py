@@ -56,10 +56,10 @@ class ItemField(Fields):
     def json_item(self) -> Json:
         """Return the item as OpenAI lists it."""
         item: Json = {"type": "message", "status": "completed", **self.model_dump(exclude_none=True)}
-        own = "output_text" if self.role == "assistant" else "input_text"
+        text_type = "output_text" if self.role == "assistant" else "input_text"
         for key in {"content", "output"} & item.keys():
             for part in item[key]:
-                part["type"] = own if part["type"] == "text" else part["type"]
+                part["type"] = text_type if part["type"] == "text" else part["type"]
                 part |= {"annotations": []} if part["type"] == "output_text" else {}
         return item
 
@@ -102,11 +102,11 @@ class StoredResponse:
     @property
     def answered(self) -> tuple[ItemField, ...]:
         """Return all items that the response answered, those of earlier responses first."""
-        found, place = [self.input], self.previous
-        while place is not None:
-            found += [place.output, place.input]
-            place = place.previous
-        return tuple(item for items in reversed(found) for item in items)
+        newest_first, earlier = [self.input], self.previous
+        while earlier is not None:
+            newest_first += [earlier.output, earlier.input]
+            earlier = earlier.previous
+        return tuple(item for items in reversed(newest_first) for item in items)
 
     def as_json(self) -> str:
         """Return the content of its file."""
@@ -215,8 +215,10 @@ class ResponseStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for unfinished in folder.glob(".resp_*.tmp"):
                 remove_abandoned(unfinished)
-            own = r"resp_[0-9a-f]{32}\.json"  # other files are left alone
-            files = [file for file in folder.iterdir() if re.fullmatch(own, file.name) and file.is_file()]
+            name_pattern = r"resp_[0-9a-f]{32}\.json"  # other files are left alone
+            files = [
+                file for file in folder.iterdir() if re.fullmatch(name_pattern, file.name) and file.is_file()
+            ]
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
@@ -287,18 +289,18 @@ class KeyResponses:
         stored = self.continued(previous)
         return items if stored is None else (*stored.answered, *stored.output, *items)
 
-    def referenced(self, given: Sequence[ItemField]) -> tuple[ItemField, ...]:
+    def referenced(self, items: Sequence[ItemField]) -> tuple[ItemField, ...]:
         """Return items; for each reference, the item of a stored answer. Raises Failure (400)."""
-        return tuple(self._referenced(item, f"input.{i}") for i, item in enumerate(given))
+        return tuple(self._referenced(item, f"input.{i}") for i, item in enumerate(items))
 
     def _referenced(self, item: ItemField, field: str) -> ItemField:
         if item.type != "item_reference":
             return item
         id = required(item.id, f"{field}.id")
-        if (found := self.store.answered_item(self.owner, id)) is None:
+        if (stored_item := self.store.answered_item(self.owner, id)) is None:
             why = "no stored response has it: send the item itself"
             raise invalid(f"{field}: item {id[:MAX_NAME_CHARS]!r} not found: {why}", field)
-        return found
+        return stored_item
 
 
 def _output(response: Json) -> tuple[ItemField, ...]:
@@ -341,9 +343,9 @@ def add_routes(app: Starlette, store: ResponseStore) -> None:
         return JSONResponse(responses.find(id).response)
 
     async def input_items(http_request: Request) -> Response:
-        found = store.of(given_key(http_request.headers)).find(http_request.path_params["id"])
+        stored = store.of(given_key(http_request.headers)).find(http_request.path_params["id"])
         query = read_query(http_request, PageQuery)
-        return JSONResponse(_page([item.json_item() for item in found.answered], query))
+        return JSONResponse(_page([item.json_item() for item in stored.answered], query))
 
     app.add_route("/v1/responses/{id}", read_or_delete, methods=["GET", "DELETE"])
     app.add_route("/v1/responses/{id}/input_items", input_items, methods=["GET"])

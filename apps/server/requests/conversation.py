@@ -23,8 +23,8 @@ class ConversationBuilder:
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.place = "messages"  # the field of the body that is being read
-        self._places: list[str] = []  # where each turn begins
+        self.param = "messages"  # the field of the body that is being read
+        self._params: list[str] = []  # where each turn begins
         self._shown: list[PictureFile] = []  # by the results of tools, for the next turn of the user
         self._names: dict[str, str | None] = {}  # functions by the ids of calls; None: the call became text
 
@@ -57,14 +57,14 @@ class ConversationBuilder:
 
     def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
         """Add a tool call of the model."""
-        found = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
+        parsed = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
         turn = self.add("assistant")
-        if found is None:
+        if parsed is None:
             turn["content"] = PARAGRAPH.join(filter(None, [turn["content"], f"{name} {arguments}"]))
         else:
-            call = {"id": id, "type": "function", "function": {"name": name, "arguments": found}}
+            call = {"id": id, "type": "function", "function": {"name": name, "arguments": parsed}}
             turn.setdefault("tool_calls", []).append(call)
-        self._names[id] = None if found is None else name
+        self._names[id] = None if parsed is None else name
 
     def add_result(self, id: str | None, contents: Sequence[str | PictureFile], field: str) -> None:
         """Add the result of an earlier tool call. Raises Failure (400) that names `field`, the id's field."""
@@ -88,11 +88,11 @@ class ConversationBuilder:
         """Return the conversation to answer."""
         if self._shown:
             self.add("user")
-        return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._places))
+        return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._params))
 
     def _append(self, turn: dict[str, Any]) -> None:
         self.turns.append(turn)
-        self._places.append(self.place)
+        self._params.append(self.param)
 
 
 def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> str | list[dict[str, Any]]:
@@ -102,10 +102,10 @@ def _joined(before: Any, contents: Sequence[str | PictureFile], glue: str) -> st
         if len(texts) == len(contents) + (before is not None):
             return glue.join(texts)
         before = [] if before is None else [{"type": "text", "text": before}]
-    return [*before, *map(_part, contents)]
+    return [*before, *map(_content_part, contents)]
 
 
-def _part(content: str | PictureFile) -> dict[str, Any]:
+def _content_part(content: str | PictureFile) -> dict[str, Any]:
     """Return a text or picture as a part of a message."""
-    kind = "text" if isinstance(content, str) else "image"
-    return {"type": kind, kind: content}
+    key = "text" if isinstance(content, str) else "image"
+    return {"type": key, key: content}

@@ -156,18 +156,16 @@ class SharedFields(OpenFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _open_groups(cls, given: Any) -> Any:
+    def _open_groups(cls, body: Any) -> Any:
         """Move the fields of `extra_body` and `options` beside them.
 
         OpenAI's SDK for Python does so with `extra_body` before it sends a request. Clients that take the
         server for Ollama send Ollama's `options` on every route.
         """
-        if not isinstance(given, dict):
-            return given
-        groups = {
-            name: given[name] for name in ("options", "extra_body") if isinstance(given.get(name), dict)
-        }
-        beside = {name: value for name, value in given.items() if name not in groups}
+        if not isinstance(body, dict):
+            return body
+        groups = {name: body[name] for name in ("options", "extra_body") if isinstance(body.get(name), dict)}
+        beside = {name: value for name, value in body.items() if name not in groups}
         return {**groups.get("options", {}), **groups.get("extra_body", {}), **beside}
 
 
@@ -190,15 +188,15 @@ class AnswerConfig(Fields):
 
 
 def parse_format(
-    given: FormatField | None, field: str, place: str = "schema", *, binds: bool = False
+    form: FormatField | None, field: str, schema_path: str = "schema", *, binds: bool = False
 ) -> OutputFormat | None:
     """Return the form of the answer; None for free text. Raises Failure (400).
 
-    `field` is the field `given`, `place` is where the protocol has the schema within it. A schema without
-    `strict` is strict if `binds`.
+    `field` is the field of `form`, `schema_path` is where the protocol has the schema within it. A schema
+    without `strict` is strict if `binds`.
     """
-    strict = binds if given is None or given.strict is None else given.strict
-    match given:
+    strict = binds if form is None or form.strict is None else form.strict
+    match form:
         case None | FormatField(type="text"):
             return None
         case FormatField(type="json_object", schema_=None):
@@ -212,10 +210,10 @@ def parse_format(
             return OutputFormat("regex", pattern, f"{field}.pattern")
         case FormatField(type="lark", grammar=str(grammar)):
             return OutputFormat("lark", grammar, f"{field}.grammar")
-    places = {"json_schema": place, "regex": "pattern", "lark": "grammar"}
-    if given.type in places:
-        raise missing(f"{field}.{places[given.type]}")
-    known, shown = "text, json_object, json_schema, regex or lark", given.type[:MAX_SHOWN_CHARS]
+    paths = {"json_schema": schema_path, "regex": "pattern", "lark": "grammar"}
+    if form.type in paths:
+        raise missing(f"{field}.{paths[form.type]}")
+    known, shown = "text, json_object, json_schema, regex or lark", form.type[:MAX_SHOWN_CHARS]
     raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
 
 
@@ -223,7 +221,7 @@ def start_request(
     body: SharedFields,
     model: str,
     prompt: Chat | RawPrompts,
-    own: OutputFormat | None,
+    form: OutputFormat | None,
     *,
     shows_thinking: bool = True,
     notes: Sequence[str] = (),
@@ -231,7 +229,7 @@ def start_request(
 ) -> GenerationRequest:
     """Return a request with the parameters that all protocols share, and `more`. Raises Failure (400).
 
-    `own` is the form of the answer as a field of the protocol gives it.
+    `form` is the form of the answer as a field of the protocol gives it.
     """
     return GenerationRequest(
         model,
@@ -239,7 +237,7 @@ def start_request(
         _parse_sampling(body),
         stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
-        format=_parse_constraint(body, own),
+        format=_parse_constraint(body, form),
         keep_alive=parse_duration(body.keep_alive),
         shows_thinking=shows_thinking and body.include_reasoning is not False,
         notes=tuple(dict.fromkeys([*notes, *verbosity_notes(body.verbosity)])),
@@ -247,11 +245,11 @@ def start_request(
     )
 
 
-def parse_duration(given: Any) -> float | None:
+def parse_duration(value: Any) -> float | None:
     """Return the seconds of a duration such as "5m" or 300; less than 0 is forever. Raises Failure (400)."""
-    if given is None:
+    if value is None:
         return None
-    text = str(given)
+    text = str(value)
     digits = text.removeprefix("-")
     parts = re.findall(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)", digits)
     if not parts or "".join(map("".join, parts)) != digits:
@@ -263,10 +261,10 @@ def parse_duration(given: Any) -> float | None:
 
 
 def _parse_sampling(body: SharedFields) -> Sampling:
-    given = {body.repetition_penalty, body.repeat_penalty} - {None}
-    if len(given) > 1:
+    penalties = {body.repetition_penalty, body.repeat_penalty} - {None}
+    if len(penalties) > 1:
         raise invalid("repeat_penalty: is repetition_penalty by another name: give one", "repeat_penalty")
-    repetition = next(iter(given), None)
+    repetition = next(iter(penalties), None)
     penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
     if penalised and body.repeat_last_n not in (None, -1):
         raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
@@ -286,42 +284,42 @@ def _parse_sampling(body: SharedFields) -> Sampling:
         raise invalid(str(error), named[0] if named else None) from error
 
 
-def _parse_bias(given: dict[str, float]) -> dict[int, float] | None:
-    for token in given:
+def _parse_bias(bias: dict[str, float]) -> dict[int, float] | None:
+    for token in bias:
         max_token_digits = 9  # digits of a token id; more overflow MLX's indices
         if not (token.isascii() and token.isdigit() and len(token) <= max_token_digits):
             shown = token[:MAX_SHOWN_CHARS]
             raise invalid(f"logit_bias: {shown!r} is not a token id: give integers as keys", "logit_bias")
-    return {int(token): value for token, value in given.items()} or None
+    return {int(token): value for token, value in bias.items()} or None
 
 
-def _parse_constraint(body: SharedFields, own: OutputFormat | None) -> OutputFormat | None:
-    """Return the form of the answer: `own`, which a field of the protocol gives, or another field.
+def _parse_constraint(body: SharedFields, form: OutputFormat | None) -> OutputFormat | None:
+    """Return the form of the answer: `form`, which a field of the protocol gives, or another field.
 
     Raises Failure (400), also if several fields give a form.
     """
     shared = parse_format(body.response_format, "response_format", "json_schema.schema")
-    found = [each for each in (own, shared) if each is not None]
-    given = body.model_extra or {}
-    group = given.get(GROUP) or {}
+    forms = [each for each in (form, shared) if each is not None]
+    extra = body.model_extra or {}
+    group = extra.get(GROUP) or {}
     if not isinstance(group, Mapping):
         raise invalid(f"{GROUP}: give an object", GROUP)
     grouped = {f"{GROUP}.{key[:MAX_SHOWN_CHARS]}": value for key, value in group.items()}
-    for name, value in {**given, **grouped}.items():
+    for name, value in {**extra, **grouped}.items():
         if name in CONSTRAINTS and value not in (None, "", False):
-            found.append(as_format(CONSTRAINTS[name], value, name))
+            forms.append(as_format(CONSTRAINTS[name], value, name))
         is_option = name.startswith(f"{GROUP}.disable_")  # an option of vLLM's grammar backends
         if name in grouped and name not in CONSTRAINTS and value not in (None, False) and not is_option:
             raise unsupported(f"{name}: is not supported here", name)
-    if len(found) > 1:
-        first, second = (each.param for each in found[:2])
+    if len(forms) > 1:
+        first, second = (each.param for each in forms[:2])
         raise invalid(f"{second}: {first} gives the form of the answer, too: leave one of them out", second)
-    return found[0] if found else None
+    return forms[0] if forms else None
 
 
-def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> OutputFormat:
-    """Return the form of an answer; `kind`, of OUTPUT_FORMATS, says what `value` is. Raises Failure (400)."""
-    match kind, value:
+def as_format(form: str, value: Any, field: str, *, strict: bool = True) -> OutputFormat:
+    """Return the form of an answer; `form`, of OUTPUT_FORMATS, says what `value` is. Raises Failure (400)."""
+    match form, value:
         case "json", True | "json":
             return OutputFormat("json_object", param=field)
         case "json", dict() | str():
@@ -337,7 +335,7 @@ def as_format(kind: str, value: Any, field: str, *, strict: bool = True) -> Outp
             if "::=" in value:
                 raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
             return OutputFormat("lark", value, field)
-    raise invalid(f"{field}: give {OUTPUT_FORMATS[kind]}", field)
+    raise invalid(f"{field}: give {OUTPUT_FORMATS[form]}", field)
 
 
 def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
@@ -366,15 +364,15 @@ def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
     return notes
 
 
-def verbosity_notes(given: Verbosity | None) -> list[str]:
+def verbosity_notes(verbosity: Verbosity | None) -> list[str]:
     """Return a note if a request asks for another verbosity than the default, "medium"."""
-    return [NO_VERBOSITY] if given in ("low", "high") else []
+    return [NO_VERBOSITY] if verbosity in ("low", "high") else []
 
 
-def leave_out_tools(kinds: Iterable[str]) -> list[str]:
+def leave_out_tools(types: Iterable[str]) -> list[str]:
     """Return a note for each type of hosted tools, which are left out; log it once."""
     why = "needs a service that does not run here and is left out"
-    notes = [f"tools: {kind!r} {why}" for kind in sorted(kinds)]
+    notes = [f"tools: {name!r} {why}" for name in sorted(types)]
     for note in notes:
         warn_once(note)
     return notes
@@ -390,7 +388,7 @@ def warn_once(message: str) -> None:
 
 def _near(body: OpenFields, name: str) -> list[str]:
     """Return the parameters of this route that an unknown name may mean, the nearest first."""
-    known = [field.alias or own for own, field in type(body).model_fields.items()]
+    known = [field.alias or key for key, field in type(body).model_fields.items()]
     synonyms = (  # by protocol
         "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),
         ["stop", "stop_sequences"],

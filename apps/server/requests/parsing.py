@@ -46,11 +46,11 @@ class Fields(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_number(cls, given: Any) -> Any:
+    def _read_number(cls, value: Any) -> Any:
         """Return a whole number as an integer: to JSON 8192.0 is one, and clients in Python write it."""
-        if isinstance(given, float) and given.is_integer():
-            return int(given)
-        return list(map(cls._read_number, given)) if isinstance(given, list) else given
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return list(map(cls._read_number, value)) if isinstance(value, list) else value
 
 
 class ContentPart(Fields):
@@ -59,21 +59,21 @@ class ContentPart(Fields):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: Annotated[str | None, BeforeValidator(lambda given: _url_of(given))] = None
+    image_url: Annotated[str | None, BeforeValidator(lambda value: _url_of(value))] = None
     file_id: str | None = None
 
 
-def _url_of(given: Any) -> Any:
+def _url_of(value: Any) -> Any:
     """Return the URL of a picture, which chat completions wrap in an object with a level of detail."""
-    return given.get("url") if isinstance(given, dict) else given
+    return value.get("url") if isinstance(value, dict) else value
 
 
-def _check_finite(given: T) -> T:
+def _check_finite(value: T) -> T:
     try:
-        json.dumps(given, allow_nan=False)
+        json.dumps(value, allow_nan=False)
     except ValueError:
         raise ValueError("JSON has neither NaN nor Infinity: give finite numbers") from None
-    return given
+    return value
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_check_finite)]
@@ -83,7 +83,7 @@ Repeated = Annotated[Any, AfterValidator(_check_finite)]  # any value that an an
 
 def from_text(make: Callable[[str], Any]) -> BeforeValidator:
     """Return a validator that replaces a text by `make(text)`, and leaves other values unchanged."""
-    return BeforeValidator(lambda given: make(given) if isinstance(given, str) else given)
+    return BeforeValidator(lambda value: make(value) if isinstance(value, str) else value)
 
 
 AS_PARTS = from_text(lambda text: [{"type": "text", "text": text}])
@@ -94,20 +94,20 @@ AS_TYPE = from_text(lambda word: {"type": word})
 def known_types(*types: str) -> BeforeValidator:
     """Return a validator of a list: objects of other types keep their `type` only, so they can be named."""
 
-    def known(each: Any) -> Any:
-        kind = each.get("type") if isinstance(each, dict) else None
-        return {"type": kind} if isinstance(kind, str) and kind not in types else each
+    def known(item: Any) -> Any:
+        type_name = item.get("type") if isinstance(item, dict) else None
+        return {"type": type_name} if isinstance(type_name, str) and type_name not in types else item
 
-    return BeforeValidator(lambda given: list(map(known, given)) if isinstance(given, list) else given)
+    return BeforeValidator(lambda items: list(map(known, items)) if isinstance(items, list) else items)
 
 
 Parts = Annotated[list[ContentPart], AS_PARTS]
 Texts = Annotated[list[str] | None, AS_LIST]
 
 
-def stop_strings(given: Sequence[str] | None) -> tuple[str, ...]:
+def stop_strings(texts: Sequence[str] | None) -> tuple[str, ...]:
     """Return the strings that end an answer, each once. Some clients send empty ones, which are dropped."""
-    return tuple(dict.fromkeys(filter(None, given or ())))
+    return tuple(dict.fromkeys(filter(None, texts or ())))
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -178,17 +178,17 @@ def read_query(request: Request, model: type[M]) -> M:
 
 
 def _first_problem(error: ValidationError) -> Failure:
-    field, message, kind = _first_error(error)
+    field, message, error_type = _first_error(error)
     if not field:
         return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
-    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
+    code = "missing_required_parameter" if error_type == "missing" else "invalid_value"
     return invalid(f"{field}: {message}", field, code)
 
 
 def _first_error(error: ValidationError) -> tuple[str, str, str]:
-    """Return the place of the first error, its message and its type."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, "), found["type"]
+    """Return the field of the first error, its message and its type."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "), first["type"]
 
 
 def required(value: T | None, field: str) -> T:
@@ -257,10 +257,10 @@ class FunctionField(Fields):
 
     def tool(self, field: str, parameters_name: str = "parameters") -> Tool:
         """Return the tool. Raises Failure (400)."""
-        name, place = required(self.name, f"{field}.name"), f"{field}.{parameters_name}.type"
+        name, type_field = required(self.name, f"{field}.name"), f"{field}.{parameters_name}.type"
         parameters = self.parameters or {}
         if parameters.get("type", "object") != "object":
-            raise invalid(f"{place}: arguments are an object", place)
+            raise invalid(f"{type_field}: arguments are an object", type_field)
         return Tool(name, self.description, parameters, bool(self.strict))
 
 
@@ -298,28 +298,32 @@ def part_texts(
     parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str]:
     """Return the texts of parts, [""] without parts. Raises Failure (400) for other parts than text."""
-    found = enumerate(_given(parts, field))
-    return [_part_text(part, f"{field}.{i}", types) for i, part in found] or [""]
+    given = _required_parts(parts, field)
+    return [_part_text(part, f"{field}.{i}", types) for i, part in enumerate(given)] or [""]
 
 
 def part_contents(
     parts: Sequence[ContentPart] | None, field: str, types: Sequence[str] = ("text",)
 ) -> list[str | PictureFile]:
     """Return the texts and pictures of parts, [""] without parts. Raises Failure (400) for other parts."""
-    found: list[str | PictureFile] = []
-    for i, part in enumerate(_given(parts, field)):
-        place = f"{field}.{i}"
+    contents: list[str | PictureFile] = []
+    for i, part in enumerate(_required_parts(parts, field)):
+        part_field = f"{field}.{i}"
         if part.type not in PICTURES:
-            found.append(_part_text(part, place, types))
+            contents.append(_part_text(part, part_field, types))
         elif part.file_id is not None and part.image_url is None:
-            place += ".file_id"
-            raise unsupported(f"{place}: no files are kept here: send the picture as image_url", place)
+            part_field += ".file_id"
+            raise unsupported(
+                f"{part_field}: no files are kept here: send the picture as image_url", part_field
+            )
         else:
-            found.append(picture(from_data_url, required(part.image_url, f"{place}.image_url"), place))
-    return found or [""]
+            contents.append(
+                picture(from_data_url, required(part.image_url, f"{part_field}.image_url"), part_field)
+            )
+    return contents or [""]
 
 
-def _given(parts: Sequence[ContentPart] | None, field: str) -> Sequence[ContentPart]:
+def _required_parts(parts: Sequence[ContentPart] | None, field: str) -> Sequence[ContentPart]:
     """Return the parts. Raises Failure (400) if the field is missing or null."""
     if parts is None:
         message = f"{field}: is missing or null: give a text or a list of parts"
@@ -327,36 +331,36 @@ def _given(parts: Sequence[ContentPart] | None, field: str) -> Sequence[ContentP
     return parts
 
 
-def picture(read: Callable[[str], bytes], source: str, place: str) -> PictureFile:
+def picture(read: Callable[[str], bytes], source: str, field: str) -> PictureFile:
     """Return the picture that `read` decodes from a text. Raises Failure (400)."""
     try:
-        return PictureFile(read(source), place)
+        return PictureFile(read(source), field)
     except InvalidValue as error:
-        raise invalid(f"{place}: {error}", place) from error
+        raise invalid(f"{field}: {error}", field) from error
 
 
-def _part_text(part: ContentPart, place: str, types: Sequence[str]) -> str:
+def _part_text(part: ContentPart, field: str, types: Sequence[str]) -> str:
     if part.type not in (*types, "refusal"):
-        raise unsupported_part(part, place)
+        raise unsupported_part(part, field)
     name = "refusal" if part.type == "refusal" else "text"
-    text: str = required(vars(part)[name], f"{place}.{name}")
+    text: str = required(vars(part)[name], f"{field}.{name}")
     return text
 
 
 def unsupported_part(part: ContentPart, field: str) -> Failure:
-    """Return the failure for a part that is not read in this place: 400."""
-    kind = part.type[:MAX_SHOWN_CHARS]
-    is_picture = kind in (*PICTURES, "image")
+    """Return the failure for a part that is not read there: 400."""
+    shown = part.type[:MAX_SHOWN_CHARS]
+    is_picture = shown in (*PICTURES, "image")
     where = (
         "pictures are read from the user and from tools" if is_picture else "only text and pictures are read"
     )
-    return unsupported(f"{field}: a part of type {kind!r} is not supported here: {where}", field)
+    return unsupported(f"{field}: a part of type {shown!r} is not supported here: {where}", field)
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None. Half a surrogate pair is read as U+FFFD."""
     try:
-        found = json.loads(replace_halves(text.encode("utf-8", "surrogatepass")))
+        value = json.loads(replace_halves(text.encode("utf-8", "surrogatepass")))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -37,7 +37,7 @@ class PictureFile:
     """A picture as a client sent it."""
 
     data: bytes = field(repr=False)
-    place: str = field(compare=False)  # its field in the body
+    param: str = field(compare=False)  # its field in the body
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Chat:
     `messages` have the form that a chat template reads. "role" is system, user, assistant or tool. "content"
     is a string, a list of parts if there are pictures, or None beside tool calls. Optional keys are
     "reasoning_content", "name", "tool_call_id" and "tool_calls", whose "arguments" are a parsed JSON object.
-    `places` names the field of the body that each message came from.
+    `params` names the field of the body that each message came from.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: ToolUse | None = None
     thinking: bool | None = None  # None: as the template says
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
-    places: tuple[str, ...] = field(default=(), compare=False)
+    params: tuple[str, ...] = field(default=(), compare=False)
     begun: str = ""  # the text after which the answer goes on
 
     @property

@@ -30,13 +30,13 @@ class ThinkingFields(Fields):
     enable_thinking: bool | None = None  # as in `chat_template_kwargs`
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
-    def thinks(self, own: bool | None = None, effort: Effort | None = None) -> bool | None:
+    def thinks(self, enabled: bool | None = None, effort: Effort | None = None) -> bool | None:
         """Return True if the model shall think, None if the request says nothing. Raises Failure (400).
 
-        `own` and `effort` come from fields of the protocol.
+        `enabled` and `effort` come from fields of the protocol.
         """
         wanted = (self.chat_template_kwargs or {}).get("enable_thinking", self.enable_thinking)
-        wanted = own if wanted is None else wanted
+        wanted = enabled if wanted is None else wanted
         effort = self.reasoning_effort or effort
         if wanted is None:
             no_thinking = ("none", "minimal")  # efforts without thinking
@@ -51,12 +51,12 @@ class ThinkingFields(Fields):
 
         `effort` comes from a field of the protocol; `reasoning_effort` wins.
         """
-        given = self.chat_template_kwargs or {}
+        kwargs = self.chat_template_kwargs or {}
         own_variables = ("messages", "tools", "add_generation_prompt")  # other fields of a request set these
         for name in own_variables:
-            if name in given:
+            if name in kwargs:
                 field = "chat_template_kwargs"
                 raise unsupported(f"{field}.{name}: is set by other fields", field)
         effort = self.reasoning_effort or effort
-        found = {name: value for name, value in given.items() if name != "enable_thinking"}
-        return ({} if effort is None else {"reasoning_effort": effort}) | found
+        rest = {name: value for name, value in kwargs.items() if name != "enable_thinking"}
+        return ({} if effort is None else {"reasoning_effort": effort}) | rest

@@ -43,7 +43,7 @@ def chat_prompt(
         raise _no_calls(model, "tools")
     if format is not None and format.is_answer:
         shown = [{"role": "system", "content": _instructions(tools)}, *calls_as_text(chat.messages)]
-        chat = replace(chat, messages=tuple(shown), tools=None, places=("tools", *chat.places))
+        chat = replace(chat, messages=tuple(shown), tools=None, params=("tools", *chat.params))
         return chat_prompt(chat, tokenizer, model, param, vision, scope, most)
     folds = format is not None and format.results_in_calls
     messages = results_in_calls(chat.messages) if folds else chat.messages
@@ -58,7 +58,7 @@ def chat_prompt(
             chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))
             return chat_prompt(chat, tokenizer, model, param, vision, scope, most)
         lost = None if error.index is None else messages[error.index]
-        found = (place for place, m in zip(chat.places, chat.messages, strict=False) if m is lost)
+        found = (place for place, m in zip(chat.params, chat.messages, strict=False) if m is lost)
         place = "tools" if lost is None else next(found, param)
         raise invalid(f"{place}: {error}", place) from error
     except InvalidValue as error:
