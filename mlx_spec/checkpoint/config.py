@@ -57,10 +57,13 @@ class Checkpoint:
 
     @cached_property
     def published(self) -> Config:
-        """Return config.json as it is in the file, empty without it. Raises BadCheckpoint."""
+        """Return config.json without repairs, with ModelOpt's settings added; empty without it.
+
+        Raises BadCheckpoint.
+        """
         content = self._config_file
         published = {} if content is None else parse_object(self.folder / "config.json", content)
-        if "quantization_config" not in published:  # NVIDIA's quantizer writes its settings beside it
+        if "quantization_config" not in published:  # ModelOpt writes its settings beside it
             settings = self.json("hf_quant_config.json")
             published |= {"quantization_config": settings} if settings else {}
         return published

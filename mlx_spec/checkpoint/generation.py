@@ -51,7 +51,7 @@ class GenerationConfig:
 
 
 def read_generation_config(checkpoint: Checkpoint, eos: Collection[int] = ()) -> GenerationConfig:
-    """Return the settings of a checkpoint. A word of one token that is in `eos` is not bad, as there."""
+    """Return the settings of a checkpoint. As in transformers, no token in `eos` is a bad word alone."""
     config = checkpoint.json("generation_config.json")
     words = config.get("bad_words_ids") or []
     words = [word for word in words if isinstance(word, list)] if isinstance(words, list) else []

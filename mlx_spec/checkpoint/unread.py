@@ -38,9 +38,9 @@ def unread_keys(config: Config, source: str) -> list[str]:
 def unread_window(config: Config, source: str, windows: Sequence[bool]) -> list[str]:
     """Return what config.json says of attention windows and the class of a language model leaves out.
 
-    `windows` is True for the cache of a layer that has a window, `source` is the code of the class. The size
-    is left out if no cache has a window. The kinds of layers are if other layers have one and `source` does
-    not read the kinds. A window that holds the whole context has no effect.
+    `windows` is True for the cache of a layer that has a window, `source` is the code of the class. Names the
+    size if no layer has a window. Names `layer_types` if other layers than it states have one, and `source`
+    does not read that key. A window that holds the whole context has no effect.
     """
     text, context = text_config(config), context_length(config)
     window, kinds = integer(text, "sliding_window") or 0, text.get("layer_types")

@@ -1,1 +1,1 @@
-"""Tool calls: each file reads and writes one way in which models write them."""
+"""Tool calls: one file reads and writes the calls of a syntax, or of all syntaxes with JSON."""

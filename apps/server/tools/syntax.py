@@ -40,7 +40,7 @@ class Syntax:
     read: ReadCalls
     # Returns a grammar expression of a call without its markers. If it is None, no call can be forced.
     write: Callable[[Tool, Rules], str] | None = None
-    separator: str = ""  # between two calls
+    separator: str = ""  # between two calls: of one body, or each in its markers
     together: bool = False  # one pair of markers is around all calls
     is_json: bool = True  # the arguments are JSON, in which a grammar can enforce several schemas for a value
     needs_close: bool = False  # a body without its closing marker may be half a call that `read` accepts
@@ -100,8 +100,8 @@ class Rules:
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         self._token_id = token_id
         self._rules: dict[str, str] = {}
-        # Rule names by a schema's JSON and a tool: the tool's name if the schema refers to its definitions,
-        # else whether the tool is strict.
+        # Rule names by owner and a schema's JSON. The owner is the tool's name if the schema refers to its
+        # definitions, else whether the tool is strict.
         self.values: dict[tuple[str | bool, str], str] = {}
 
     def define(self, name: str, expression: str, options: str = "") -> str:
