@@ -16,12 +16,7 @@ from mlx_spec.checkpoint.config import Checkpoint, vocab_size
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
-from mlx_spec.drafters.drawing import (
-    DraftBuilder,
-    DrafterSource,
-    SequenceDrafter,
-    draw_rows,
-)
+from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter, draw_rows
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.read import read_model

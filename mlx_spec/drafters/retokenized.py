@@ -24,12 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.drafters.draft_model import (
-    MAX_UNWRITTEN,
-    DraftModel,
-    VocabularySizes,
-    vocab_size_of,
-)
+from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, vocab_size_of
 from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens

@@ -12,13 +12,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.model.caches import Caches
-from mlx_spec.model.hooks import (
-    captures_of,
-    decoder_of,
-    features_of,
-    start_layers_early,
-    take_outputs,
-)
+from mlx_spec.model.hooks import captures_of, decoder_of, features_of, start_layers_early, take_outputs
 from mlx_spec.model.layer_caches import lanes_without
 from mlx_spec.model.probe import rounding_of
 from mlx_spec.model.row_class import RowClass
