@@ -13,6 +13,7 @@ from itertools import chain, filterfalse, takewhile
 from typing import Any
 
 from mlx_spec.tokenizer.chat_template import REASONING_KEYS
+from mlx_spec.tokenizer.thinking import thinking_end
 
 PARAGRAPH = "\n\n"  # joins texts that were written apart
 BREAK = "\U0002a6d6"  # a rare ideograph in a tag: no template knows such a tag
@@ -32,12 +33,7 @@ def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[
     """
     found, content = dict(message), message.get("content")
     if isinstance(content, str):
-        # An answer may begin with its thinking.
-        thinking = r"""\s*(?:<([\w:]*think[\w:]*)>.*?</\1>|\[THINK\].*?\[/THINK\]|<\|channel>.*?<channel\|>
-            |<\|think:start\|>.*?<\|think:end\|>|<\|START_THINKING\|>.*?<\|END_THINKING\|>)\s*"""
-        is_answer = message.get("role") == "assistant"
-        head = re.match(thinking, content, re.DOTALL | re.VERBOSE) if is_answer else None
-        end = 0 if head is None else head.end()
+        end = thinking_end(content) if message.get("role") == "assistant" else 0
         found["content"] = content[:end] + change(content[end:])
     elif isinstance(content, list):
         found["content"] = [_map_keys(part, ("text",), change) for part in content]

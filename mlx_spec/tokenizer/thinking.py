@@ -107,6 +107,13 @@ ANSWER_TAGS = (
 )
 
 
+def thinking_end(content: str) -> int:
+    """Return the length of the thinking, tags and space included, with which an answer begins."""
+    around = "|".join(f"{re.escape(tags.open)}.*?{re.escape(tags.close)}" for tags in TAGS)
+    begun = re.match(rf"\s*(?:{around})\s*", content, re.DOTALL)
+    return begun.end() if begun else 0
+
+
 class Tokens(Protocol):
     """The part of a tokenizer that marks need."""
 

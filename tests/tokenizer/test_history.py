@@ -120,6 +120,11 @@ LATIN, MORE = system("Speak Latin."), user("And?")
         (THINKS, [Q, answer("a <think> c"), MORE], "[user:Hi?][assistant:a <think> c][user:And?]"),
         (THINKS, [Q, answer("<think>hm</think>Yes."), MORE], "[user:Hi?][assistant:Yes.][user:And?]"),
         (
+            template(content=SPLIT.replace("think", "thought")),
+            [Q, answer("<thought>hm</thought>Yes."), MORE],
+            "[user:Hi?][assistant:Yes.][user:And?]",
+        ),
+        (
             THINKS,
             [Q, answer("<think>hm</think>a</think>b"), MORE],
             "[user:Hi?][assistant:a</think>b][user:And?]",
