@@ -17,11 +17,11 @@ from mlx_spec.grammar.patterns import PatternChecker, translated
 from mlx_spec.grammar.schema import (
     UNIONS,
     Schema,
-    all_parts,
+    all_subschemas,
     both,
     either,
     escaped,
-    map_parts,
+    map_subschemas,
     name_of,
     type_list,
     values_of,
@@ -55,9 +55,9 @@ def enforced(source: str, *, closed: bool = False) -> tuple[str, list[Unenforced
         root = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"the JSON schema cannot be used: {one_line(error)}") from error
-    found, unenforced = enforceable(root, closed=closed)
+    schema, unenforced = enforceable(root, closed=closed)
     # The root of what llguidance reads is an object.
-    return json.dumps(found if isinstance(found, dict) else {"anyOf": [found]}), unenforced
+    return json.dumps(schema if isinstance(schema, dict) else {"anyOf": [schema]}), unenforced
 
 
 class _Rewriter:
@@ -74,14 +74,16 @@ class _Rewriter:
             self._close()
         root = self._schema(self._root, "#")
         definitions = {
-            name: self._schema(each, f"#/$defs/{name}") for name, each in self._definitions.items()
+            name: self._schema(schema, f"#/$defs/{name}") for name, schema in self._definitions.items()
         }
         finite = _Finite(definitions)
         if (cause := finite.cause(root, "#")) is not None:
             raise InvalidValue(f"the JSON schema cannot be used: nothing matches it, because of {cause}")
         root = finite.without_endless(root)
         definitions = {
-            name: finite.without_endless(each) for name, each in definitions.items() if name in finite.names
+            name: finite.without_endless(schema)
+            for name, schema in definitions.items()
+            if name in finite.names
         }
         if isinstance(root, bool) or not (definitions or self._has_open_keys):
             return root
@@ -90,17 +92,17 @@ class _Rewriter:
         options = {"x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}} if self._has_open_keys else {}
         return {**root, **({"$defs": definitions} if definitions else {}), **options}
 
-    def _leave_out(self, place: str, keyword: str, reason: str = Unenforced.reason) -> None:
-        self.unenforced.append(Unenforced(place, keyword, reason))
+    def _leave_out(self, pointer: str, keyword: str, reason: str = Unenforced.reason) -> None:
+        self.unenforced.append(Unenforced(pointer, keyword, reason))
 
     # --- objects without further properties
 
     def _close(self) -> None:
-        nodes = [node for root in (self._root, *self._definitions.values()) for node in all_parts(root)]
+        nodes = [node for root in (self._root, *self._definitions.values()) for node in all_subschemas(root)]
         open_: set[int] = set()
         for node in nodes:
-            parts = [*node.get("allOf", ()), *(each for union in UNIONS for each in node.get(union, ()))]
-            parts += [*node.get("dependentSchemas", {}).values(), *_given(node, "then", "else")]
+            parts = [*node.get("allOf", ()), *(option for union in UNIONS for option in node.get(union, ()))]
+            parts += [*node.get("dependentSchemas", {}).values(), *_values_of(node, "then", "else")]
             extends = any(map(self._lists_properties, parts)) or "$ref" in node
             if len(node.get("allOf", ())) > 1 or ("properties" in node and extends):
                 open_ |= self._in_place(node, set())
@@ -113,7 +115,7 @@ class _Rewriter:
 
     def _lists_properties(self, schema: Schema) -> bool:
         return isinstance(schema, dict) and any(
-            "properties" in part or "$ref" in part for part in all_parts(schema)
+            "properties" in part or "$ref" in part for part in all_subschemas(schema)
         )
 
     def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
@@ -121,39 +123,42 @@ class _Rewriter:
         if not isinstance(schema, dict) or id(schema) in seen:
             return seen
         seen.add(id(schema))
-        parts = [each for key in ("allOf", *UNIONS) for each in schema.get(key, ())]
-        parts += [*schema.get("dependentSchemas", {}).values(), *_given(schema, "if", "then", "else", "not")]
+        parts = [part for key in ("allOf", *UNIONS) for part in schema.get(key, ())]
+        parts += [
+            *schema.get("dependentSchemas", {}).values(),
+            *_values_of(schema, "if", "then", "else", "not"),
+        ]
         if "$ref" in schema:
             parts.append(self._logic.of(schema["$ref"]))
-        for each in parts:
-            self._in_place(each, seen)
+        for part in parts:
+            self._in_place(part, seen)
         return seen
 
     # --- keywords that llguidance does not know
 
-    def _schema(self, schema: Schema, place: str) -> Schema:
+    def _schema(self, schema: Schema, pointer: str) -> Schema:
         if isinstance(schema, bool):
             return schema
         node, members = dict(schema), list[Schema]()
-        self._unevaluated(node, place)
-        self._names(node, place)
-        for name, each in node.pop("dependentSchemas", {}).items():
-            self._add(members, either([{"properties": {name: False}}, each]), "dependentSchemas", place)
+        self._unevaluated(node, pointer)
+        self._names(node, pointer)
+        for name, value in node.pop("dependentSchemas", {}).items():
+            self._add(members, either([{"properties": {name: False}}, value]), "dependentSchemas", pointer)
         if "not" in node:
-            context = {key: each for key, each in node.items() if key != "not"}
-            self._add(members, self._logic.opposite(node.pop("not"), context), "not", place)
-        self._condition(node, members, place)
+            context = {key: value for key, value in node.items() if key != "not"}
+            self._add(members, self._logic.opposite(node.pop("not"), context), "not", pointer)
+        self._condition(node, members, pointer)
         if "oneOf" in node:
-            options = self._one_of(node, place)
+            options = self._one_of(node, pointer)
             if "anyOf" in node:
                 members.append({"anyOf": options})
-            node = {("anyOf" if key == "oneOf" else key): each for key, each in node.items()}
+            node = {("anyOf" if key == "oneOf" else key): value for key, value in node.items()}
             if members and members[-1] == {"anyOf": options}:
                 node["anyOf"] = schema["anyOf"]
             else:
                 node["anyOf"] = options
-        self._patterns(node, place)
-        self._property_counts(node, place)
+        self._patterns(node, pointer)
+        self._property_counts(node, pointer)
         if node.pop(CLOSED, False):
             node["additionalProperties"] = False
         opens = node.get("additionalProperties", True) is not False or "patternProperties" in node
@@ -162,31 +167,31 @@ class _Rewriter:
             return False
         if members:
             node["allOf"] = [*node.get("allOf", []), *members]
-        return map_parts(node, self._schema, place)
+        return map_subschemas(node, self._schema, pointer)
 
-    def _add(self, members: list[Schema], member: Schema | None, keyword: str, place: str) -> None:
+    def _add(self, members: list[Schema], member: Schema | None, keyword: str, pointer: str) -> None:
         """Add a schema that must match, too. If it is None (unknown), report the keyword instead."""
         if member is None or (not isinstance(member, bool) and not self._combine):
-            self._leave_out(place, keyword)
+            self._leave_out(pointer, keyword)
         elif member is not True:
             members.append(member)
 
-    def _condition(self, node: dict[str, Any], members: list[Schema], place: str) -> None:
+    def _condition(self, node: dict[str, Any], members: list[Schema], pointer: str) -> None:
         condition, then, other = (node.pop(key, True) for key in ("if", "then", "else"))
         if then is True and other is True:
             return
         opposite = self._logic.opposite(condition, node)
         if opposite is None:
-            self._leave_out(place, "if")
+            self._leave_out(pointer, "if")
         else:
-            found = either([both([condition, then]), both([opposite, other])])
-            self._add(members, found, "if", place)
+            branches = either([both([condition, then]), both([opposite, other])])
+            self._add(members, branches, "if", pointer)
 
-    def _one_of(self, node: dict[str, Any], place: str) -> list[Schema]:
+    def _one_of(self, node: dict[str, Any], pointer: str) -> list[Schema]:
         """Return options for `oneOf` that exclude each other; the same options if that is impossible."""
         options, logic = node["oneOf"], self._logic
-        rest: Schema = {key: each for key, each in node.items() if key != "oneOf"}
-        found, overlaps = [], False
+        rest: Schema = {key: value for key, value in node.items() if key != "oneOf"}
+        exclusive, overlaps = [], False
         for option in options:
             whole, members = both([rest, option]), [option]
             for other in options:
@@ -196,17 +201,17 @@ class _Rewriter:
                 opposite = logic.opposite(other, whole) if self._combine else None
                 overlaps |= opposite is None
                 members.append(True if opposite is None else opposite)
-            found.append(both(members))
+            exclusive.append(both(members))
         if overlaps:
-            self._leave_out(place, "oneOf", "a value may match two of its schemas; anyOf allows that")
-        return options if overlaps else found
+            self._leave_out(pointer, "oneOf", "a value may match two of its schemas; anyOf allows that")
+        return options if overlaps else exclusive
 
-    def _unevaluated(self, node: dict[str, Any], place: str) -> None:
+    def _unevaluated(self, node: dict[str, Any], pointer: str) -> None:
         more = node.pop("unevaluatedProperties", True)
         if more is not True and "additionalProperties" not in node:
             names = self._evaluated(node)
             if names is None:
-                self._leave_out(place, "unevaluatedProperties")
+                self._leave_out(pointer, "unevaluatedProperties")
             else:
                 node["properties"] = {
                     **node.get("properties", {}),
@@ -216,24 +221,24 @@ class _Rewriter:
         more = node.pop("unevaluatedItems", True)
         if more is not True and "items" not in node:
             if any(key in node for key in ("$ref", "allOf", "if", *UNIONS)):
-                self._leave_out(place, "unevaluatedItems")
+                self._leave_out(pointer, "unevaluatedItems")
             else:
                 node["items"] = more
 
     def _evaluated(self, node: Schema) -> list[str] | None:
         """Return the properties that a schema and its members list; None if that depends on the value."""
-        found: list[str] = []
-        for each in self._logic.members(node):
-            if any(key in each for key in ("if", "dependentSchemas", "patternProperties", *UNIONS)):
+        names: list[str] = []
+        for member in self._logic.members(node):
+            if any(key in member for key in ("if", "dependentSchemas", "patternProperties", *UNIONS)):
                 return None
-            if each is not node and "additionalProperties" in each:
+            if member is not node and "additionalProperties" in member:
                 return None
-            found += each.get("properties", ())
-        return list(dict.fromkeys(found))
+            names += member.get("properties", ())
+        return list(dict.fromkeys(names))
 
     # --- keys of objects
 
-    def _names(self, node: dict[str, Any], place: str) -> None:
+    def _names(self, node: dict[str, Any], pointer: str) -> None:
         """Replace `propertyNames` by `properties` and `patternProperties`."""
         if "propertyNames" not in node:
             return
@@ -243,83 +248,86 @@ class _Rewriter:
         more: Schema = False if node.get(CLOSED) else node.get("additionalProperties", True)
         patterned = node.get("patternProperties", {})
         if values is not None or "string" not in logic.types(names):
-            own: dict[str, Schema] = dict.fromkeys(properties, False)
-            for name in (each for each in values or () if isinstance(each, str)):
-                fitting = [each for given, each in patterned.items() if self._is_found(given, name)]
+            allowed: dict[str, Schema] = dict.fromkeys(properties, False)
+            for name in (value for value in values or () if isinstance(value, str)):
+                fitting = [schema for pattern, schema in patterned.items() if self._is_in(pattern, name)]
                 listed = [properties[name]] if name in properties else [] if fitting else [more]
-                own[name] = both([*listed, *fitting])
+                allowed[name] = both([*listed, *fitting])
             node.pop("patternProperties", None)
-            node |= {"properties": own, "additionalProperties": False}
+            node |= {"properties": allowed, "additionalProperties": False}
             return
-        said = [each for each in logic.members(names)]
-        keys = {key for each in said for key in each} - {"type", "$ref", "allOf", "format"}
+        members = list(logic.members(names))
+        keys = {key for member in members for key in member} - {"type", "$ref", "allOf", "format"}
         if not keys:
             return
-        limits = {key: each[key] for each in said for key in keys if key in each}
-        count = sum(key in each for each in said for key in keys)
+        limits = {key: member[key] for member in members for key in keys if key in member}
+        count = sum(key in member for member in members for key in keys)
         if keys <= {"minLength", "maxLength"} and count == len(keys):
             pattern = rf"^[\s\S]{{{limits.get('minLength', 0)},{limits.get('maxLength', '')}}}$"
         elif keys == {"pattern"} and count == 1:
             pattern = limits["pattern"]
         else:
-            self._leave_out(place, "propertyNames")
+            self._leave_out(pointer, "propertyNames")
             return
         if patterned:
-            self._leave_out(place, "propertyNames", "no grammar enforces it beside patternProperties")
+            self._leave_out(pointer, "propertyNames", "no grammar enforces it beside patternProperties")
             return
-        own = {
-            name: each if self._checker.matches(pattern, name) else False for name, each in properties.items()
+        allowed = {
+            name: schema if self._checker.matches(pattern, name) else False
+            for name, schema in properties.items()
         }
-        node |= {"properties": own} if own else {}
+        node |= {"properties": allowed} if allowed else {}
         node |= {"additionalProperties": False} | (
             {} if more is False else {"patternProperties": {pattern: more}}
         )
 
-    def _is_found(self, pattern: str, name: str) -> bool:
-        return all(self._checker.matches(each, name) for each in translated(pattern))
+    def _is_in(self, pattern: str, name: str) -> bool:
+        return all(self._checker.matches(part, name) for part in translated(pattern))
 
-    def _patterns(self, node: dict[str, Any], place: str) -> None:
+    def _patterns(self, node: dict[str, Any], pointer: str) -> None:
         """Make patterns of keys exclude each other, each with at least one possible key."""
         if "patternProperties" not in node:
             return
-        found: dict[str, Schema] = {}
-        for given, schema in node.pop("patternProperties").items():
-            pattern, *others = translated(given)
+        by_pattern: dict[str, Schema] = {}
+        for source, schema in node.pop("patternProperties").items():
+            pattern, *others = translated(source)
             reason = "look-ahead is not supported" if others else self._checker.problem({"pattern": pattern})
             if reason is not None:
-                self._leave_out(place, "patternProperties", f"{given!r}: {reason}")
+                self._leave_out(pointer, "patternProperties", f"{source!r}: {reason}")
                 continue
-            for other in list(found):
+            for other in list(by_pattern):
                 if self._checker.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
                     continue  # no text matches both
-                if found[other] == schema:
+                if by_pattern[other] == schema:
                     pattern = f"(?:{pattern})|(?:{other})"
-                    del found[other]
+                    del by_pattern[other]
                 else:
                     self._leave_out(
-                        place, "patternProperties", f"{given!r} and {other!r} match the same keys"
+                        pointer, "patternProperties", f"{source!r} and {other!r} match the same keys"
                     )
                     break
             else:
-                found[pattern] = schema
+                by_pattern[pattern] = schema
         properties, required = dict(node.get("properties", {})), node.get("required", ())
         is_closed = node.get("additionalProperties", True) is False
         names = [*properties, *(name for name in required if name not in properties)]
         if is_closed and not any(
             schema is not False and self._checker.has_other(pattern, names)
-            for pattern, schema in found.items()
+            for pattern, schema in by_pattern.items()
         ):
             for name in names:
-                fitting = [each for pattern, each in found.items() if self._checker.matches(pattern, name)]
+                fitting = [
+                    value for pattern, value in by_pattern.items() if self._checker.matches(pattern, name)
+                ]
                 if fitting:
                     properties[name] = both([properties.get(name, True), *fitting])
             node |= {"properties": properties} if properties else {}
-        elif found:
-            node["patternProperties"] = found
+        elif by_pattern:
+            node["patternProperties"] = by_pattern
 
-    def _property_counts(self, node: dict[str, Any], place: str) -> None:
+    def _property_counts(self, node: dict[str, Any], pointer: str) -> None:
         """Keep `minProperties` and `maxProperties` only if llguidance counts right."""
-        properties = {name for name, each in node.get("properties", {}).items() if each is not False}
+        properties = {name for name, schema in node.get("properties", {}).items() if schema is not False}
         required = set(node.get("required", ()))
         optional = properties - required
         closed = node.get(CLOSED) or (
@@ -333,8 +341,8 @@ class _Rewriter:
         most = node["maxProperties"] - len(required) if "maxProperties" in node else None
         if most == 0 and (optional or not closed):
             node["properties"] = {
-                name: (each if name in required else False)
-                for name, each in node.get("properties", {}).items()
+                name: (schema if name in required else False)
+                for name, schema in node.get("properties", {}).items()
             }
             node["additionalProperties"] = False
             for key in ("patternProperties", "maxProperties", CLOSED):
@@ -345,9 +353,9 @@ class _Rewriter:
             if not (closed and least <= 1 and most in (None, 1)):
                 for key in ("minProperties", "maxProperties"):
                     if node.pop(key, None) is not None:
-                        self._leave_out(place, key, "it needs an object whose properties are all required")
+                        self._leave_out(pointer, key, "it needs an object whose properties are all required")
         elif least > 1:
-            self._leave_out(place, "minProperties", "a grammar does not know which keys were written")
+            self._leave_out(pointer, "minProperties", "a grammar does not know which keys were written")
             node["minProperties"] = len(required) + 1
 
 
@@ -357,57 +365,59 @@ class _Finite:
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self.names: set[str] = set()
         self._definitions = definitions
-        while more := {n for n, each in definitions.items() if n not in self.names and self.has_value(each)}:
+        while more := {
+            name for name, schema in definitions.items() if name not in self.names and self.has_value(schema)
+        }:
             self.names |= more
 
     def has_value(self, schema: Schema) -> bool:
         return self.cause(schema, "") is None
 
-    def cause(self, schema: Schema, place: str) -> str | None:
-        """Return the part of `schema` that no finite value matches, with its place; None if some may."""
+    def cause(self, schema: Schema, pointer: str) -> str | None:
+        """Return the part of `schema` that no finite value matches, with its pointer; None if some may."""
         if isinstance(schema, bool):
-            return None if schema else f"{place}, which allows no value"
+            return None if schema else f"{pointer}, which allows no value"
         if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
-            return f"{place}, which demands itself without end, or what allows no value"
-        for i, each in enumerate(schema.get("allOf", ())):
-            if (found := self.cause(each, f"{place}/allOf/{i}")) is not None:
-                return found
+            return f"{pointer}, which demands itself without end, or what allows no value"
+        for i, member in enumerate(schema.get("allOf", ())):
+            if (cause := self.cause(member, f"{pointer}/allOf/{i}")) is not None:
+                return cause
         if "anyOf" in schema:
-            causes = [self.cause(each, f"{place}/anyOf/{i}") for i, each in enumerate(schema["anyOf"])]
+            causes = [self.cause(member, f"{pointer}/anyOf/{i}") for i, member in enumerate(schema["anyOf"])]
             if None not in causes:
-                return causes[0] if causes else place
+                return causes[0] if causes else pointer
         values = values_of(schema)
         if values is not None:
-            return None if values else f"{place}, whose list of values is empty"
+            return None if values else f"{pointer}, whose list of values is empty"
         types = set(type_list(schema))
-        causes = [self._of_object(schema, place)] if "object" in types else []
-        causes += [self._of_array(schema, place)] if "array" in types else []
+        causes = [self._of_object(schema, pointer)] if "object" in types else []
+        causes += [self._of_array(schema, pointer)] if "array" in types else []
         return None if types - {"object", "array"} or None in causes else causes[0]
 
-    def _of_object(self, schema: dict[str, Any], place: str) -> str | None:
+    def _of_object(self, schema: dict[str, Any], pointer: str) -> str | None:
         for name in schema.get("required", ()):
             listed, more = schema.get("properties", {}), schema.get("additionalProperties", True)
             if name in listed:
-                found = self.cause(listed[name], f"{place}/properties/{escaped(name)}")
+                cause = self.cause(listed[name], f"{pointer}/properties/{escaped(name)}")
             elif "patternProperties" in schema:
-                found = None
+                cause = None
             else:
-                found = (
-                    None if more is not False else f"{place}/required: {name!r} is not among its properties"
+                cause = (
+                    None if more is not False else f"{pointer}/required: {name!r} is not among its properties"
                 )
-                found = found or self.cause(more, f"{place}/additionalProperties")
-            if found is not None:
-                return found
+                cause = cause or self.cause(more, f"{pointer}/additionalProperties")
+            if cause is not None:
+                return cause
         return None
 
-    def _of_array(self, schema: dict[str, Any], place: str) -> str | None:
+    def _of_array(self, schema: dict[str, Any], pointer: str) -> str | None:
         first = schema.get("prefixItems", [])
         for i in range(min(schema.get("minItems", 0), len(first) + 1)):
-            each, where = (
+            item, where = (
                 (first[i], f"prefixItems/{i}") if i < len(first) else (schema.get("items", True), "items")
             )
-            if (found := self.cause(each, f"{place}/{where}")) is not None:
-                return found
+            if (cause := self.cause(item, f"{pointer}/{where}")) is not None:
+                return cause
         return None
 
     def without_endless(self, schema: Schema) -> Schema:
@@ -416,20 +426,20 @@ class _Finite:
             return schema
         if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
             return False
-        return map_parts(schema, lambda part, place: self.without_endless(part))
+        return map_subschemas(schema, lambda part, pointer: self.without_endless(part))
 
 
-def _given(node: Mapping[str, Any], *keys: str) -> list[Any]:
+def _values_of(node: Mapping[str, Any], *keys: str) -> list[Any]:
     return [node[key] for key in keys if key in node]
 
 
 def _required_names(node: Mapping[str, Any]) -> Iterable[str]:
     """Yield the names that alternatives within a schema may require."""
     for key in (*UNIONS, "allOf"):
-        for each in node.get(key, ()):
-            if isinstance(each, dict):
-                yield from each.get("required", ())
-                yield from _required_names(each)
-    for each in node.get("dependentSchemas", {}).values():
-        if isinstance(each, dict):
-            yield from each.get("required", ())
+        for member in node.get(key, ()):
+            if isinstance(member, dict):
+                yield from member.get("required", ())
+                yield from _required_names(member)
+    for member in node.get("dependentSchemas", {}).values():
+        if isinstance(member, dict):
+            yield from member.get("required", ())

@@ -155,15 +155,15 @@ class Matcher:
         self._follow(history, start)
         if self._states[-1] == "answer":
             return self._parser.compute_ff_tokens()
-        found: list[int] = []
+        tokens: list[int] = []
         segment = self._segments[-1]
         while self._states[-1] == "thinking":
             allowed = self._marks.allowed(segment)
             if allowed is None or len(allowed) > 1:
                 break
-            found += allowed
-            segment = self._segment_after(segment, found[-1])
-        return found
+            tokens += allowed
+            segment = self._segment_after(segment, tokens[-1])
+        return tokens
 
     def after_unread(
         self, history: Sequence[int], *, start: int = 0
@@ -401,8 +401,8 @@ def limits(bits: mx.array, size: int, dtype: mx.Dtype) -> mx.array:
 
 def row_limits(rows: TokenBits, size: int, dtype: mx.Dtype) -> mx.array:
     """Return the limits of rows [T, W] of bits: [T, V], or [1, V] if the rows are equal."""
-    found = [_known_limits(row.tobytes(), size, dtype) for row in rows]
-    return found[0][None] if all(each is found[0] for each in found) else mx.stack(found)
+    masks = [_known_limits(row.tobytes(), size, dtype) for row in rows]
+    return masks[0][None] if all(mask is masks[0] for mask in masks) else mx.stack(masks)
 
 
 @lru_cache(maxsize=16)  # a megabyte each for a large vocabulary; inside a JSON string the bits stay the same

@@ -31,16 +31,16 @@ class PatternChecker:
 
     def problem(self, schema: Mapping[str, Any]) -> str | None:
         """Return why llguidance refuses a schema, by default of a string; None if it accepts it."""
-        found = self._parser({"type": "string", **schema})
-        if not isinstance(found, str):
+        error = self._parser({"type": "string", **schema})
+        if not isinstance(error, str):
             return None
-        if "look" in found:
+        if "look" in error:
             return "look-around, as look-ahead and word borders are, is not supported"
-        if "Unsatisfiable" in found:
+        if "Unsatisfiable" in error:
             return EMPTY
-        if "Unable to determine" in found:
+        if "Unable to determine" in error:
             return "the pattern is too complex for it"
-        return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", found)
+        return re.sub(r"^.*error: |^the pattern |: make it simpler$", "", error)
 
     def matches(self, pattern: str, name: str) -> bool:
         """Return True if llguidance finds `pattern`, which has no problem, in `name`."""
@@ -103,9 +103,9 @@ def translated(pattern: str, format: str | None = None) -> list[str]:
         "duration": ("(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
         "email": (r"(?!\.)", r"(?!.*\.\.)"),
     }
-    for each in implied.get(format or "", ()):
-        pattern = pattern.replace(each, "")
-    found = []
+    for assertion in implied.get(format or "", ()):
+        pattern = pattern.replace(assertion, "")
+    ahead = []
     while re.match(r"\^?\(\?=", pattern):
         start = pattern.index("(?=")
         end = _closing(pattern, start)
@@ -113,9 +113,9 @@ def translated(pattern: str, format: str | None = None) -> list[str]:
             break
         if not pattern.startswith("^") or _has_choice(pattern[end:]):
             break
-        found.append(f"^(?:{pattern[start + 3 : end - 1]})")
+        ahead.append(f"^(?:{pattern[start + 3 : end - 1]})")
         pattern = "^" + pattern[end:]
-    return [_in_rust(each) for each in (*found, pattern)]
+    return [*map(_in_rust, [*ahead, pattern])]
 
 
 def _pieces(pattern: str) -> Iterable[tuple[str, bool, int]]:
@@ -159,19 +159,19 @@ def _in_rust(pattern: str) -> str:
     pattern = pattern.replace("[^]", r"[\s\S]")
     surrogates = re.compile(r"\\u([dD][89aAbB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
     pattern = surrogates.sub(lambda pair: _character(pair[1], pair[2]), pattern)
-    found: list[str] = []
+    pieces: list[str] = []
     for piece, in_class, end in _pieces(pattern):
         if piece.startswith("\\c") and pattern[end : end + 1].isalpha():
             piece = "\\x%02x" % (ord(pattern[end]) % 32) + "\0"  # \0 marks the next letter, removed below
         elif piece in (r"\<", r"\>"):
             piece = piece[1]
-        elif in_class and (piece == "[" or (piece in "&~-" and found[-1:] == [piece])):
+        elif in_class and (piece == "[" or (piece in "&~-" and pieces[-1:] == [piece])):
             piece = "\\" + piece
         elif not in_class and piece == "{" and not re.compile(r"\{\d+(,\d*)?\}").match(pattern, end - 1):
             # Braces of \p{..}, \u{..} and \x{..} belong to their escapes.
-            piece = piece if found and found[-1] in (r"\p", r"\P", r"\u", r"\x") else r"\{"
-        found.append(piece)
-    return re.sub("\0.", "", "".join(found), flags=re.DOTALL)
+            piece = piece if pieces and pieces[-1] in (r"\p", r"\P", r"\u", r"\x") else r"\{"
+        pieces.append(piece)
+    return re.sub("\0.", "", "".join(pieces), flags=re.DOTALL)
 
 
 def _character(high: str, low: str) -> str:

@@ -14,70 +14,72 @@ _VALUES = frozenset(("enum", "const", "default", "examples", "example"))
 
 
 class References:
-    """The places in a schema that references can name. A place is a JSON pointer such as "#/$defs/Point"."""
+    """Finds what references in a schema name. Returns JSON pointers such as "#/$defs/Point"."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self._places: dict[str, str] = {}  # absolute URI of a resource or an anchor -> its place
-        self._bases = dict(self._walk(root, "#", ""))  # place -> the URI that its references are relative to
+        self._pointers: dict[str, str] = {}  # absolute URI of a resource or an anchor -> its pointer
+        self._bases = dict(
+            self._walk(root, "#", "")
+        )  # pointer -> the URI that its references are relative to
 
-    def place(self, reference: str, place: str) -> str | None:
-        """Return the place that a reference at `place` points to; None if it is not within the schema."""
-        target = urljoin(self._base(place), reference) if not reference.startswith("#") else None
-        base, fragment = urldefrag(self._base(place) + reference if target is None else target)
+    def target(self, reference: str, pointer: str) -> str | None:
+        """Return the pointer to what a reference at `pointer` names; None if it is not within the schema."""
+        target = urljoin(self._base(pointer), reference) if not reference.startswith("#") else None
+        base, fragment = urldefrag(self._base(pointer) + reference if target is None else target)
         fragment = unquote(fragment)
-        start = "#" if not base else self._places.get(base)
+        start = "#" if not base else self._pointers.get(base)
         if start is None:
             return None
         if not fragment or fragment == "/":
             return start
         if not fragment.startswith("/"):
-            return self._places.get(f"{base}#{fragment}")
-        found = start + fragment
-        return found if self._has(found) else None
+            return self._pointers.get(f"{base}#{fragment}")
+        named = start + fragment
+        return named if self._has(named) else None
 
-    def at(self, place: str) -> Any:
-        """Return the value at a place. Raises KeyError."""
-        found = self.root
-        for part in place.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
-                found = found[int(key)]
-            elif isinstance(found, Mapping):
-                found = found[key]
+    def at(self, pointer: str) -> Any:
+        """Return the value that a pointer names. Raises KeyError."""
+        value = self.root
+        for step in pointer.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, list) and key.isdigit() and int(key) < len(value):
+                value = value[int(key)]
+            elif isinstance(value, Mapping):
+                value = value[key]
             else:
-                raise KeyError(place)
-        return found
+                raise KeyError(pointer)
+        return value
 
-    def _has(self, place: str) -> bool:
+    def _has(self, pointer: str) -> bool:
         try:
-            self.at(place)
+            self.at(pointer)
         except KeyError:
             return False
         return True
 
-    def _base(self, place: str) -> str:
-        while place not in self._bases:
-            place = place.rpartition("/")[0] or "#"
-        return self._bases[place]
+    def _base(self, pointer: str) -> str:
+        while pointer not in self._bases:
+            pointer = pointer.rpartition("/")[0] or "#"
+        return self._bases[pointer]
 
-    def _walk(self, given: Any, place: str, base: str) -> Iterator[tuple[str, str]]:
-        """Yield the places at which the base URI changes, and note all named places."""
-        if isinstance(given, Mapping):
-            named = given.get("$id", given.get("id") if place == "#" or "properties" in given else None)
+    def _walk(self, value: Any, pointer: str, base: str) -> Iterator[tuple[str, str]]:
+        """Yield the pointers to values that change the base URI, and note all pointers with a name."""
+        if isinstance(value, Mapping):
+            named = value.get("$id", value.get("id") if pointer == "#" or "properties" in value else None)
             if isinstance(named, str) and not named.startswith("#"):
                 base = urldefrag(urljoin(base, named))[0]
-                self._places.setdefault(base, place)
-                yield place, base
+                self._pointers.setdefault(base, pointer)
+                yield pointer, base
             elif isinstance(named, str):
-                self._places.setdefault(base + named, place)
+                self._pointers.setdefault(base + named, pointer)
             anchors = ("$anchor", "$dynamicAnchor")
             for keyword in anchors:
-                if isinstance(given.get(keyword), str):
-                    self._places.setdefault(f"{base}#{given[keyword]}", place)
-            if place == "#":
-                yield place, base
-        children = given.items() if isinstance(given, Mapping) else enumerate(given)
-        for key, each in children:
-            if isinstance(each, Mapping | list) and (key not in _VALUES or place.endswith("/properties")):
-                yield from self._walk(each, f"{place}/{escaped(str(key))}", base)
+                if isinstance(value.get(keyword), str):
+                    self._pointers.setdefault(f"{base}#{value[keyword]}", pointer)
+            if pointer == "#":
+                yield pointer, base
+        children = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, child in children:
+            if isinstance(child, Mapping | list) and (key not in _VALUES or pointer.endswith("/properties")):
+                yield from self._walk(child, f"{pointer}/{escaped(str(key))}", base)

@@ -88,36 +88,36 @@ class Definitions:
         return self._types[reference]
 
 
-def map_parts(
-    schema: Mapping[str, Any], change: Callable[[Schema, str], Schema], place: str = ""
+def map_subschemas(
+    schema: Mapping[str, Any], change: Callable[[Schema, str], Schema], pointer: str = ""
 ) -> dict[str, Any]:
-    """Return a schema with `change(part, its place)` for each schema in it."""
+    """Return a schema with `change(subschema, its pointer)` for each schema in it."""
     changed = dict(schema)
     for keyword, value in schema.items():
-        inner = f"{place}/{escaped(keyword)}"
+        inner = f"{pointer}/{escaped(keyword)}"
         if keyword in SCHEMA_LISTS:
-            changed[keyword] = [change(part, f"{inner}/{i}") for i, part in enumerate(value)]
+            changed[keyword] = [change(subschema, f"{inner}/{i}") for i, subschema in enumerate(value)]
         elif keyword in SCHEMA_MAPS:
             changed[keyword] = {
-                name: change(part, f"{inner}/{escaped(name)}") for name, part in value.items()
+                name: change(subschema, f"{inner}/{escaped(name)}") for name, subschema in value.items()
             }
         elif keyword in SCHEMAS:
             changed[keyword] = change(value, inner)
     return changed
 
 
-def all_parts(schema: Schema) -> list[dict[str, Any]]:
+def all_subschemas(schema: Schema) -> list[dict[str, Any]]:
     """Return a schema and all schemas within it, except for true and false."""
-    parts: list[dict[str, Any]] = []
+    subschemas: list[dict[str, Any]] = []
 
-    def note(part: Schema, place: str) -> Schema:
-        if isinstance(part, dict):
-            parts.append(part)
-            map_parts(part, note)
-        return part
+    def note(subschema: Schema, pointer: str) -> Schema:
+        if isinstance(subschema, dict):
+            subschemas.append(subschema)
+            map_subschemas(subschema, note)
+        return subschema
 
     note(schema, "")
-    return parts
+    return subschemas
 
 
 def escaped(key: str) -> str:

@@ -31,23 +31,23 @@ class Logic(Definitions):
 
     def values(self, schema: Schema) -> list[Any] | None:
         """Return a list that contains all allowed values; None if the schema does not list them."""
-        lists = [found for each in self.members(schema) if (found := values_of(each)) is not None]
+        lists = [values for member in self.members(schema) if (values := values_of(member)) is not None]
         if not lists:
             return [True, False] if self.types(schema) == {"boolean"} else None
         return [value for value in lists[0] if all(is_among(value, other) for other in lists[1:])]
 
     def required(self, schema: Schema) -> set[str]:
-        return {name for each in self.members(schema) for name in each.get("required", ())}
+        return {name for member in self.members(schema) for name in member.get("required", ())}
 
     def of_property(self, schema: Schema, name: str) -> list[Schema]:
         """Return all schemas that the property `name` has to match."""
-        found = []
-        for each in self.members(schema):
-            if name in each.get("properties", {}):
-                found.append(each["properties"][name])
-            elif "additionalProperties" in each and "patternProperties" not in each:
-                found.append(each["additionalProperties"])
-        return found
+        schemas = []
+        for member in self.members(schema):
+            if name in member.get("properties", {}):
+                schemas.append(member["properties"][name])
+            elif "additionalProperties" in member and "patternProperties" not in member:
+                schemas.append(member["additionalProperties"])
+        return schemas
 
     def excludes(self, first: Schema, second: Schema, depth: int = 0) -> bool:
         """Return True if it is known that no value matches both."""
@@ -61,9 +61,9 @@ class Logic(Definitions):
         if listed and not any(is_among(value, others or ()) for value in values or ()):
             return True
         for one, other in ((first, second), (second, first)):
-            for each in self.members(one):
+            for member in self.members(one):
                 for union in UNIONS:
-                    options = each.get(union)
+                    options = member.get(union)
                     if options and all(self.excludes(option, other, depth + 1) for option in options):
                         return True
         if common != {"object"}:
@@ -80,8 +80,10 @@ class Logic(Definitions):
         if self.types(first) != {"object"}:
             return False
         members = list(self.members(first))
-        listed = {name for each in members for name in each.get("properties", ())}
-        is_closed = any(each.get(CLOSED) or each.get("additionalProperties") is False for each in members)
+        listed = {name for member in members for name in member.get("properties", ())}
+        is_closed = any(
+            member.get(CLOSED) or member.get("additionalProperties") is False for member in members
+        )
         return is_closed and not self.required(second) <= listed
 
     def opposite(self, schema: Schema, context: Schema = True, depth: int = 0) -> Schema | None:
@@ -95,13 +97,13 @@ class Logic(Definitions):
             return not schema
         if depth > MAX_DEPTH:
             return None
-        found: list[Schema] = []
+        opposites: list[Schema] = []
         is_known = True
         for keyword, value in schema.items():
             alternatives = self._opposites(keyword, value, schema, context, depth + 1)
             is_known &= alternatives is not None
-            found += alternatives or ()
-        return either(found) if is_known or any(each is not False for each in found) else None
+            opposites += alternatives or ()
+        return either(opposites) if is_known or any(opposite is not False for opposite in opposites) else None
 
     def _opposites(
         self, keyword: str, value: Any, schema: dict[str, Any], context: Schema, depth: int
@@ -127,18 +129,18 @@ class Logic(Definitions):
             return [value]
         if keyword == "properties":
             others = {
-                name: self.opposite(each, both(self.of_property(context, name)), depth)
-                for name, each in value.items()
+                name: self.opposite(subschema, both(self.of_property(context, name)), depth)
+                for name, subschema in value.items()
             }
-            found: list[Schema] = [
+            alternatives: list[Schema] = [
                 {"type": "object", "required": [name], "properties": {name: other}}
                 for name, other in others.items()
                 if other is not None and other is not False
             ]
-            return found if found or None not in others.values() else None
+            return alternatives if alternatives or None not in others.values() else None
         if keyword in ("anyOf", "allOf"):
-            members = [self.opposite(each, context, depth) for each in value]
-            known = [each for each in members if each is not None]
+            members = [self.opposite(subschema, context, depth) for subschema in value]
+            known = [subschema for subschema in members if subschema is not None]
             if not known or (keyword == "anyOf" and len(known) < len(members)):
                 return None
             return known if keyword == "allOf" else [both(known)]

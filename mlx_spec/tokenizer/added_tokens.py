@@ -45,16 +45,16 @@ def stated_tokens(checkpoint: Checkpoint) -> set[str]:
 
 def add_tokens(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
     """Add to a tokenizer.json what the files beside it state. Raises BadCheckpoint."""
-    stated, own = _read(checkpoint), tokenizer.get_added_tokens_decoder()
-    tokens = stated.tokens if stated.is_complete else stated.tokens | own
-    known = {token.content for token in (own | tokens).values()}
+    stated, in_file = _read(checkpoint), tokenizer.get_added_tokens_decoder()
+    tokens = stated.tokens if stated.is_complete else stated.tokens | in_file
+    known = {token.content for token in (in_file | tokens).values()}
     roles = {token.content for token in stated.roles.values()}
-    found = [tokens[id] for id in sorted(tokens)]
-    found += [token for token in [*stated.roles.values(), *stated.extra] if token.content not in known]
-    for token in found:
+    wanted = [tokens[id] for id in sorted(tokens)]
+    wanted += [token for token in [*stated.roles.values(), *stated.extra] if token.content not in known]
+    for token in wanted:
         token.special = token.special or token.content in roles
     present = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    new = [token for token in found if present.get(token.content) != token]
+    new = [token for token in wanted if present.get(token.content) != token]
     absent = {token.content for token in new if tokenizer.token_to_id(token.content) is None}
     if new:
         tokenizer.add_tokens(new)
@@ -122,9 +122,9 @@ def _read(checkpoint: Checkpoint) -> _Stated:
 
 def _roles(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tokens with a role: the usual ones, then one model's own, such as `image_token`."""
-    named = {key: config[key] for key in ROLES if config.get(key)}
-    own = {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str | AddedToken)}
-    return named | own
+    usual = {key: config[key] for key in ROLES if config.get(key)}
+    more = {key: v for key, v in config.items() if key.endswith("_token") and isinstance(v, str | AddedToken)}
+    return usual | more
 
 
 def _listed(extra: Any) -> Iterable[Any]:

@@ -73,21 +73,21 @@ class ChatTemplate:
         if tools and self.for_tools is not None:
             return self.for_tools.render(messages, thinking=thinking, tools=tools, variables=variables)
         # Templates would print a missing value as None.
-        given = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        complete = [{key: value for key, value in m.items() if value is not None} for m in messages]
         values = {
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
             **({} if thinking is None else {"enable_thinking": thinking}),
-            "messages": [_with_all_reasoning_keys(message) for message in given],
+            "messages": [_with_all_reasoning_keys(message) for message in complete],
             "add_generation_prompt": True,
         }
         shown = list(tools)
         try:
             return self._rendered(values, shown or None)
         except TEMPLATE_ERRORS as error:
-            if not shown and (found := self._with_no_tools(values)) is not None:
-                return found
+            if not shown and (prompt := self._with_no_tools(values)) is not None:
+                return prompt
             raise InvalidValue(f"the chat template refuses these messages: {one_line(error)}") from error
 
     def _with_no_tools(self, values: Mapping[str, Any]) -> str | None:
@@ -135,13 +135,13 @@ def _sources(checkpoint: Checkpoint) -> dict[str, str]:
     source = checkpoint.json("chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(source, list):
         source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-    found: dict[Any, Any] = source if isinstance(source, dict) else {"default": source}
+    sources: dict[Any, Any] = source if isinstance(source, dict) else {"default": source}
     folders = ("chat_templates", "additional_chat_templates")  # of templates beside the default one
     files = {file.stem: file for name in folders for file in sorted((folder / name).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
+    sources |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return {name: text for name, text in sources.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _with_all_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def half_character(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
 
 def placed(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> tuple[TokenLogprob, ...]:
     """Return the logprobs of a whole text with their offsets. A token without text has the next offset."""
-    detokenizer, end, found = Detokenizer(tokenizer.decode), 0, list[TokenLogprob]()
-    for each in logprobs:
-        found.append(replace(each, offset=end))
-        end += len(detokenizer.add(each.token))
-    return tuple(found)
+    detokenizer, end, with_offsets = Detokenizer(tokenizer.decode), 0, list[TokenLogprob]()
+    for logprob in logprobs:
+        with_offsets.append(replace(logprob, offset=end))
+        end += len(detokenizer.add(logprob.token))
+    return tuple(with_offsets)

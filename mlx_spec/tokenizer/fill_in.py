@@ -61,27 +61,27 @@ LAYOUTS = (
 )
 
 
-def fill_in_prompt(given: FillIn, tokenizer: Tokenizer) -> list[int] | None:
+def fill_in_prompt(gap: FillIn, tokenizer: Tokenizer) -> list[int] | None:
     """Return the prompt that asks for a middle; None if the model has no tokens for that."""
     layout = _find_layout(tokenizer)
     if layout is None:
         return None
-    before = given.prefix
+    before = gap.prefix
     files = tokenizer.prompt_tokens("")  # the tokens that begin every prompt
-    if given.extra and not layout.file:
-        before = "".join(f"{name}\n{content}\n" for name, content in given.extra) + before
-    elif given.extra:
+    if gap.extra and not layout.file:
+        before = "".join(f"{name}\n{content}\n" for name, content in gap.extra) + before
+    elif gap.extra:
         # Where a layout has names that no client sends, words stand for them.
         files += _piece(tokenizer, layout.project, "project\n") if layout.project else []
-        for name, content in given.extra:
+        for name, content in gap.extra:
             files += _piece(tokenizer, layout.file, f"{name}\n{content}\n")
         files += _piece(tokenizer, layout.file, "file\n")
     pieces = [
         _piece(tokenizer, layout.prefix, before),
-        _piece(tokenizer, layout.suffix, given.suffix, joined=True),
+        _piece(tokenizer, layout.suffix, gap.suffix, joined=True),
     ]
     pieces = pieces[::-1] if layout.suffix_first else pieces
-    return [*files, *pieces[0], *pieces[1], *_piece(tokenizer, layout.middle, given.middle, joined=True)]
+    return [*files, *pieces[0], *pieces[1], *_piece(tokenizer, layout.middle, gap.middle, joined=True)]
 
 
 def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -99,10 +99,10 @@ def _find_layout(tokenizer: Tokenizer) -> Layout | None:
 def _piece(tokenizer: Tokenizer, token: str, content: str, *, joined: bool = False) -> list[int]:
     """Return a token and a text; `joined` without the space that some tokenizers put before a text."""
     id = tokenizer.token_id(token) if token else None
-    found = [] if id is None else [id]
+    tokens = [] if id is None else [id]
     if not content:
-        return found
+        return tokens
     mark = tokenizer.encode(MARK) if joined else []
     if mark and mark[0] == tokenizer.token_id("▁"):
-        return found + tokenizer.encode(MARK + content)[len(mark) :]
-    return found + tokenizer.encode(content)
+        return tokens + tokenizer.encode(MARK + content)[len(mark) :]
+    return tokens + tokenizer.encode(content)

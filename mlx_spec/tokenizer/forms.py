@@ -31,41 +31,41 @@ def map_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[
 
     Reasoning is not changed, even at the beginning of an answer's content: the template may drop it.
     """
-    found, content = dict(message), message.get("content")
+    changed, content = dict(message), message.get("content")
     if isinstance(content, str):
         end = thinking_end(content) if message.get("role") == "assistant" else 0
-        found["content"] = content[:end] + change(content[end:])
+        changed["content"] = content[:end] + change(content[end:])
     elif isinstance(content, list):
-        found["content"] = [_map_keys(part, ("text",), change) for part in content]
+        changed["content"] = [_map_keys(part, ("text",), change) for part in content]
     if isinstance(calls := message.get("tool_calls"), list):
-        found["tool_calls"] = [_map_call(call, change) for call in calls]
+        changed["tool_calls"] = [_map_call(call, change) for call in calls]
     if isinstance(results := message.get("tool_responses"), list):
-        found["tool_responses"] = [_map_keys(each, ("response",), change) for each in results]
-    return found
+        changed["tool_responses"] = [_map_keys(result, ("response",), change) for result in results]
+    return changed
 
 
 def _map_call(call: Any, change: Callable[[str], str]) -> Any:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
     function = _map_keys(call["function"], ("name", "arguments"), change)
-    found, name = {**call, "function": function}, call["function"].get("name")
+    changed, name = {**call, "function": function}, call["function"].get("name")
     if isinstance(name, str) and str(call.get("id")).startswith(f"functions.{name}:"):
-        found["id"] = found["id"].replace(name, function["name"], 1)  # Kimi K2 shows no other name
-    return found
+        changed["id"] = changed["id"].replace(name, function["name"], 1)  # Kimi K2 shows no other name
+    return changed
 
 
-def _map_keys(found: Any, keys: tuple[str, ...], change: Callable[[str], str]) -> Any:
-    if not isinstance(found, dict):
-        return found
-    return {key: _map_leaves(each, change) if key in keys else each for key, each in found.items()}
+def _map_keys(value: Any, keys: tuple[str, ...], change: Callable[[str], str]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _map_leaves(item, change) if key in keys else item for key, item in value.items()}
 
 
 def _map_leaves(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_leaves(each, change) for key, each in value.items()}
-    return [_map_leaves(each, change) for each in value] if isinstance(value, list) else value
+        return {key: _map_leaves(item, change) for key, item in value.items()}
+    return [_map_leaves(item, change) for item in value] if isinstance(value, list) else value
 
 
 # --- forms
@@ -73,7 +73,7 @@ def _map_leaves(value: Any, change: Callable[[str], str]) -> Any:
 
 def _one_call_each(messages: Messages) -> Messages:
     """Put each tool call in a separate message, before its result."""
-    found: Messages = []
+    separate: Messages = []
     results: Messages = []  # tool messages after the calls before, which are already placed
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
@@ -81,38 +81,38 @@ def _one_call_each(messages: Messages) -> Messages:
             continue
         results = []
         if len(calls) < 2:
-            found.append(message)
+            separate.append(message)
             continue
         results = list(takewhile(lambda m: m.get("role") == "tool", messages[i + 1 :]))
-        left = results
+        other_results = results
         for k, call in enumerate(calls):
-            found.append({**(message if k == 0 else {"role": message["role"]}), "tool_calls": [call]})
-            own = [m for m in left if m.get("tool_call_id") in (None, call.get("id"))][:1]
-            found += own
-            left = [m for m in left if m not in own]
-        found += left
-    return found
+            separate.append({**(message if k == 0 else {"role": message["role"]}), "tool_calls": [call]})
+            its_results = [m for m in other_results if m.get("tool_call_id") in (None, call.get("id"))][:1]
+            separate += its_results
+            other_results = [m for m in other_results if m not in its_results]
+        separate += other_results
+    return separate
 
 
 def _text_apart(messages: Messages) -> Messages:
     """Put text beside tool calls in a separate message."""
-    found: Messages = []
+    separate: Messages = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
-            found.append({key: value for key, value in message.items() if key != "tool_calls"})
+            separate.append({key: value for key, value in message.items() if key != "tool_calls"})
             message = {"role": message["role"], "tool_calls": message["tool_calls"]}
-        found.append(message)
-    return found
+        separate.append(message)
+    return separate
 
 
 def _arguments_as_text(messages: Messages) -> Messages:
     """Write the arguments of calls as JSON."""
-    return _with_arguments(messages, lambda given: given if isinstance(given, str) else _json(given))
+    return _with_arguments(messages, lambda value: value if isinstance(value, str) else _json(value))
 
 
 def _arguments_as_object(messages: Messages) -> Messages:
     """Read the arguments of calls from JSON."""
-    return _with_arguments(messages, lambda given: _object(given) if isinstance(given, str) else given)
+    return _with_arguments(messages, lambda value: _object(value) if isinstance(value, str) else value)
 
 
 def _named_system(messages: Messages) -> Messages:
@@ -139,31 +139,31 @@ def _in_front(messages: Messages) -> Messages:
 
 def _told_by_user(messages: Messages) -> Messages:
     """Turn all system messages into paragraphs of the user."""
-    found: Messages = []
+    moved: Messages = []
     is_moved = False  # the last message was a system message
     for message in messages:
         was_moved, is_moved = is_moved, _is_system(message)
         message = {**message, "role": "user"} if is_moved else message
-        is_near = bool(found) and found[-1].get("role") == message.get("role") == "user"
+        is_near = bool(moved) and moved[-1].get("role") == message.get("role") == "user"
         if is_near and (is_moved or was_moved):
-            found[-1] = _one_of(found[-1], message)
+            moved[-1] = _one_of(moved[-1], message)
             is_moved = True
         else:
-            found.append(message)
-    return found
+            moved.append(message)
+    return moved
 
 
 def _joined(messages: Messages) -> Messages:
     """Join consecutive messages of one role, except tool calls and their results."""
-    found: Messages = []
+    joined: Messages = []
     for message in messages:
-        before = found[-1] if found else {}
+        before = joined[-1] if joined else {}
         apart = before.get("tool_calls") or message.get("tool_calls") or message.get("role") == "tool"
         if not apart and before.get("role") == message.get("role"):
-            found[-1] = _one_of(before, message)
+            joined[-1] = _one_of(before, message)
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def filled(messages: Messages) -> Messages:
@@ -173,14 +173,14 @@ def filled(messages: Messages) -> Messages:
 
 def _reasoning_as_part(messages: Messages) -> Messages:
     """Write the reasoning of a message without content as a part of its content."""
-    found = []
+    changed = []
     for message in messages:
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
         if reasoning and not message.get("content") and not message.get("tool_calls"):
             kept = {key: value for key, value in message.items() if key not in REASONING_KEYS}
             message = {**kept, "content": [{"type": "thinking", "thinking": reasoning}]}
-        found.append(message)
-    return found
+        changed.append(message)
+    return changed
 
 
 def _as_text(messages: Messages) -> Messages:
@@ -245,16 +245,16 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 def _one_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return two messages of one role as one."""
-    found = {**first, **second}
+    joined = {**first, **second}
     for key in ("content", *REASONING_KEYS):
-        both = [each[key] for each in (first, second) if each.get(key)]
+        both = [message[key] for message in (first, second) if message.get(key)]
         if len(both) == 2:
             a, b = both
             are_texts = isinstance(a, str) and isinstance(b, str)
-            found[key] = PARAGRAPH.join([a, b]) if are_texts else [*_parts(a), *_parts(b)]
+            joined[key] = PARAGRAPH.join([a, b]) if are_texts else [*_parts(a), *_parts(b)]
         elif both:
-            found[key] = both[0]
-    return found
+            joined[key] = both[0]
+    return joined
 
 
 def _parts(content: Any) -> list[Any]:

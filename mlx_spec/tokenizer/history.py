@@ -80,19 +80,19 @@ def render_history(
 
     Raises InvalidValue if the template refuses the messages in every form, LostText if it leaves out a text.
     """
-    given = [dict(message) for message in messages]
+    originals = [dict(message) for message in messages]
     templates = [template]
-    if not tools and template.for_tools is not None and any(m.get("tool_calls") for m in given):
+    if not tools and template.for_tools is not None and any(m.get("tool_calls") for m in originals):
         templates.append(template.for_tools)  # it may be the only one that shows calls
     problems: list[InvalidValue] = []
-    for each in templates:
-        settings = each, thinking, dict(variables or {})
+    for source in templates:
+        settings = source, thinking, dict(variables or {})
         check = TextCheck(known or KnownChecks(Recent[CheckedPrompt](), None), settings)
-        attempts = _Attempts(partial(_render, each, thinking, variables), given, tools, check)
-        if (found := attempts.best()) is not None:
-            return Rendered(found, check.turns if found == check.shown else ())
+        attempts = _Attempts(partial(_render, source, thinking, variables), originals, tools, check)
+        if (prompt := attempts.best()) is not None:
+            return Rendered(prompt, check.turns if prompt == check.shown else ())
         problems += attempts.problems
-    raise next((each for each in problems if isinstance(each, LostText)), problems[0])
+    raise next((problem for problem in problems if isinstance(problem, LostText)), problems[0])
 
 
 def _render(
@@ -108,48 +108,50 @@ def _render(
 class _Attempts:
     """Tries the forms of one conversation until a prompt has all of its text."""
 
-    def __init__(self, render: Render, given: Messages, tools: Sequence[Message], check: TextCheck) -> None:
-        self._render, self._given, self._tools, self._check = render, given, tools, check
+    def __init__(
+        self, render: Render, messages: Messages, tools: Sequence[Message], check: TextCheck
+    ) -> None:
+        self._render, self._messages, self._tools, self._check = render, messages, tools, check
         self._loses = False  # a form was rendered, and a text was missing
-        self.problems: list[InvalidValue] = []  # errors of the messages as they were given
+        self.problems: list[InvalidValue] = []  # errors of the messages without forms
 
     def best(self) -> str | None:
         """Return the prompt, with as few forms as needed; None if no forms work."""
         chosen: list[Form] = []
-        found, reached = self._attempt(chosen)
-        if found is not None:
-            return found
-        useful = [[form for form in group if form(self._given) != self._given] for group in FORM_GROUPS]
+        prompt, reached = self._attempt(chosen)
+        if prompt is not None:
+            return prompt
+        useful = [[form for form in group if form(self._messages) != self._messages] for group in FORM_GROUPS]
         groups: list[list[Form]] = [*useful, [untagged]]
         left = [form for group in groups for form in group]
         while left:  # keep each form that shows more texts than the forms before
             form = left.pop(0)
-            found, shown = self._attempt([*chosen, form])
-            if found is not None:
-                return found
+            prompt, shown = self._attempt([*chosen, form])
+            if prompt is not None:
+                return prompt
             if shown > reached:
                 chosen, reached = [*chosen, form], shown
-                left = [each for group in groups for each in group if not set(group) & set(chosen)]
-        for some in itertools.product(*([*group, None] for group in useful)):
-            forms = [form for form in some if form is not None]
-            for each in (forms, [*forms, untagged]):
-                if self._attempt(each)[0] is not None:
-                    return self._shortest(each)
+                left = [other for group in groups for other in group if not set(group) & set(chosen)]
+        for combination in itertools.product(*([*group, None] for group in useful)):
+            forms = [form for form in combination if form is not None]
+            for other in (forms, [*forms, untagged]):
+                if self._attempt(other)[0] is not None:
+                    return self._shortest(other)
         return None
 
     def _attempt(self, forms: Sequence[Form]) -> tuple[str | None, int]:
         """Return the prompt; else None, and how many texts come before the lost one, -1 if refused."""
         is_broken = untagged in forms
         # Tags are broken only if a template loses text, perhaps at a tag. It may refuse a tag for a reason.
-        if is_broken and (not self._loses or BREAK in json.dumps(self._given, ensure_ascii=False)):
+        if is_broken and (not self._loses or BREAK in json.dumps(self._messages, ensure_ascii=False)):
             return None, -1
-        messages = self._given
+        messages = self._messages
         for form in sorted(forms, key=ORDER.index):
             messages = form(messages)
         try:
             prompt = self._check.checked(self._render, messages, self._tools)
         except InvalidValue as error:
-            if set(forms) <= {filled}:  # the messages are still as they were given
+            if set(forms) <= {filled}:  # the messages still have no form
                 self.problems.append(error)
             if not isinstance(error, LostText):
                 return None, -1
@@ -163,7 +165,7 @@ class _Attempts:
         """Return the prompt without the forms that are not needed."""
         needed = list(forms)
         for form in forms:
-            fewer = [each for each in needed if each is not form]
+            fewer = [other for other in needed if other is not form]
             if self._attempt(fewer)[0] is not None:
                 needed = fewer
         return self._attempt(needed)[0]
@@ -287,35 +289,35 @@ class TextCheck:
         tells_places = is_same and not MARK.search(prompt) and len(self._wanted) <= MARKS
         if low and not tells_places:
             raise InvalidValue("the chat template reads the texts of these messages")
-        places: dict[str, list[int]] = {}  # by mark, in the prompt
-        for count, found in enumerate(MARK.finditer(shown)):
-            if (place := found.start() - count) >= low:
-                places.setdefault(found[0], []).append(place)
+        positions: dict[str, list[int]] = {}  # by mark, in the prompt
+        for count, match in enumerate(MARK.finditer(shown)):
+            if (position := match.start() - count) >= low:
+                positions.setdefault(match[0], []).append(position)
         before, squeezed = Counter(MARK.findall(prompt)), ""
         ends = [low] * len(messages)
-        for i, each in enumerate(self._wanted):
-            end = sys.maxsize if each.text else 0
-            if is_same and each.times:
-                found_at = places.get(each.mark, [])
-                is_there = len(found_at) - before[each.mark] >= each.times
+        for i, wanted in enumerate(self._wanted):
+            end = sys.maxsize if wanted.text else 0
+            if is_same and wanted.times:
+                its_positions = positions.get(wanted.mark, [])
+                is_there = len(its_positions) - before[wanted.mark] >= wanted.times
                 if is_there and tells_places:  # a mark begins the last line
-                    end = found_at[each.times - 1] + len(each.text.rpartition("\n")[2])
+                    end = its_positions[wanted.times - 1] + len(wanted.text.rpartition("\n")[2])
             else:
                 squeezed = squeezed or _squeezed(prompt[low:])
-                is_there = all(_contains(squeezed, piece) for piece in SWITCH.split(each.text))
+                is_there = all(_contains(squeezed, piece) for piece in SWITCH.split(wanted.text))
             if not is_there:
-                raise LostText(each.text, each.role, each.index, shown=i)
-            index = each.index or 0  # a tool counts as a text of the first message
+                raise LostText(wanted.text, wanted.role, wanted.index, shown=i)
+            index = wanted.index or 0  # a tool counts as a text of the first message
             ends[index] = max(ends[index], end)
         return list(itertools.accumulate(ends[first:], max))
 
     def _message(self, index: int, message: Message) -> dict[str, Any]:
         """Return a message with marks in its texts, and SIGN in its parts."""
         role = str(message.get("role"))
-        found = map_texts(message, lambda text: self._text(text, role, index))
-        if isinstance(parts := found.get("content"), list):
-            found["content"] = [{**part, SIGN: SIGN} if isinstance(part, dict) else part for part in parts]
-        return found
+        marked = map_texts(message, lambda text: self._text(text, role, index))
+        if isinstance(parts := marked.get("content"), list):
+            marked["content"] = [{**part, SIGN: SIGN} if isinstance(part, dict) else part for part in parts]
+        return marked
 
     def _tool(self, tool: Message) -> dict[str, Any]:
         """Return a tool with marks in its name."""
@@ -347,7 +349,7 @@ def _marked(text: str) -> str:
 
 def _contains(squeezed: str, text: str) -> bool:
     """Return True if a prompt has a text, as it is or in JSON, ignoring white space."""
-    return any(_squeezed(each) in squeezed for each in _written(text))
+    return any(_squeezed(written) in squeezed for written in _written(text))
 
 
 def _written(text: str) -> Iterator[str]:

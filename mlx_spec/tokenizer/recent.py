@@ -53,10 +53,10 @@ class Recent(Generic[Entry]):
         lengths = [common_start(entry.text, text) for entry in entries]
         if not lengths:
             return None, 0
-        found = max(range(len(lengths)), key=lengths.__getitem__)
+        best = max(range(len(lengths)), key=lengths.__getitem__)
         with self._lock:
-            self._entries.sort(key=lambda each: each[1] is entries[found])
-        return entries[found], lengths[found]
+            self._entries.sort(key=lambda pair: pair[1] is entries[best])
+        return entries[best], lengths[best]
 
 
 def common_start(a: str, b: str) -> int:
@@ -77,13 +77,13 @@ class Encoded:
 
     text: str
     tokens: array[int]
-    places: Sequence[int]  # in the text, of tokens that cut it; ascending
+    offsets: Sequence[int]  # in the text, of tokens that cut it; ascending
     indices: Sequence[int]  # of the same tokens
 
-    def size_after(self, place: int) -> int | None:
+    def size_after(self, offset: int) -> int | None:
         """Return the number of tokens up to the first cutting one after a place, with it; None if none is."""
-        found = bisect_left(self.places, place)
-        return self.indices[found] + 1 if found < len(self.places) else None
+        index = bisect_left(self.offsets, offset)
+        return self.indices[index] + 1 if index < len(self.offsets) else None
 
 
 class RecentEncodings:
@@ -105,24 +105,24 @@ class RecentEncodings:
     def encode(self, text: str, scope: Hashable) -> Encoded:
         """Return a text with its tokens, as encoding all of it gives them."""
         known, common = self._recent.longest(scope, text)
-        cut = 0 if known is None else bisect_right(known.places, common - self._reach)
+        cut = 0 if known is None else bisect_right(known.offsets, common - self._reach)
         if known is None or not cut:
-            start, tokens, places, indices = 0, array("I"), list[int](), list[int]()
+            start, tokens, offsets, indices = 0, array("I"), list[int](), list[int]()
         else:
-            start, index = known.places[cut - 1], known.indices[cut - 1]
-            tokens, places, indices = (
+            start, index = known.offsets[cut - 1], known.indices[cut - 1]
+            tokens, offsets, indices = (
                 known.tokens[:index],
-                [*known.places[: cut - 1]],
+                [*known.offsets[: cut - 1]],
                 [*known.indices[: cut - 1]],
             )
         encoding = self._encode(text[start:])
         ids, before = encoding.ids, len(tokens)
         for i in (i for i, token in enumerate(ids) if token in self._cutting):
-            place = encoding.token_to_chars(i)
-            if place is not None:
-                places.append(start + place[0])
+            span = encoding.token_to_chars(i)
+            if span is not None:
+                offsets.append(start + span[0])
                 indices.append(before + i)
         tokens.extend(ids)
-        encoded = Encoded(text, tokens, places, indices)
+        encoded = Encoded(text, tokens, offsets, indices)
         self._recent.add(scope, encoded)
         return encoded

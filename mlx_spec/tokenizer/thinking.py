@@ -257,29 +257,30 @@ def find_marks(source: str, tokenizer: Tokens) -> Marks | None:
 
     Tags that are not tokens count only where the template names them.
     """
-    found: list[Marks] = []
+    by_tokens: list[Marks] = []
     by_text: list[Marks] = []
     for form in MESSAGES:
         names = (*form.starts, *form.bodies, form.end)
         if all(tokenizer.token_id(name) is not None for name in names):
-            found.append(MessageMarks(form, tokenizer))
-            found[-1].named = all(name in source for name in names)
+            by_tokens.append(MessageMarks(form, tokenizer))
+            by_tokens[-1].named = all(name in source for name in names)
     for tags in TAGS:
         opening, closing = tokenizer.token_id(tags.open), tokenizer.token_id(tags.close)
         if opening is not None and closing is not None:
-            found.append(TagMarks(tags, tokenizer, opening, closing))
-            found[-1].named = tags.close in source
+            by_tokens.append(TagMarks(tags, tokenizer, opening, closing))
+            by_tokens[-1].named = tags.close in source
         elif tags.close in source:
             by_text.append(TextTagMarks(tags, tokenizer))
             by_text[-1].named = True
-    marks = next((each for each in [*found, *by_text] if each.named), found[0] if found else None)
+    named = [marks for marks in (*by_tokens, *by_text) if marks.named]
+    first = next(iter([*named, *by_tokens]), None)
     around = next((tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source), None)
-    if marks is not None and around is not None:
-        marks.answer_tags = (
+    if first is not None and around is not None:
+        first.answer_tags = (
             TextTag(around.open, "answer", first=True),
             TextTag(around.close, None, first=False),
         )
-    return marks
+    return first
 
 
 def _after_prompt(tags: Markers, tokenizer: Tokens, prompt: Sequence[int]) -> Segment:

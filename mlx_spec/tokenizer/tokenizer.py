@@ -266,7 +266,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
     while waiting:
         step = waiting.pop(0)
         parts = (step.get(name, ()) for name in ("decoders", "normalizers", "pretokenizers"))
-        waiting = [*(each for steps in parts for each in steps), *waiting]
+        waiting = [*(inner for steps in parts for inner in steps), *waiting]
         if step["type"] != "Sequence":
             yield step
 
@@ -310,19 +310,19 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
 @cache
 def _byte_of_letter() -> dict[str, int]:
     """Return GPT-2's alphabet: printable Latin-1 bytes are their own letters, the others follow U+0100."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer and chat template of a checkpoint. Raises BadCheckpoint."""
-    tokenizer, own = _read(checkpoint)
-    config = checkpoint.config
-    configs = config, config.get("text_config") or {}, checkpoint.json("generation_config.json")
-    stated = [each.get("eos_token_id") for each in configs]
+    tokenizer, end = _read(checkpoint)
+    main = checkpoint.config
+    configs = main, main.get("text_config") or {}, checkpoint.json("generation_config.json")
+    stated = [config.get("eos_token_id") for config in configs]
     eos = {i for ids in stated for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
-    ends = eos if own is None else eos | {own}
+    ends = eos if end is None else eos | {end}
     return Tokenizer(tokenizer, read_template(checkpoint), ends, read_generation_config(checkpoint, ends))
 
 

@@ -341,7 +341,7 @@ def test_what_no_grammar_enforces_is_named_and_the_rest_holds(
     schema: Any, keyword: str, place: str, left: Any
 ) -> None:
     found, unenforced = enforceable(schema)
-    assert [(each.keyword, each.place) for each in unenforced] == [(keyword, place)]
+    assert [(each.keyword, each.pointer) for each in unenforced] == [(keyword, place)]
     assert accepts(found, left)
     with pytest.raises(InvalidValue, match=f"{keyword.replace('$', '.')} at {place}: .*: leave it out"):
         compiled("json_schema", json.dumps(schema))

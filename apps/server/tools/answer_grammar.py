@@ -107,14 +107,14 @@ def answer_schema(schema: str, *, strict: bool = True, param: str = "response_fo
     Leaves out what no grammar enforces, and logs it with `param`, the field of the body. Raises InvalidValue
     instead if the schema is `strict`, and for a text that is not a schema.
     """
-    found, unenforced = enforced(schema, closed=True)
+    rewritten, unenforced = enforced(schema, closed=True)
     if unenforced and strict:
         strict_fields = ("response_format", "text.format")  # fields that may have `strict`
         way = ", or give strict false" if param.startswith(strict_fields) else ""
         raise InvalidValue(f"the JSON schema cannot be enforced: {unenforced[0]}: leave it out{way}")
-    for each in unenforced:
-        warn_once(f"{param}: not enforced: {each}")
-    return found
+    for left in unenforced:
+        warn_once(f"{param}: not enforced: {left}")
+    return rewritten
 
 
 def compile_format(format: OutputFormat, compile: CompileGrammar) -> Grammar:
@@ -131,7 +131,7 @@ def compile_format(format: OutputFormat, compile: CompileGrammar) -> Grammar:
         if format.strict or "Unsatisfiable" in str(error):
             raise
         LOG.warning("%s: only the type of the answer is enforced: %s", format.param, error)
-        types = {key: each for key, each in json.loads(source).items() if key == "type"}
+        types = {key: value for key, value in json.loads(source).items() if key == "type"}
         return compile(format.kind, json.dumps(types))
 
 
@@ -143,22 +143,22 @@ def _enforceable(tool: Tool, *, optional: bool, combine: bool) -> Tool:
     nothing = {} if tool.parameters else {"properties": {}, "additionalProperties": False}
     root = {"type": "object", **nothing, **tool.parameters, "nullable": False}
     try:
-        found, unenforced = enforceable(root, closed=True, combine=combine)
+        rewritten, unenforced = enforceable(root, closed=True, combine=combine)
     except InvalidValue as error:
         message = f"tools: the parameters of {tool.name!r} cannot be enforced: {error}"
         if not optional:
             raise invalid(message, "tools") from error
         warn_once(message)
         return replace(tool, parameters={"type": "object"})
-    for each in unenforced:
+    for left in unenforced:
         if tool.strict:
             raise unsupported(
-                f"tool {tool.name!r} is strict, and {each.keyword} cannot be enforced: {each}: leave it out "
-                "of the parameters, or strict out of the tool",
+                f"tool {tool.name!r} is strict, and {left.keyword} cannot be enforced: {left}: leave it "
+                "out of the parameters, or strict out of the tool",
                 "tools",
             )
-        warn_once(f"tool {tool.name!r}: not enforced: {each}")
-    return replace(tool, parameters=found if isinstance(found, dict) else {})
+        warn_once(f"tool {tool.name!r}: not enforced: {left}")
+    return replace(tool, parameters=rewritten if isinstance(rewritten, dict) else {})
 
 
 def _answer(format: OutputFormat) -> str:

@@ -62,7 +62,7 @@ def _parameter_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         return frozenset({"string"})
     anything = frozenset({"object", "array", "string"})
     try:
-        parameter = read_schema(schema, place=f"#/properties/{escaped(key)}")
+        parameter = read_schema(schema, pointer=f"#/properties/{escaped(key)}")
     except InvalidValue:
         return anything
     types = Definitions(parameter.definitions).types(parameter.root)

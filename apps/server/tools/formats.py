@@ -79,10 +79,10 @@ def format_of(use: ToolUse, tokenizer: Tokenizer) -> ToolFormat | None:
 
     If the template writes no calls, a grammar can still force one: the answer is its JSON.
     """
-    found = find_tool_format(tokenizer)
-    if found is None and use.choice == "required":
+    format = find_tool_format(tokenizer)
+    if format is None and use.choice == "required":
         return ToolFormat(ANSWER, None, None, False, tokenizer.token_id)
-    return found
+    return format
 
 
 def definition(tool: Tool) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
 
 def _reads_probe(syntax: Syntax, written: str) -> bool:
     """Return True if a part of `written` is the probe call. Other parts may explain the syntax."""
-    bodies = [_before(part, syntax.marks.close) for part in written.split(syntax.marks.open)[1:]]
+    bodies = [_before(body, syntax.marks.close) for body in written.split(syntax.marks.open)[1:]]
     expected = [read_call(PROBE.name, PROBE_ARGUMENTS)]
     for calls, rest in (syntax.parse(body, [PROBE]) for body in bodies):
         if [call._replace(id=None) for call in calls] == expected and not (rest and syntax.marks.close):

@@ -91,8 +91,8 @@ class _Values(SchemaValues):
         if most == 0:
             return '"[]"'
         more = "" if most is None else most - 1
-        found = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{more}}} "]"'
-        return found if least > 0 else either(['"[]"', found])
+        written = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{more}}} "]"'
+        return written if least > 0 else either(['"[]"', written])
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Return an object with its keys in the order of the template, which the model has learnt."""
@@ -114,8 +114,8 @@ class _Values(SchemaValues):
             starts = [f"{name}{rest}"] if required else [f"{name}{rest}", *starts]
             following = f'"," {name}' if required else f'("," {name})?'
             rest = " " + self.rules.add("rest", f"{following}{rest}") if i else ""
-        found = either(starts)
-        return found if any(required for _, required in members) else f"({found})?"
+        written = either(starts)
+        return written if any(required for _, required in members) else f"({written})?"
 
     def _map(self, schema: Mapping[str, Any]) -> str:
         """Return an object whose keys the model chooses."""

@@ -58,9 +58,9 @@ def chat_prompt(
             chat = replace(chat, messages=tuple(calls_as_text(chat.messages)))
             return chat_prompt(chat, tokenizer, model, param, vision, scope, most)
         lost = None if error.index is None else messages[error.index]
-        found = (place for place, m in zip(chat.params, chat.messages, strict=False) if m is lost)
-        place = "tools" if lost is None else next(found, param)
-        raise invalid(f"{place}: {error}", place) from error
+        fields = (field for field, m in zip(chat.params, chat.messages, strict=False) if m is lost)
+        field = "tools" if lost is None else next(fields, param)
+        raise invalid(f"{field}: {error}", field) from error
     except InvalidValue as error:
         _check_schemas(tools)  # a template cannot write what is not a schema
         raise invalid(str(error), param) from error
@@ -95,35 +95,35 @@ def _instructions(tools: Sequence[Tool]) -> str:
 
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` with calls as JSON in the answers, and their results as messages of the user."""
-    found: list[Message] = []
+    shown: list[Message] = []
     for message in messages:
         if message.get("role") == "tool":
             result = f"Result of {message.get('name') or 'the call'}: {message.get('content')}"
-            found.append({"role": "user", "content": result})
+            shown.append({"role": "user", "content": result})
             continue
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
         texts = [*filter(None, [message.get("content") if calls else None]), *calls]
         others = {key: value for key, value in message.items() if key != "tool_calls"}
-        found.append({**others, "content": "\n".join(texts)} if calls else message)
-    return found
+        shown.append({**others, "content": "\n".join(texts)} if calls else message)
+    return shown
 
 
 def results_in_calls(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` with the results of calls moved into the message that made the calls."""
-    found: list[Message] = []
+    shown: list[Message] = []
     for message in messages:
-        before = found[-1] if found else {}
+        before = shown[-1] if shown else {}
         if message.get("role") != "tool" or not before.get("tool_calls"):
-            found.append(message)
+            shown.append(message)
             continue
         result = {"name": message.get("name"), "response": message.get("content")}
-        found[-1] = {**before, "tool_responses": [*before.get("tool_responses", ()), result]}
-    return found
+        shown[-1] = {**before, "tool_responses": [*before.get("tool_responses", ()), result]}
+    return shown
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` with the ids that Kimi K2 gives its calls: functions.NAME:NUMBER."""
-    found: list[Message] = []
+    shown: list[Message] = []
     ids: dict[Any, str] = {}
     count = 0
     for message in messages:
@@ -132,7 +132,7 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
             ids[call.get("id")] = f"functions.{call['function']['name']}:{count}"
             calls.append({**call, "id": ids[call.get("id")]})
             count += 1
-        own = message.get("tool_call_id")
-        answered = {"tool_call_id": ids[own]} if own in ids else {}
-        found.append({**message, **answered, **({"tool_calls": calls} if calls else {})})
-    return found
+        call_id = message.get("tool_call_id")
+        answered = {"tool_call_id": ids[call_id]} if call_id in ids else {}
+        shown.append({**message, **answered, **({"tool_calls": calls} if calls else {})})
+    return shown

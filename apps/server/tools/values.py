@@ -25,7 +25,7 @@ SUPPORTED = {"type", "enum", "const", "$ref", "anyOf", "allOf"} | OF_TYPE.keys()
 def allowed_properties(schema: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
     """Return the allowed properties with their schemas; required ones may not be listed in the schema."""
     listed = schema.get("properties") or {}
-    allowed = {name: part for name, part in listed.items() if part is not False or name in required}
+    allowed = {name: value for name, value in listed.items() if value is not False or name in required}
     return allowed | {name: True for name in required if name not in listed}
 
 
@@ -125,10 +125,10 @@ class SchemaValues(ABC):
 
     def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
         restricted = "number" if kind == "integer" else kind
-        own = {key: value for key, value in schema.items() if OF_TYPE.get(key) == restricted}
+        keywords = {key: value for key, value in schema.items() if OF_TYPE.get(key) == restricted}
         if kind == "string":
-            least, most = own.get("minLength", 0), own.get("maxLength", "")
-            return self.text(f"/(?s:.{{{least},{most}}})/" if own else FREE_TEXT)
+            least, most = keywords.get("minLength", 0), keywords.get("maxLength", "")
+            return self.text(f"/(?s:.{{{least},{most}}})/" if keywords else FREE_TEXT)
         if kind in ("object", "array"):
-            return self.container(kind, own)
-        return self.scalar({"type": kind, **own})
+            return self.container(kind, keywords)
+        return self.scalar({"type": kind, **keywords})
