@@ -30,7 +30,6 @@ class Segment:
     kind: TextKind | None  # None in a header, and between two messages
     fresh: bool = False  # True while there is only space, so that thinking may begin, perhaps once more
     header: tuple[int, ...] = ()  # tokens of a header so far; if `kind` is "answer", they were text after all
-    skip: str = ""  # a text that is hidden if it comes first
     trim: bool = False  # True if space is hidden until other text comes
     tags: tuple[TextTag, ...] | None = None  # that may come, in this order; None if no text was read
     undecided: str = ""  # text that may be a tag, or space before thinking
@@ -43,10 +42,11 @@ class Marks:
 
     opening: int | None = None  # the token that begins thinking in an answer without headers
     closing: int | None = None  # the token that ends thinking
-    named: bool = False  # True if the chat template names them
+    names: tuple[str, ...] = ()  # what a chat template that knows them has
+    named: bool = False  # True if the chat template has these names
     marks_calls: bool = False  # True if the header of a message says that it is a call
     stops: tuple[str, ...] = ()  # tokens that end an answer, even if no configuration says so
-    tag_tokens: frozenset[int] = frozenset()  # tags that are tokens
+    tag_tokens: frozenset[int | None] = frozenset()  # tags that are tokens
     text_tags: tuple[TextTag, ...] = ()  # that open and close thinking, if they are not tokens
     answer_tags: tuple[TextTag, ...] = ()  # around an answer that follows thinking
 
@@ -121,12 +121,11 @@ class Segmenter:
 
     def turn(self, segment: Segment, after: Segment) -> tuple[Segment, list[SegmentText]]:
         """End the text of a segment, and go on with the one `after` it. Return that and the pieces."""
-        hidden: list[SegmentText] = []
-        if segment.fresh and (segment.kind, after.kind) == ("answer", "thinking"):
-            segment, hidden = replace(segment, undecided=""), [(None, segment.undecided)]
         is_same = (segment.kind or "answer") == (after.kind or "answer")
-        segment, pieces = self.read(segment, "", final=True) if is_same else self.end(segment)
-        pieces = hidden + pieces
+        if segment.fresh and segment.kind == "answer" and after.kind == "thinking":
+            pieces: list[SegmentText] = [(None, segment.undecided)]
+        else:
+            segment, pieces = self.read(segment, "", final=True) if is_same else self.end(segment)
         return replace(after, held=segment.held, finished=segment.finished), pieces
 
     def read(self, segment: Segment, text: str, *, final: bool = False) -> tuple[Segment, list[SegmentText]]:
@@ -134,14 +133,8 @@ class Segmenter:
 
         Pieces are in the order of the text, and nothing is missing. A stop string and what follows it are.
         """
-        kind, fresh, skip, trim, tags = (
-            segment.kind,
-            segment.fresh,
-            segment.skip,
-            segment.trim,
-            self._expected(segment),
-        )
-        if not (tags or fresh or skip or trim):  # nothing is undecided then
+        kind, fresh, trim, tags = segment.kind, segment.fresh, segment.trim, self._expected(segment)
+        if not (tags or fresh or trim):  # nothing is undecided then
             return self._stopped(segment, [(kind, text)])
         pieces: list[SegmentText] = []
         text = segment.undecided + text
@@ -151,11 +144,6 @@ class Segmenter:
             pieces.append((kind, text[:count]))
             text = text[count:]
 
-        if not final and text != skip and skip.startswith(text):
-            return replace(segment, undecided=text), []
-        if skip and text:
-            take(len(skip) if text.startswith(skip) else 0, None)
-            skip = ""
         if trim:
             take(_space(text), None)
             trim = not text
@@ -188,7 +176,7 @@ class Segmenter:
         if final:
             closes = bool(tags) and tags[0].kind is None and text.startswith(tags[0].text)
             take(len(text), None if closes else kind)
-        segment = replace(segment, kind=kind, fresh=fresh, skip=skip, trim=trim, tags=tags, undecided=text)
+        segment = replace(segment, kind=kind, fresh=fresh, trim=trim, tags=tags, undecided=text)
         return self._stopped(segment, pieces)
 
     def end(self, segment: Segment) -> tuple[Segment, list[SegmentText]]:

@@ -39,6 +39,11 @@ class MessageFormat:
     others: tuple[str, ...] = ()  # further tokens of a header
     stops: tuple[str, ...] = ()  # tokens that end an answer, even if no configuration says so
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the tokens that every answer of this format may have."""
+        return (*self.starts, *self.bodies, self.end)
+
 
 # If a vocabulary has the tokens of several, the first one that the chat template names counts.
 MESSAGES = (
@@ -128,35 +133,43 @@ class Tokens(Protocol):
 
 
 class TagMarks(Marks):
-    """Tags that are tokens. After the beginning of an answer they are text, unless `Markers.anywhere`."""
+    """Tags around thinking."""
 
-    def __init__(self, tags: Markers, tokenizer: Tokens, opening: int, closing: int) -> None:
-        self.tags, self.opening, self.closing = tags, opening, closing
-        self.tag_tokens = frozenset({opening, closing})
+    def __init__(self, tags: Markers, tokenizer: Tokens) -> None:
+        self.tags, self.names = tags, (tags.close,)
         self._tokenizer = tokenizer
 
     def begin(self, prompt: Sequence[int]) -> Segment:
-        return _after_prompt(self.tags, self._tokenizer, prompt)
+        end = self._tokenizer.decode_raw(prompt[-64:]).rstrip()  # an opening tag has no more tokens
+        if end.endswith((self.tags.open + self.tags.header).rstrip()):
+            return Segment("thinking", fresh=True)
+        return Segment("answer", fresh=not end.endswith(self.tags.close))
+
+
+class TokenTagMarks(TagMarks):
+    """Tags that are tokens. After the beginning of an answer they are text, unless `Markers.anywhere`."""
+
+    def __init__(self, tags: Markers, tokenizer: Tokens) -> None:
+        super().__init__(tags, tokenizer)
+        self.opening, self.closing = map(tokenizer.token_id, (tags.open, tags.close))
+        self.tag_tokens = frozenset({self.opening, self.closing})
+        self._header = (TextTag(tags.header, "thinking", first=True),) if tags.header else ()
 
     def after(self, segment: Segment, token: int) -> Segment | None:
         may_turn = segment.fresh or self.tags.anywhere
         if token == self.closing and (segment.kind == "thinking" or may_turn):
             return Segment("answer", trim=True)
         if token == self.opening and may_turn:
-            return Segment("thinking", fresh=True, skip=self.tags.header, trim=True)
+            return Segment("thinking", fresh=True, trim=True, tags=self._header)
         return None
 
 
-class TextTagMarks(Marks):
+class TextTagMarks(TagMarks):
     """Tags of ordinary text, written with any tokens. A grammar writes the opening one with few tokens."""
 
     def __init__(self, tags: Markers, tokenizer: Tokens) -> None:
-        self.tags = tags
-        self.text_tags = (
-            TextTag(tags.open, "thinking", first=True),
-            TextTag(tags.close, "answer", first=False),
-        )
-        self._tokenizer = tokenizer
+        super().__init__(tags, tokenizer)
+        self.text_tags = text_tags(tags, "thinking", "answer")
         self._close = tags.close.encode()
         self.opening, *path = tokenizer.encode(tags.open)
         begun = as_letters(tokenizer.token_bytes(self.opening))
@@ -165,9 +178,6 @@ class TextTagMarks(Marks):
             self._path[begun] = token
             begun += as_letters(tokenizer.token_bytes(token))
         self._forbidden: dict[str, frozenset[int]] = {}
-
-    def begin(self, prompt: Sequence[int]) -> Segment:
-        return _after_prompt(self.tags, self._tokenizer, prompt)
 
     def allowed(self, segment: Segment) -> frozenset[int] | None:
         is_begun = segment.kind == "answer" and segment.undecided in self._path
@@ -189,12 +199,10 @@ class MessageMarks(Marks):
     """Headers of messages."""
 
     def __init__(self, form: MessageFormat, tokenizer: Tokens) -> None:
-        self.form, self.stops = form, form.stops
+        self.form, self.stops, self.names = form, form.stops, form.names
         self.marks_calls = "call" in form.kinds.values()
         self._tokenizer = tokenizer
-        ids = {
-            name: tokenizer.token_id(name) for name in (*form.starts, *form.bodies, *form.others, form.end)
-        }
+        ids = {name: tokenizer.token_id(name) for name in (*form.names, *form.others)}
         self._starts = [ids[name] for name in form.starts]
         self._bodies = {ids[name] for name in form.bodies}
         self.closing = ids[form.end]
@@ -257,38 +265,28 @@ def find_marks(source: str, tokenizer: Tokens) -> Marks | None:
 
     Tags that are not tokens count only where the template names them.
     """
-    by_tokens: list[Marks] = []
-    by_text: list[Marks] = []
-    for form in MESSAGES:
-        names = (*form.starts, *form.bodies, form.end)
-        if all(tokenizer.token_id(name) is not None for name in names):
-            by_tokens.append(MessageMarks(form, tokenizer))
-            by_tokens[-1].named = all(name in source for name in names)
-    for tags in TAGS:
-        opening, closing = tokenizer.token_id(tags.open), tokenizer.token_id(tags.close)
-        if opening is not None and closing is not None:
-            by_tokens.append(TagMarks(tags, tokenizer, opening, closing))
-            by_tokens[-1].named = tags.close in source
-        elif tags.close in source:
-            by_text.append(TextTagMarks(tags, tokenizer))
-            by_text[-1].named = True
-    named = [marks for marks in (*by_tokens, *by_text) if marks.named]
-    first = next(iter([*named, *by_tokens]), None)
+
+    def are_tokens(*names: str) -> bool:
+        return None not in map(tokenizer.token_id, names)
+
+    candidates: list[Marks] = [MessageMarks(form, tokenizer) for form in MESSAGES if are_tokens(*form.names)]
+    tokens = [tags for tags in TAGS if are_tokens(tags.open, tags.close)]
+    candidates += [TokenTagMarks(tags, tokenizer) for tags in tokens]
+    candidates += [
+        TextTagMarks(tags, tokenizer) for tags in TAGS if tags.close in source and tags not in tokens
+    ]
+    for marks in candidates:
+        marks.named = all(name in source for name in marks.names)
     around = next((tags for tags in ANSWER_TAGS if tags.open in source and tags.close in source), None)
+    first = next((marks for marks in candidates if marks.named), next(iter(candidates), None))
     if first is not None and around is not None:
-        first.answer_tags = (
-            TextTag(around.open, "answer", first=True),
-            TextTag(around.close, None, first=False),
-        )
+        first.answer_tags = text_tags(around, "answer", None)
     return first
 
 
-def _after_prompt(tags: Markers, tokenizer: Tokens, prompt: Sequence[int]) -> Segment:
-    # An opening tag is looked for in the last 64 tokens of a prompt.
-    end = tokenizer.decode_raw(prompt[-64:]).rstrip()
-    if end.endswith((tags.open + tags.header).rstrip()):
-        return Segment("thinking", fresh=True)
-    return Segment("answer", fresh=not end.endswith(tags.close))
+def text_tags(tags: Markers, inside: TextKind, after: TextKind | None) -> tuple[TextTag, TextTag]:
+    """Return tags of ordinary text, by the kinds of text that follow each."""
+    return TextTag(tags.open, inside, first=True), TextTag(tags.close, after, first=False)
 
 
 def as_letters(written: bytes) -> str:

@@ -10,7 +10,7 @@ from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.segments import Segmenter
 from mlx_spec.tokenizer.stream import AnswerStream
-from mlx_spec.tokenizer.thinking import Markers, MessageMarks, TagMarks, TextTagMarks
+from mlx_spec.tokenizer.thinking import Markers, MessageMarks, TextTagMarks, TokenTagMarks
 from mlx_spec.types import Round, TokenLogprob
 
 START = "<|start|>assistant"
@@ -267,12 +267,12 @@ def test_the_template_decides_which_marks_count() -> None:
         ("b</think>", "<think>"),
     ):
         marks = marked(added=tags, template=template).marks
-        assert isinstance(marks, TagMarks) and marks.tags.open == opening
+        assert isinstance(marks, TokenTagMarks) and marks.tags.open == opening
     marks = marked(added=tags, template="<reasoning></reasoning>").marks
     assert isinstance(marks, TextTagMarks) and marks.tags.open == "<reasoning>"
     marks = marked([*HARMONY, *tags], template="<|start|><|channel|><|message|><|end|>").marks
     assert isinstance(marks, MessageMarks)
-    assert isinstance(marked([*HARMONY, *tags], template="<think></think>").marks, TagMarks)
+    assert isinstance(marked([*HARMONY, *tags], template="<think></think>").marks, TokenTagMarks)
     assert marked(template="no marks").marks is None and marked(["<|start|>", "<|message|>"]).marks is None
 
 
