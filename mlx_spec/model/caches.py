@@ -7,7 +7,7 @@ the last lane moves to a lane that becomes free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ class Caches:
         self._lanes = lanes
         self._groups: list[int] = []  # layers of each cache of the model: 0 if it is one, not a list
         self._columns: dict[int | None, Columns] = {}  # by window
+        self.readers: list[Callable[[], Callable[[], None] | None]] = []  # weak: they refer to window rows
 
     @classmethod
     def of_model(cls, model: nn.Module, kv_bits: int | None = None) -> Caches:
@@ -91,6 +92,11 @@ class Caches:
     def full(self) -> list[AttentionCache]:
         """Return the caches that keep every position."""
         return [cache for cache in self.attention if cache.columns.window is None]
+
+    @property
+    def windowed(self) -> list[AttentionCache]:
+        """Return the caches that drop old positions."""
+        return [cache for cache in self.attention if cache.columns.window is not None]
 
     @property
     def recurrent(self) -> list[RecurrentCache]:
@@ -258,9 +264,9 @@ class Caches:
     def drop_windows(self, known: Mapping[Rows, CacheBlock]) -> RewindPoint:
         """Return a rewind point at the end, and drop the rows of windows until it is restored."""
         point = self.rewind_point(self.sizes[0], "end", known)
-        for cache in self.attention:
-            if cache.columns.window is not None:
-                cache.buffers, cache.columns.count = [], 0
+        self._call_readers()
+        for cache in self.windowed:
+            cache.buffers, cache.columns.count = [], 0
         return point
 
     def _needed(self, columns: Columns) -> int:
@@ -298,6 +304,7 @@ class Caches:
 
     def restore(self, point: RewindPoint) -> None:
         """Return to a rewind point. Since then, rows of full attention may only have been appended."""
+        self._call_readers()
         for window, (first, oldest, count, reach) in point.windows.items():
             columns = self._columns[window]
             columns.first, columns.oldest, columns.count, columns.reach = [first], [oldest], count, reach
@@ -330,6 +337,7 @@ class Caches:
     def join(self, lone: Caches) -> None:
         """Move the only sequence of other caches into a free lane. A recurrent one must have tokens."""
         assert not self.uncommitted and not lone.uncommitted, "a sequence joins after a commit"
+        lone._call_readers()
         if not self.layers:
             self.layers = [layer.fresh(self._columns_for) for layer in lone.layers]
             self._groups = lone._groups
@@ -429,7 +437,16 @@ class Caches:
                 self._rearrange(columns, lanes, count, columns.first, len(self.sizes))
         self._lanes = lanes
 
+    def _call_readers(self) -> None:
+        """Let forks refer to rows of windows before these move or are dropped."""
+        for reader in self.readers:
+            if (refer := reader()) is not None:
+                refer()
+        self.readers = []
+
     def _rearrange(self, columns: Columns, lanes: int, count: int, first: list[int], used: int) -> None:
+        if columns.window is not None:
+            self._call_readers()
         for cache in self.attention:
             if cache.columns is columns:
                 cache.rearrange(lanes, count, first[:used], self._ends(used))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import mlx.core as mx
 
@@ -23,24 +23,36 @@ class ForkRows:
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []  # rows of another target that are not copied yet
+        self._window_copies: list[Copy] = []  # of layers with a window; they come first
+        self._has_own_windows = False  # they are in no buffers that the origin of a fork writes
         self._followers = WeakSet[ForkRows]()  # forks that take rows from these caches one after the other
 
     def follow(self, origin: ForkRows, others: Iterable[Copy] = ()) -> list[Copy]:
         """Let `copies` take the rows of a fork one array at a time from what its origin holds then.
 
-        The origin is in use: its next pass would copy whole buffers that are still referenced. Windows and
-        states are copied now. `copies` also makes the copies of `others`. Returns functions that copy.
+        The origin is in use: its next pass would copy whole buffers that are still referenced. Rows of
+        windows stay where they are until the origin moves them; of a rewind point, they stay. States are
+        shared. `copies` also makes the copies of `others`. Returns functions that copy.
         """
-        self._copies, full = [], self._caches.full
-        mx.eval([cache.arrays() for cache in self._caches.layers if cache not in full])
-        for layer, cache in enumerate(full):
-            for number, made in enumerate(cache.buffers):
-                cache.buffers[number] = mx.zeros(made.shape, made.dtype)  # not computed: it counts bytes
-                self._copies.append(partial(self._followed, origin, layer, number))
-        if self._copies:
+        self._copies, self._window_copies = [], []
+        mx.eval([state.arrays() for state in self._caches.recurrent])
+        for copies, caches, copy in (
+            (self._copies, self._caches.full, self._followed),
+            (self._window_copies, self._caches.windowed, self._followed_window),
+        ):
+            for layer, cache in enumerate(caches):
+                for number, made in enumerate(cache.buffers):
+                    if copies is self._window_copies and self._has_own_windows:
+                        copies.append(partial(_itself, made))
+                        continue
+                    cache.buffers[number] = mx.zeros(made.shape, made.dtype)  # not computed: it counts bytes
+                    copies.append(partial(copy, origin, layer, number))
+        if self._copies or self._window_copies:
             origin._followers.add(self)
-        self._copies += others  # those come first: until all are made, this target has copies
-        return [lambda: next(self.copies(), mx.array(0))] * len(self._copies)
+        if self._window_copies and not self._has_own_windows:
+            origin._caches.readers.append(WeakMethod(self._refer_to_windows))
+        self._copies += others  # those come before full attention: until all are made, this target has copies
+        return [lambda: next(self.copies(), mx.array(0))] * (len(self._copies) + len(self._window_copies))
 
     def _followed(self, origin: ForkRows, layer: int, number: int) -> mx.array:
         """Return a buffer with the rows that the origin has now, not computed."""
@@ -52,6 +64,16 @@ class ForkRows:
         cache.buffers[number] = mx.concatenate([rows, free], axis=2)
         return cache.buffers[number]
 
+    def _followed_window(self, origin: ForkRows, layer: int, number: int) -> mx.array:
+        """Return a copy of the rows of a window, which the origin has not moved yet, not computed."""
+        source, cache = origin._caches.windowed[layer], self._caches.windowed[layer]
+        low = cache.columns.first[0] - source.columns.first[0]
+        buffer, high = source.buffers[number], low + cache.columns.count
+        # `mx.contiguous` returns a view of a buffer that is hardly larger.
+        parts = [buffer[:, :, low : low + 1], buffer[:, :, low + 1 : high]]
+        cache.buffers[number] = mx.concatenate(parts, axis=2)
+        return cache.buffers[number]
+
     def hold_rows(self, size: int = 0) -> None:
         """Let forks refer to rows after the first `size` that they have not copied, before these are gone."""
         for fork in [fork for fork in self._followers if fork._size > size]:
@@ -60,12 +82,17 @@ class ForkRows:
 
     def _refer(self) -> None:
         """Refer to the rows of an origin that are not copied yet, before something else reads them."""
+        self._refer_to_windows()
         self._copies = [partial(_itself, copy()) for copy in self._copies]
+
+    def _refer_to_windows(self) -> None:
+        """Refer to the rows of windows that are not copied yet, before their origin moves or drops them."""
+        self._window_copies = [partial(_itself, copy()) for copy in self._window_copies]
 
     @property
     def has_copies(self) -> bool:
         """Return True if rows of the origin of a fork are still to be copied."""
-        return bool(self._copies)
+        return bool(self._copies or self._window_copies)
 
     def compute_later(self, arrays: Iterable[mx.array]) -> None:
         """Let `copies` yield these arrays, too: a restored state is read when it is computed."""
@@ -73,8 +100,8 @@ class ForkRows:
 
     def copies(self) -> Iterator[mx.array]:
         """Yield arrays to evaluate, so that nothing refers to their origin any more."""
-        while self._copies:
-            yield self._copies.pop()()
+        while copies := self._window_copies or self._copies:
+            yield copies.pop()()
 
 
 def _itself(array: mx.array) -> mx.array:

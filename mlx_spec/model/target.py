@@ -75,7 +75,7 @@ class LMTarget(ForkRows):
         self._rewind_points = RewindPoints()
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane = None  # returns the batch's caches and the lane, while it has them
-        self._copies = []
+        self._copies, self._window_copies, self._has_own_windows = [], [], False
 
     @property
     def size(self) -> int:
@@ -369,6 +369,7 @@ class LMTarget(ForkRows):
         self._caches.fork(
             caches.full_rows(lane, written), point or caches.rewind_point(written), written, more
         )
+        self._has_own_windows = point is not None
         self._size, self._from_prompt = kept, min(origin._from_prompt, kept)
         self._replay = origin._replay[: kept - written]
         self._rotary = origin._rotary.before(kept)

@@ -424,9 +424,12 @@ def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str, kv_bits: 
 
 def addresses(caches: Caches) -> list[int]:
     """Where the buffers of full attention lie in memory."""
-    buffers = [buffer for cache in caches.full for buffer in cache.buffers]
-    mx.eval(buffers)
-    return [np.asarray(buffer).__array_interface__["data"][0] for buffer in buffers]
+    return [address(buffer) for cache in caches.full for buffer in cache.buffers]
+
+
+def address(buffer: mx.array) -> int:
+    mx.eval(buffer)
+    return int(np.asarray(buffer).__array_interface__["data"][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -483,6 +486,55 @@ def test_a_fork_of_a_sequence_in_use_copies_in_steps(kind: str, end: str) -> Non
     if end != "left":
         whole.prefill(last)
         assert_same_logits(origin, whole, 5)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shared"])
+@pytest.mark.parametrize("end", "on moved rewound forgotten batch trimmed saved".split())
+def test_a_fork_copies_windows_in_steps(kind: str, end: str) -> None:
+    """It has all that its origin has, which goes on meanwhile, and no pass of the origin copies a buffer."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
+    origin, neighbour, fork = (LMTarget(model) for _ in range(3))
+    batch = TargetBatch(model, FeatureSpec())
+    origin.prefill(prompt[:60])
+    origin.verify(mx.array(prompt[60:70]))
+    origin.commit(10)
+    assert fork.fork_from(origin, 70, 40) == 70
+    fork.follow(origin)
+    windows = [buffer for cache in origin.caches.windowed for buffer in cache.buffers]
+    count = len(windows) + len([buffer for cache in origin.caches.full for buffer in cache.buffers])
+    before, copies = [address(buffer) for buffer in windows], fork.copies()
+    del windows
+    for token in prompt[70:72]:
+        mx.eval(next(copies))
+        mx.eval(origin.verify(mx.array([token])))
+        origin.commit(1)
+    assert [address(b) for cache in origin.caches.windowed for b in cache.buffers] == before
+    if end == "moved":
+        for _ in range(6):
+            mx.eval(origin.verify(mx.array(other * 2)))
+            origin.commit(60)
+    elif end == "rewound":
+        origin.rewind(65)
+        origin.prefill(other)
+    elif end == "forgotten":
+        origin.forget()
+        origin.prefill(other)
+    elif end == "batch":
+        neighbour.prefill(other)
+        batch.join(neighbour)
+        batch.join(origin)
+    elif end == "trimmed":
+        origin.trim()
+        origin.prefill(other)
+    elif end == "saved":
+        second = LMTarget(model)
+        second.restore(fork.state())
+        fork, copies, count = second, second.copies(), 2
+    assert sum(1 for array in copies if mx.eval(array) is None) == count - 2
+    fork.prefill(other[:-1])
+    fresh = LMTarget(model)
+    fresh.prefill((prompt[:70] + other)[:-1])
+    assert_same_logits(fork, fresh, other[-1])
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent", "full"])
