@@ -1,11 +1,12 @@
 """How long do others wait while a prompt copies the beginning of a conversation that is being answered?
 
-A conversation of `--gigabytes` of K and V decodes, one token a round. Another prompt with the same beginning
-forks it: between two rounds it copies one array of one layer. "At once" copies all of them between two
-rounds, as before. The model computes nothing: it writes rows of real size. "Round" is the longest round of
-the conversation meanwhile: it would copy whole buffers if the fork still referred to them. Memory is what the
-fork adds at its peak, over the bytes of its caches. Times are CPU times of the process, because this machine
-is shared. A step copies one array: it takes as long as all of them, divided by their number.
+A conversation of `--gigabytes` of K and V decodes, one token a round. The last one has windows as large as
+those of Gemma 4 12B instead. Another prompt with the same beginning forks it: between two rounds it copies
+one array of one layer. "At once" copies all of them between two rounds, as before. The model computes
+nothing: it writes rows of real size. "Round" is the longest round of the conversation meanwhile: it would
+copy whole buffers if the fork still referred to them. Memory is what the fork adds at its peak, over the
+bytes of its caches. Times are CPU times of the process, because this machine is shared. A step copies one
+array: it takes as long as all of them, divided by their number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from timing import finish, parser, table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -39,15 +40,16 @@ HEAD_DIM = 1024  # with two arrays a layer: 8 KB a token and layer in float32
 class Rows(nn.Module):
     """Layers that write K and V, and compute nothing."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, window: int) -> None:
         super().__init__()
+        self.window = window
         self.embed_tokens, self.norm = nn.Embedding(VOCAB, 1), nn.Identity()
         self.layers = [Layer(0, HEAD_DIM) for _ in range(layers)]
         self.lm_head = nn.Linear(1, VOCAB)
 
     def make_cache(self) -> list[Any]:
         """Return mlx-lm's caches."""
-        return [KVCache() for _ in self.layers]
+        return [RotatingKVCache(self.window) if self.window else KVCache() for _ in self.layers]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Return logits [1, T, V]."""
@@ -57,12 +59,12 @@ class Rows(nn.Module):
         return mx.broadcast_to(x, (*tokens.shape, VOCAB))
 
 
-def measure(layers: int, tokens: int, in_steps: bool) -> dict[str, float]:
+def measure(layers: int, tokens: int, in_steps: bool, window: int = 0) -> dict[str, float]:
     """Return milliseconds of the longest step and round, of all steps, and what the fork takes."""
     pair = Pair(
         PairInfo("rows", None, VOCAB, None, 0, 0),
         Tokenizer(TOKENIZER, None, ()),
-        Rows(layers),
+        Rows(layers, window),
         [],
         FixedPolicy(0),
     )
@@ -73,13 +75,14 @@ def measure(layers: int, tokens: int, in_steps: bool) -> dict[str, float]:
     for _ in prefill(sequence.target, (), prompt):
         pass
     target = sequence.target
-    other = text_prompt([*range(tokens - 200), *range(5, 105)])
+    shared = tokens - (1 if window else 200)
+    other = text_prompt([*range(shared), *range(5, 105)])
     rounds, steps = [round_ms(target)], list[float]()
     mx.clear_cache()
     mx.reset_peak_memory()
     before, start = mx.get_active_memory(), time.process_time()
     fork = cache.take(other)
-    assert cache.counters.forks == 1 and fork.rewind_to_prefix(other) == tokens - 200
+    assert cache.counters.forks == 1 and fork.rewind_to_prefix(other) == shared
     copies = fork.target.copies()
     first = 1e3 * (time.process_time() - start)
     while True:
@@ -125,6 +128,8 @@ def main() -> None:
             tokens = int(size * 1e9) // (8 * HEAD_DIM * settings.layers) // 256 * 256 + 16
             results[f"{size} GB, {name}"] = measure(settings.layers, tokens, in_steps)
             mx.clear_cache()
+    for name, in_steps in (("in steps", True), ("at once", False)):
+        results[f"windows, {name}"] = measure(4 if settings.quick else 40, 1400, in_steps, window=1024)
     table(["fork", *next(iter(results.values()))], [[n, *row.values()] for n, row in results.items()])
     finish("forks", results, settings, started)
 
