@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.checkpoints import to_float32
 from support.drafting import GOLDEN
 
 import mlx_spec
 from mlx_spec.apps.tune import main
 from mlx_spec.policy.costs import Table
 
-PARTS = GOLDEN / "e2b-trained" / "target", GOLDEN / "e2b-trained" / "assistant"
-TINY = [f"--target={PARTS[0]}", f"--drafter={PARTS[1]}"]  # a pass takes less than one of the demo
+PARTS = ("target", "assistant")
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,21 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def parts(tmp_path):
+    """Return a pair whose passes take less than the demo's. In float32 no row class is measured."""
+    for part in PARTS:
+        to_float32(shutil.copytree(GOLDEN / "e2b-trained" / part, tmp_path / part))
+    return [tmp_path / part for part in PARTS]
+
+
 def test_costs_are_shown_saved_taken_to_a_file_and_back_and_cannot_be_saved(
-    cache, tmp_path, capsys, monkeypatch
+    cache, parts, tmp_path, capsys, monkeypatch
 ):
+    tiny = [f"--target={parts[0]}", f"--drafter={parts[1]}"]
     monkeypatch.setattr(Table, "dearer", lambda *_: False)  # a busy machine gives dear ones
     exported = tmp_path / "mine.json"
-    assert main([*TINY, "--context", "64", "--export", str(exported)]) == 0
+    assert main([*tiny, "--context", "64", "--export", str(exported)]) == 0
     (file,) = (found for found in cache.glob("*.json") if "table" in json.loads(found.read_text()))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("measured on ") and lines[-2:] == ["", f"saved in {file}"]
@@ -40,16 +49,16 @@ def test_costs_are_shown_saved_taken_to_a_file_and_back_and_cannot_be_saved(
     heads = ["rows of a p", "verify, ms ", "in plain to", *["draft with "] * 4]  # three of lookup
     assert [line[:11] for line in lines[4:-2]] == heads
     measured = json.loads(file.read_text())
-    assert mlx_spec.load(*PARTS).policies.costs.table().context == measured["table"]["context"] == context
+    assert mlx_spec.load(*parts).policies.costs.table().context == measured["table"]["context"] == context
     file.unlink()
-    assert main([*TINY, "--json", "--import", str(exported)]) == 0
+    assert main([*tiny, "--json", "--import", str(exported)]) == 0
     again = json.loads(capsys.readouterr().out)["seconds"]
     assert again["verify"] == pytest.approx(measured["table"]["verify"])
     assert {**again, "verify": None} == {**measured["table"], "verify": None}
     assert json.loads(file.read_text())["key"] == measured["key"]
     shutil.rmtree(cache)
     cache.touch()  # a file stands where the folder is to be
-    assert main([*TINY, "--import", str(exported)]) == 1
+    assert main([*tiny, "--import", str(exported)]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("measured on ") and "saved in" not in out
     assert re.search(r"mlx-spec: .+ cannot be written \(.+\): check its folder\n$", err)

@@ -19,6 +19,7 @@ from mlx_spec.pair import Pair
 
 EYES = [f"--target={ROOT / 'e2b'}", "--drafter=none", "--max-tokens=12"]
 QUESTION = "What is this?"
+TWO = ("a", QUESTION), ("b", "And it?")
 
 
 @cache
@@ -26,7 +27,8 @@ def seeing() -> Pair:
     return mlx_spec.load(ROOT / "e2b", "none")
 
 
-def expected(*turns: list[str]) -> list[str]:
+@cache
+def expected(*turns: tuple[str, ...]) -> list[str]:
     """Return the answers to turns of pictures and a text."""
     session, answers = seeing().session(), []
     for *names, text in turns:
@@ -67,7 +69,7 @@ def test_paths_as_terminals_drop_them(odd: Path, tmp_path: Path) -> None:
 
 
 def test_dropped_and_named_pictures_are_answered_alike(converse, odd: Path) -> None:
-    first, second = expected(["a", QUESTION], ["b", "And it?"])
+    first, second = expected(*TWO)
     escaped = re.sub(r"([' ()])", r"\\\1", str(odd))
     lines = [f"{escaped} {QUESTION}", "/retry", f"/image {ROOT / 'b.png'}", "And it?", "/undo", "/undo"]
     (damaged := odd.with_name("damaged.png")).write_text("no picture")
@@ -82,7 +84,7 @@ def test_dropped_and_named_pictures_are_answered_alike(converse, odd: Path) -> N
 
 
 def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
-    _, second = expected(["a", QUESTION], ["And it?"])
+    _, second = expected(("a", QUESTION), ("And it?",))
     save = tmp_path / "talk.json"
     converse(EYES, f"{ROOT / 'a.png'} {QUESTION}", f"/save {save}")
     (kept,) = (Path(at_home(tmp_path)["XDG_DATA_HOME"]) / "mlx_spec" / "conversations").glob("*.jsonl")
@@ -100,9 +102,8 @@ def test_pictures_are_saved_and_kept(converse, tmp_path: Path) -> None:
 
 def test_other_answers_keep_a_picture_that_waits(converse, monkeypatch) -> None:
     """/retry and /edit answer the last message again, with its own pictures."""
-    first, _ = expected(["a", QUESTION], ["b", "And it?"])
-    (edited,) = expected(["a", "Where is this?"])
-    (second,) = expected(["a", "Where is this?"], ["b", "And it?"])[1:]
+    first, _ = expected(*TWO)
+    edited, second = expected(("a", "Where is this?"), ("b", "And it?"))
     monkeypatch.setenv("EDITOR", "sed -i.old s/What/Where/")
     lines = [f"/image {ROOT / 'b.png'}", "/retry", "/edit", "/image", "And it?", "/image"]
     _, asked, _, again, other, waiting, then, none = converse(EYES, f"{ROOT / 'a.png'} {QUESTION}", *lines)
@@ -115,7 +116,7 @@ def test_a_photo_of_an_iphone_is_read_where_macos_converts_it(converse, monkeypa
     heic, programs = tmp_path / "photo.heic", tmp_path / "programs"
     heic.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     programs.mkdir()
-    (first,) = expected(["a", QUESTION])
+    first, _ = expected(*TWO)
     _, refused = converse(EYES, f"/image {heic}")
     assert refused.endswith("photo.heic: HEIC is read on macOS alone: convert it to JPEG first\n")
     sips = programs / "sips"  # as macOS has it
@@ -141,5 +142,5 @@ def test_one_answer_about_pictures(capfd) -> None:
     )
     with Interrupts() as interrupts:
         run(options, QUESTION, Terminal(), interrupts, None)
-    (first,) = expected(["a", "b", QUESTION])
+    (first,) = expected(("a", "b", QUESTION))
     assert flat(first) in flat(capfd.readouterr().out)
