@@ -91,7 +91,7 @@ def main() -> None:
     mx.fast.rope = lambda x, *_, **__: mx.negative(x)  # type: ignore[assignment]
     mx.fast.scaled_dot_product_attention = lambda q, k, v, **_: mx.depends([mx.negative(q)], [k, v])[0]  # type: ignore[assignment]
     hooks.mx = AsOnMetal()  # type: ignore[assignment]
-    model, watch = tiny.full(settings.seed, vocab=tiny.VOCAB, num_hidden_layers=layers), Watch()
+    model, watch = tiny.full(settings.seed, vocab_size=tiny.VOCAB, num_hidden_layers=layers), Watch()
     arms = {"mlx-lm": mlx_lm(model), **{name: rounds(model, name) for name in ("plain", "K = 4", "adaptive")}}
     for arm in arms.values():
         for _ in range(BURST):

@@ -370,7 +370,7 @@ def test_full_disk(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_conversion(tmp_path: Path) -> None:
     """A converted file is as quantized as it was, passes the self-test and says the same."""
     tokenizer = byte_level(size=300)
-    model = even(tiny.full(vocab=len(tokenizer.get_vocab())))
+    model = even(tiny.full(vocab_size=len(tokenizer.get_vocab())))
     kinds = {"blk": Quantization.Q4_1, "token_embd": Quantization.Q8_0}
     metadata = tokenizer_metadata(tokenizer, pre="gpt-2", chat_template=None)
     file, out = write(tmp_path / "model.gguf", model, "llama", kinds, **metadata), tmp_path / "pair"

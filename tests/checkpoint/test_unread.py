@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 from support import pairs, tiny
-from support.tiny_configs import tiny_model
 
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.repairs import repair_config
@@ -142,7 +141,7 @@ def test_reading_a_model_names_what_its_class_leaves_out(
 def test_reading_a_model_with_windows_at_other_layers_names_their_kinds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_model("gemma3_text", 0.2)
+    model = tiny.make("gemma3_text")
     kinds = [
         "sliding_attention" if isinstance(c, RotatingKVCache) else "full_attention"
         for c in model.make_cache()

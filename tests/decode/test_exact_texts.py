@@ -36,7 +36,7 @@ def small() -> nn.Module:
 
 
 def sliding() -> nn.Module:
-    return tiny.sliding(window=48, **SIZES)
+    return tiny.sliding(sliding_window=48, **SIZES)
 
 
 def pair_of(build: Callable[[], nn.Module], dtype: mx.Dtype = mx.float16, bits: int | None = 4) -> Pair:

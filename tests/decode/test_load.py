@@ -301,7 +301,7 @@ def test_weights_that_are_not_numbers(target: Path, value: float) -> None:
 
 
 def test_draft_model_without_a_tokenizer(saved: Path, tmp_path: Path) -> None:
-    other = save(tiny.full(1, vocab=288), tmp_path / "drafter")
+    other = save(tiny.full(1, vocab_size=288), tmp_path / "drafter")
     (other / "tokenizer.json").unlink()
     message = refused(Mismatch, saved / "target", other)
     assert f"the draft model {other} knows 288 tokens, the target 256, and without its tokenizer" in message

@@ -184,7 +184,7 @@ def test_one_pass_a_token(outcome, kind, monkeypatch):
 @pytest.mark.parametrize("size", [200, 256, 300])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_vocabulary(size, temperature):
-    drafter = DraftModel(tiny.full(seed=1, vocab=size), VocabularySizes(size, tiny.VOCAB))
+    drafter = DraftModel(tiny.full(seed=1, vocab_size=size), VocabularySizes(size, tiny.VOCAB))
     sampler = Sampling(temperature=temperature).sampler(10, tiny.VOCAB)
     history = [*tiny.prompt(10), tiny.VOCAB - 1]
     draft = drafter.draft(history, 5, sampler)

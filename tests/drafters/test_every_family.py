@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support import drafting, fitted, lossless, random_sources, synthetic, tiny, tiny_configs
+from support import drafting, fitted, lossless, random_sources, synthetic, tiny
 from support.checkpoints import edit_tensors
 from support.drafting import GOLDEN, emitted
 from support.exact_distribution import (
@@ -327,6 +327,6 @@ def test_refusals(family, changes, kind, text, tmp_path):
 @pytest.mark.parametrize(("kind", "missing"), [("rwkv7", "embedding"), ("plamo2", "last hidden state")])
 def test_a_drafter_of_a_target_whose_parts_are_not_known_is_refused_at_load(kind: str, missing: str) -> None:
     """With a fixed draft length nothing is measured, so the first answer would raise it."""
-    pair = pair_with(tiny_configs.tiny_model(kind, 0.2), [random_sources.mtp(128, 256)], 3)
+    pair = pair_with(tiny.make(kind), [random_sources.mtp(128, 256)], 3)
     with pytest.raises(Mismatch, match=f"the {missing} of its target, which is not known for {kind}"):
         pair.check()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 from support import tiny
-from support.tiny_configs import tiny_model
 
 from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
@@ -262,7 +261,7 @@ def test_unknown_caches_are_refused_by_name(cache: object) -> None:
 
 def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
     """They were computed with a shorter window. That holds after a batch and in another process, too."""
-    model, prompt = tiny_model("plamo3", 0.2), tiny.prompt(60)
+    model, prompt = tiny.make("plamo3"), tiny.prompt(60)
     target, batch = LMTarget(model), TargetBatch(model, FeatureSpec())
     target.prefill(prompt[:20])
     batch.join(target)

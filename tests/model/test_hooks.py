@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support import tiny, tiny_configs
+from support import tiny
 
 from mlx_spec.errors import Mismatch
 from mlx_spec.model import hooks
@@ -134,7 +134,7 @@ def test_a_drafter_may_read_one_layer_twice() -> None:
 @pytest.mark.parametrize(("kind", "layers"), [("olmo_hybrid", (0, 1, 3)), ("afm7", (0, 2, 3))])
 def test_a_capture_leaves_the_class_and_the_list_of_a_layer(kind: str, layers: tuple[int, ...]) -> None:
     """OLMo Hybrid asks for the class of a layer, and AFM keeps its layers in two lists."""
-    model = tiny_configs.tiny_model(kind, 0.2)
+    model = tiny.make(kind)
     right = logits(LMTarget(model), tiny.prompt(20), [[5, 6, 7, 8]])
     target = LMTarget(model, FeatureSpec(hidden_layers=layers))
     assert mx.allclose(logits(target, tiny.prompt(20), [[5, 6, 7, 8]]), right, atol=1e-5)
@@ -142,6 +142,6 @@ def test_a_capture_leaves_the_class_and_the_list_of_a_layer(kind: str, layers: t
 
 
 def test_layers_that_the_model_does_not_call_are_refused() -> None:
-    model = tiny_configs.tiny_model("iquestloopcoder", 0.2)
+    model = tiny.make("iquestloopcoder")
     with pytest.raises(Mismatch, match="does not call its layers one by one"):
         check_rows(model, lambda: LMTarget(model, FeatureSpec(hidden_layers=(1,))))

@@ -27,7 +27,7 @@ def test_angles_that_depend_on_the_length_of_a_pass_are_refused_at_that_length(
 ) -> None:
     settings = {"rope_scaling": DYNAMIC, "max_position_embeddings": LONGEST}
     monkeypatch.setitem(tiny_configs.SPECIAL, kind, {**tiny_configs.SPECIAL.get(kind, {}), **settings})
-    model = tiny_configs.tiny_model(kind, 0.2)
+    model = tiny.make(kind)
     check_rows(model, lambda: LMTarget(model))
     with pytest.raises(NotRewindable, match="at a length of 33 tokens"):
         check_rows(model, lambda: LMTarget(model), [LONGEST, LONGEST + 1])
@@ -41,7 +41,7 @@ def test_other_models_pass_at_every_length(kind: str) -> None:
 
 def test_lengths_are_checked_by_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of other layers do not change what depends on the length, and take most of the time."""
-    model = tiny_configs.tiny_model("llama, no windows", 0.2)
+    model = tiny.make("llama, no windows")
     calls, call = list[int](), type(model.layers[0]).__call__
 
     def spy(layer: Any, *arguments: Any, **options: Any) -> mx.array:
@@ -61,7 +61,7 @@ def test_lengths_are_checked_by_one_layer_of_each_kind(monkeypatch: pytest.Monke
 
 def test_a_scratch_sequence_far_in_a_text_has_its_positions() -> None:
     """Each row is rotated by its position, so the logits of the same rows change with it."""
-    model = tiny_configs.tiny_model("llama, no windows", 0.2)
+    model = tiny.make("llama, no windows")
     found = []
     for size in (40, 40, 1000):
         target = LMTarget(model)
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_checked_at_other_lengths_once(
 
     monkeypatch.setattr("mlx_spec.policy.saved_costs.folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(Pair, "check", spy)
-    folder = pairs.save(tiny_configs.tiny_model("llama", 0.2), tmp_path / "target")
+    folder = pairs.save(tiny.make("llama"), tmp_path / "target")
     for drafter in ("none", "none", "lookup"):
         load(folder, drafter, num_draft_tokens=0)
     assert checked == [[2048], [], [2048]]
@@ -103,5 +103,5 @@ def test_a_checkpoint_is_checked_at_other_lengths_once(
 
 def test_a_state_that_grows_with_the_first_tokens_keeps_sequences_apart() -> None:
     """The n-grams of LongCat: a prompt of two tokens could not join the others."""
-    obstacle = probe_batch(tiny_configs.tiny_model("longcat_flash_ngram", 0.2)).obstacle
+    obstacle = probe_batch(tiny.make("longcat_flash_ngram")).obstacle
     assert obstacle is not None and "concatenate" in obstacle

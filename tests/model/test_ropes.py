@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support import pairs, tiny_configs
+from support import pairs, tiny, tiny_configs
 
 from mlx_spec.checkpoint.config import context_length, read_checkpoint
 from mlx_spec.checkpoint.ropes import Rotation, is_split, stated_ropes, stated_rotation
@@ -63,7 +63,7 @@ def built(kind: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> n
     for each in {kind, inner}:
         changed = {**tiny_configs.SPECIAL.get(each, {}), "rope_scaling": rope}
         monkeypatch.setitem(tiny_configs.SPECIAL, each, changed)
-    model = tiny_configs.tiny_model(kind, 0.2)
+    model = tiny.make(kind)
     apply_stated_ropes(model, {**tiny_configs.COMMON, **tiny_configs.SPECIAL[inner], "model_type": inner})
     return model
 
@@ -99,7 +99,7 @@ def test_embeddings_of_another_base_keep_it(monkeypatch: pytest.MonkeyPatch) -> 
     changed = {"rope_scaling": YARN, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     settings = {**tiny_configs.COMMON, **changed, "model_type": "gemma3_text"}
     monkeypatch.setitem(tiny_configs.SPECIAL, "gemma3_text", changed)
-    model = tiny_configs.tiny_model("gemma3_text", 0.2)
+    model = tiny.make("gemma3_text")
     apply_stated_ropes(model, settings)
     kinds = [type(owner[ROPE]).__name__ for owner in rope_owners(model)]
     assert sorted(set(kinds)) == ["RoPE", "YarnRoPE"]
@@ -145,7 +145,7 @@ def test_phi_takes_long_factors_and_says_so(
 def test_a_dynamic_rope_does_not_lengthen_the_context(tmp_path: Path) -> None:
     """Past it, its angles depend on the longest position of a pass: drafts would change the text."""
     scaling = {"rope_type": "dynamic", "type": "dynamic", "factor": 4.0}
-    folder = pairs.save(tiny_configs.tiny_model("llama", 0.2), tmp_path, rope_scaling=scaling, **{KEY: 64})
+    folder = pairs.save(tiny.make("llama"), tmp_path, rope_scaling=scaling, **{KEY: 64})
     pairs_of = [load(folder, "none"), load(folder, "lookup", num_draft_tokens=5)]
     prompt = (list(range(40, 50)) * 6)[:50]
     plain, drafted = ([t for r in p.generate(prompt, max_tokens=60) for t in r.tokens] for p in pairs_of)

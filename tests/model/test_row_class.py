@@ -64,7 +64,7 @@ def measured(model: nn.Module, chip: Chip, context_length: int | None = None) ->
     ("build", "dtype"),
     [
         (tiny.full, mx.float16),
-        (lambda: tiny.sliding(window=16), mx.bfloat16),
+        (lambda: tiny.sliding(), mx.bfloat16),
         (tiny.recurrent, mx.bfloat16),
     ],
 )
@@ -161,9 +161,7 @@ def test_a_damaged_class_is_not_used(tmp_path: Path, wrong: dict[str, object]) -
         saved_costs.read_rows(tmp_path / "file", KEY)
 
 
-@pytest.mark.parametrize(
-    "build", [tiny.full, lambda: tiny.sliding(window=16), lambda: tiny.shared(window=16)]
-)
+@pytest.mark.parametrize("build", [tiny.full, lambda: tiny.sliding(), lambda: tiny.shared()])
 def test_a_padded_pass_is_a_pass_of_one_row(build: Callable[[], nn.Module]) -> None:
     """The second row leaves no trace in logits, features and caches, also after several passes."""
     model, needs = build(), FeatureSpec(hidden_layers=(0,), final_hidden=True)

@@ -74,7 +74,7 @@ def test_each_path_equals_its_chain(kind: str, length: int) -> None:
 
 def test_a_window_shorter_than_the_tree() -> None:
     """Tokens of the path itself fall out of it."""
-    model, prompt, tokens = tiny.sliding(window=3), tiny.prompt(9), tokens_of(2)
+    model, prompt, tokens = tiny.sliding(sliding_window=3), tiny.prompt(9), tokens_of(2)
     target, alone = LMTarget(model), LMTarget(model)
     for each in (target, alone):
         each.prefill(prompt)

@@ -198,7 +198,7 @@ def test_block_verification_of_a_shortlist_equals_that_of_the_vocabulary() -> No
 
 # --- nuclei that a shortlist does not hold
 
-WIDE = tiny.full(vocab=5000, scale=0.1)  # nearly flat: a nucleus of .95 has more than 4,000 tokens
+WIDE = tiny.full(vocab_size=5000, scale=0.1)  # nearly flat: a nucleus of .95 has more than 4,000 tokens
 PROMPT = [5, 900, 4000, 17]
 
 

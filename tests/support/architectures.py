@@ -22,7 +22,8 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
 from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
-from support.tiny_configs import NOT_HERE, VOCAB, has_windows, tiny_model
+from support.tiny import has_windows, make
+from support.tiny_configs import NOT_HERE, VOCAB
 
 Texts = dict[int, list[int]]
 Check = Callable[[nn.Module, Texts], Iterator[str]]
@@ -201,7 +202,7 @@ def outcome(name: str, lengths: Sequence[int] = LENGTHS, *, long: bool = False) 
         return "not run", NOT_HERE[name]
     texts, model, most = dict[int, list[int]](), nn.Module(), 0
     for signs, scale in product((False, True), SCALES):
-        made = tiny_model(name, scale, signs=signs)
+        made = make(name, scale=scale, signs=signs)
         try:
             check_rows(made, lambda made=made: LMTarget(made))
         except SpecError as error:

@@ -38,10 +38,10 @@ TEMPLATE = (
 SPECIAL = ["<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"]
 MODELS = {
     "full": tiny.full(),
-    "sliding": tiny.sliding(window=16),
+    "sliding": tiny.sliding(),
     "quantized": tiny.full(1),
     "recurrent": tiny.recurrent(),
-    "shared": tiny.shared(window=16),
+    "shared": tiny.shared(),
 }
 KINDS = list(MODELS)
 

@@ -94,12 +94,12 @@ def size_of(kind: str) -> int:
 @cache
 def target_of(kind: str) -> nn.Module:
     """Its window holds 16 tokens; the sequences here are several times as long."""
-    return taught(tiny.sliding(scale=0.05, vocab=size_of(kind)), recited(kind))
+    return taught(tiny.sliding(scale=0.05, vocab_size=size_of(kind)), recited(kind))
 
 
 @cache
 def model_of(kind: str) -> nn.Module:
-    model = tiny.full(1, scale=0.05, vocab=size_of(kind), tie_word_embeddings=False)
+    model = tiny.full(1, scale=0.05, vocab_size=size_of(kind), tie_word_embeddings=False)
     return taught(model, recited(kind))
 
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of every architecture in mlx-lm, and models of them with random weights.
+"""Tiny configurations of every architecture in mlx-lm, and of one model for each kind of cache.
 
 `COMMON` gives each setting one small value, whatever architecture has it. `SPECIAL` lists what an
 architecture needs besides, `VARIANTS` other forms of one. Windows hold 16 tokens.
@@ -11,11 +11,8 @@ import inspect
 import pkgutil
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx.utils import tree_map_with_path
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 Settings = dict[str, Any]
 
@@ -320,40 +317,118 @@ NOT_HERE = {  # why an architecture does not run
     "prism_hadamard_qwen35": "a way to pack qwen3_5, with a list of packed modules of its own",
 }
 
+# Models of each kind of cache: the architecture, and all that is set. Their width is half of the others'.
+SIZES: Settings = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+}
+EPS: Settings = {"rms_norm_eps": 1e-5}
+DELTA: Settings = {
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+CACHES: dict[str, tuple[str, Settings]] = {
+    "full": ("llama", SIZES | EPS | {"num_hidden_layers": 3}),
+    "full, normed": (  # with norms of queries and keys
+        "qwen3",
+        SIZES
+        | EPS
+        | {
+            "num_hidden_layers": 3,
+            "max_position_embeddings": 4096,
+            "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "sliding": (  # sliding and full attention in turn
+        "gemma3_text",
+        SIZES
+        | EPS
+        | {
+            "num_hidden_layers": 3,
+            "rope_theta": 1e4,
+            "rope_local_base_freq": 1e4,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "shared": (  # as E2B: per-layer inputs, both kinds of attention, K/V shared by half of the layers
+        "gemma4_text",
+        SIZES
+        | {
+            "intermediate_size": 64,
+            "global_head_dim": 64,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "sliding_window": WINDOW,
+            "max_position_embeddings": 4096,
+        },
+    ),
+    # Gated delta nets, every second layer full attention; the other one with experts, too.
+    "recurrent": ("qwen3_5", SIZES | DELTA | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "recurrent_moe": (
+        "qwen3_next",
+        SIZES
+        | EPS
+        | DELTA
+        | {
+            "num_hidden_layers": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 64,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 1024,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
 
 def names() -> list[str]:
     """Return the names of all architectures of mlx-lm, then those of the variants."""
     return [*(name for name in _modules() if _has_model(name)), *VARIANTS]
 
 
-def has_windows(name: str) -> bool:
-    """Return True if some of its layers see the last tokens only."""
-    caches = make_prompt_cache(_built(name))
-    flat = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
-    return any(isinstance(cache, RotatingKVCache | ChunkedKVCache) for cache in flat)
+def built(name: str, changes: Settings) -> nn.Module:
+    """Return a model with the weights that its class begins with. `changes` are settings."""
+    if name in CACHES:
+        kind, own = CACHES[name]
+        parts = vars(importlib.import_module(f"mlx_lm.models.{kind}"))
+        model, args = (parts.get(f"Text{part}", parts[part]) for part in ("Model", "ModelArgs"))
+        whole: nn.Module = model(args(**{"model_type": kind} | own | changes))
+        return whole
+    kind, variant = VARIANTS.get(name, (name, {}))
+    changes = variant | changes
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    settings: Settings = {"model_type": kind}
+    if kind in NESTED:
+        inner = NESTED[kind]
+        parts = vars(importlib.import_module(f"mlx_lm.models.{inner}"))
+        args = next(parts[key] for key in (TEXT_ARGS.get(inner), "TextArgs", "ModelArgs") if key in parts)
+        settings |= {"text_config": _settings(inner, args) | changes, "vocab_size": VOCAB}
+    else:
+        settings |= _settings(kind, module.ModelArgs) | changes
+    nested: nn.Module = module.Model(module.ModelArgs.from_dict(settings))
+    return nested
 
 
-def tiny_model(name: str, scale: float, *, signs: bool = False, seed: int = 0) -> nn.Module:
-    """Return a model with random float32 weights: norms around what they begin with, others around 0.
-
-    With `signs`, norms outside the layers get random signs: a model whose embedding is its head repeats its
-    input otherwise.
-    """
-    mx.random.seed(seed)
-    model = _built(name)
-    model.set_dtype(mx.float32)
-
-    def drawn(path: str, x: mx.array) -> mx.array:
-        if not mx.issubdtype(x.dtype, mx.floating):
-            return x
-        is_outside = not any(part.isdigit() for part in path.split("."))
-        width = 2.0 if signs and is_outside and x.ndim == 1 else scale
-        return mx.random.normal(x.shape) * width + (x if x.ndim == 1 else 0.0)
-
-    model.update(tree_map_with_path(drawn, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
+def _settings(name: str, args: Any) -> Settings:
+    known = inspect.signature(args).parameters
+    return {k: v for k, v in COMMON.items() if k in known} | {"model_type": name} | SPECIAL.get(name, {})
 
 
 def _modules() -> list[str]:
@@ -364,24 +439,3 @@ def _has_model(name: str) -> bool:
     if name in NOT_HERE:
         return True
     return hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "Model")
-
-
-def _built(name: str) -> nn.Module:
-    """Return a model with the weights that its class begins with."""
-    kind, changes = VARIANTS.get(name, (name, {}))
-    module = importlib.import_module(f"mlx_lm.models.{kind}")
-    settings: Settings = {"model_type": kind}
-    if kind in NESTED:
-        inner = NESTED[kind]
-        parts = vars(importlib.import_module(f"mlx_lm.models.{inner}"))
-        args = next(parts[key] for key in (TEXT_ARGS.get(inner), "TextArgs", "ModelArgs") if key in parts)
-        settings |= {"text_config": _settings(inner, args) | changes, "vocab_size": VOCAB}
-    else:
-        settings |= _settings(kind, module.ModelArgs) | changes
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(settings))
-    return model
-
-
-def _settings(name: str, args: Any) -> Settings:
-    known = inspect.signature(args).parameters
-    return {k: v for k, v in COMMON.items() if k in known} | {"model_type": name} | SPECIAL.get(name, {})
