@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -46,47 +46,6 @@ class ServedModel:
     spec: PairSpec
     pinned: bool = False  # never unloaded
     ranks: int = 1  # machines over which the target is split
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one request, and of all requests together."""
-
-    waiting: int = 32  # requests in the queue, running ones not included
-    running: int | None = None  # choices that decode at a time; None: derived from measured costs
-    body_bytes: int = 32 * 2**20  # a photo in base64 is 11 MB
-    text_bytes: int = 8 * 2**20  # of a body, pictures not included; no context holds as much
-    choices: int = 16  # n, or prompts times n
-    stop_strings: int = 64  # completion in editors sends long lists
-    schema_bytes: int = 256 * 2**10  # of the output format, and of each tool
-    tools: int = 128
-    grammar_seconds: float = 10.0  # CPU time for compiling a grammar
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a whole server."""
-
-    models: tuple[ServedModel, ...]  # the first is loaded at start
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_key: str | None = None
-    hosts: tuple[str, ...] = ()  # further names under which the server may be addressed
-    origins: tuple[str, ...] = ()  # other origins whose web pages may use the server
-    aliases: tuple[tuple[str, str], ...] = ()  # another name, and the model that it stands for
-    memory_bytes: int | None = None  # for weights and caches; None: a share of the machine's
-    idle_seconds: float | None = None  # unload an unpinned model after this time; None: never
-    # Sequences kept with their caches, per model. Memory is the real limit; this one bounds the host's time.
-    conversations: int = 64
-    cache_folder: Path | None = None  # keeps the caches of long prompts across restarts; None: nothing does
-    cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
-    earlier_answers: bool = True  # lookup copies from earlier answers with the same API key
-    keepalive_seconds: float = 10.0  # between comments on a silent stream
-    limits: Limits = Limits()
-    allow_extra_parameters: bool = False  # unknown parameters are logged, not refused
-    log_file: Path | None = None
-    store: Path | None = None  # folder of stored responses; None: in memory only
-    draft_rank: int | None = None  # the rank that only drafts ahead; None if there is no such rank
 
 
 def is_loopback(host: str) -> bool:
@@ -154,7 +113,94 @@ folder_option = partial(limit_option, value="FOLDER", callback=expanded)
 
 
 @dataclass(frozen=True)
-class Options(LoadOptions):
+class Limits:
+    """Limits of one request."""
+
+    body_bytes: int = 32 * 2**20  # a photo in base64 is 11 MB
+    text_bytes: int = 8 * 2**20  # of a body, pictures not included; no context holds as much
+    choices: int = 16  # n, or prompts times n
+    stop_strings: int = 64  # completion in editors sends long lists
+    schema_bytes: int = 256 * 2**10  # of the output format, and of each tool
+    tools: int = 128
+    grammar_seconds: float = 10.0  # CPU time for compiling a grammar
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionSettings:
+    """The settings that options give as they are."""
+
+    draft_rank: Annotated[
+        Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
+    ] = None
+
+    host: Annotated[
+        str, network_option(value="HOST", help="address to listen on; the default is this machine only")
+    ] = "127.0.0.1"
+    port: Annotated[int, network_option(value="N", help="0 is any", min=0, max=65535)] = 8080
+    allow_extra_parameters: Annotated[
+        bool,
+        flag(
+            "--allow-extra-parameters",
+            "accept unknown parameters without effect; each is logged once",
+            "Network",
+        ),
+    ] = False
+    log_file: Annotated[
+        Path | None,
+        network_option(value="FILE", help="log requests: path, status, seconds", callback=expanded),
+    ] = None
+    api_key: Annotated[str | None, network_option(value="KEY", help="refuse requests without this key")] = (
+        None
+    )
+
+    idle_seconds: Annotated[
+        float | None,
+        limit_option(
+            "--idle",
+            value="SECONDS",
+            help="unload a model after that long",
+            default="never",
+            callback=above_zero,
+        ),
+    ] = None
+    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = 32
+    max_running: Annotated[
+        int | None,
+        limit_option(
+            "--parallel", value="N", help="answers at a time, in one batch", default="what pays", min=1
+        ),
+    ] = None
+    # Memory is the real limit; this one bounds the host's time.
+    conversations: Annotated[
+        int,
+        limit_option(value="N", help="at most this many conversations keep their caches, per model", min=1),
+    ] = 64
+    store: Annotated[
+        Path | None, folder_option(help="keep stored responses here, too", default="in memory only")
+    ] = None
+    cache_folder: Annotated[
+        Path | None,
+        folder_option(help="keep long prompts here, to read them once; private", default="do not"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Settings(OptionSettings):
+    """The settings of a whole server."""
+
+    models: tuple[ServedModel, ...]  # the first is loaded at start
+    hosts: tuple[str, ...] = ()  # further names under which the server may be addressed
+    origins: tuple[str, ...] = ()  # other origins whose web pages may use the server
+    aliases: tuple[tuple[str, str], ...] = ()  # another name, and the model that it stands for
+    memory_bytes: int | None = None  # for weights and caches; None: a share of the machine's
+    cache_folder_bytes: int = 20 * GB  # a few prompts of 20,000 tokens of a large model
+    earlier_answers: bool = True  # lookup copies from earlier answers with the same API key
+    keepalive_seconds: float = 10.0  # between comments on a silent stream
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(LoadOptions, OptionSettings):
     """Answer requests of OpenAI's, Anthropic's and Ollama's clients on this machine."""
 
     version: Version = False
@@ -169,17 +215,6 @@ class Options(LoadOptions):
     ] = None
     alias: Annotated[Names, model_option(value="ALIAS=NAME", help="another name of a model")] = None
     pin: Annotated[Names, model_option(value="NAME", help="never unload this model once it is loaded")] = None
-    draft_rank: Annotated[
-        Literal[1] | None, model_option(help="of mlx.launch -n 2: rank 1 only drafts ahead", default="none")
-    ] = None
-
-    host: Annotated[
-        str, network_option(value="HOST", help="address to listen on; the default is this machine only")
-    ] = Settings.host
-    port: Annotated[int, network_option(value="N", help="0 is any", min=0, max=65535)] = Settings.port
-    api_key: Annotated[str | None, network_option(value="KEY", help="refuse requests without this key")] = (
-        None
-    )
     api_key_file: Annotated[
         Path | None,
         network_option(value="FILE", help="the same, from a file; or MLX_SPEC_API_KEY", callback=expanded),
@@ -195,49 +230,14 @@ class Options(LoadOptions):
             default="its own pages, and installed applications",
         ),
     ] = None
-    allow_extra_parameters: Annotated[
-        bool,
-        flag(
-            "--allow-extra-parameters",
-            "accept unknown parameters without effect; each is logged once",
-            "Network",
-        ),
-    ] = False
-    log_file: Annotated[
-        Path | None,
-        network_option(value="FILE", help="log requests: path, status, seconds", callback=expanded),
+    cache_folder_gb: Annotated[
+        float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
     ] = None
-
     memory: Annotated[
         float | None,
         limit_option(value="GB", help="for weights and caches", default="what fits", callback=above_zero),
     ] = None
-    idle: Annotated[
-        float | None,
-        limit_option(
-            value="SECONDS", help="unload a model after that long", default="never", callback=above_zero
-        ),
-    ] = None
-    max_waiting: Annotated[int, limit_option(value="N", help="requests in the queue", min=0)] = Limits.waiting
-    parallel: Annotated[
-        int | None,
-        limit_option(value="N", help="answers at a time, in one batch", default="what pays", min=1),
-    ] = Limits.running
-    conversations: Annotated[
-        int,
-        limit_option(value="N", help="at most this many conversations keep their caches, per model", min=1),
-    ] = Settings.conversations
-    cache_folder: Annotated[
-        Path | None,
-        folder_option(help="keep long prompts here, to read them once; private", default="do not"),
-    ] = None
-    cache_folder_gb: Annotated[
-        float | None, limit_option(value="GB", help="the most it holds", default="20", callback=above_zero)
-    ] = None
     no_earlier_answers: NoEarlierAnswers = False
-    store: Annotated[
-        Path | None, folder_option(help="keep stored responses here, too", default="in memory only")
-    ] = None
 
     def settings(self) -> Settings:
         """Return the settings of the server. Raises BadOptions."""
@@ -261,22 +261,16 @@ class Options(LoadOptions):
             _check_known("--alias", name, names)
             if alias in names:
                 raise BadOptions(f"--alias {alias}: a model goes by that name")
-        # Options whose value becomes the setting of the same name.
-        unchanged = (
-            "host port conversations cache_folder allow_extra_parameters log_file store draft_rank".split()
-        )
+        unchanged = {field.name: vars(self)[field.name] for field in fields(OptionSettings)}
         return Settings(
             models,
-            api_key=key,
             hosts=tuple(self.allow_host or []),
             origins=tuple(self.cors_origin or []),
             aliases=tuple(aliases),
             memory_bytes=None if self.memory is None else round(self.memory * GB),
-            idle_seconds=self.idle,
             cache_folder_bytes=round(size),
             earlier_answers=not self.no_earlier_answers,
-            limits=Limits(waiting=self.max_waiting, running=self.parallel),
-            **{name: vars(self)[name] for name in unchanged},
+            **unchanged | {"api_key": key},
         )
 
     def _models(self) -> tuple[ServedModel, ...]:

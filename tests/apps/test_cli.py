@@ -274,7 +274,7 @@ def test_a_mistaken_name_is_refused_before_mlx_is_imported(command):
     ("words", "offered"),
     [
         (("mlx-spec", "c"), ["chat", "convert"]),
-        (("mlx-spec", "serve", "--p"), ["--pin", "--port", "--parallel"]),
+        (("mlx-spec", "serve", "--p"), ["--port", "--parallel", "--pin"]),
         (("mlx-spec", "chat", "--kv-bits", ""), ["4", "8"]),
         (("mlx-spec", "chat", "dem"), ["demo"]),
         (("mlx-spec", "serve", "--target", "gemma-4-e2b-b"), ["gemma-4-e2b-bf16"]),

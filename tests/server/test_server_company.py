@@ -18,7 +18,7 @@ from support.endpoint import serving
 from support.random_requests import CHAT, RandomRequests, Reply, comparable, questions, without_cache
 from support.waiting import wait_until
 
-from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 
 CLIENTS = 8
@@ -37,7 +37,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     target = in_float32(PAIR / "target", folder / "target")
     drafter = in_float32(PAIR / "assistant", folder / "drafter")
     model = ServedModel("demo", PairSpec(target, drafter, num_draft_tokens=3))
-    with serving(Settings((model,), limits=Limits(waiting=99, running=PARALLEL))) as client:
+    with serving(Settings((model,), max_waiting=99, max_running=PARALLEL)) as client:
         yield client
 
 

@@ -271,7 +271,7 @@ def test_short_prompts_are_read_in_one_pass(plain: EngineThread, monkeypatch: py
 
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
-    with working(replace(DEMO, limits=Limits(running=2))) as engine:
+    with working(replace(DEMO, max_running=2)) as engine:
         many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16), held=True)
         many.until(RoundDone)
         other = begin(engine, chat(QUESTION, max_tokens=5))
@@ -352,7 +352,7 @@ def by_server(pair: Pair, prompts: list[tuple[int, ...]], log: Log) -> None:
         if isinstance(event, RoundDone):
             log.append(("token", event.index))
 
-    with working(replace(DEMO, limits=Limits(running=8)), lambda _: pair) as engine:
+    with working(replace(DEMO, max_running=8), lambda _: pair) as engine:
         log.clear()
         engine.submit(raw(*prompts, max_tokens=2), send)
         while not isinstance(events.get(timeout=served.TIMEOUT_S), Finished):
@@ -423,7 +423,7 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
 
 
 def test_a_grammar_that_takes_long_holds_up_nobody_else_and_frees_its_slot() -> None:
-    with working(replace(DEMO, limits=Limits(running=2, grammar_seconds=600.0))) as engine:
+    with working(replace(DEMO, max_running=2, limits=Limits(grammar_seconds=600.0))) as engine:
         running = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
         running.until(RoundDone)
         slow = begin(engine, chat(QUESTION, format=SLOW))
@@ -458,7 +458,7 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
 
 
 def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
-    with working(replace(DEMO, limits=Limits(running=1, waiting=2))) as engine:
+    with working(replace(DEMO, max_running=1, max_waiting=2)) as engine:
         streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300), held=True)]
         streams[0].until(RoundDone)
         streams += [begin(engine, chat(QUESTION, max_tokens=3)) for _ in range(2)]
@@ -477,7 +477,7 @@ def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
 
 
 def test_close_ends_what_runs_and_what_waits() -> None:
-    with working(replace(DEMO, limits=Limits(running=1))) as engine:
+    with working(replace(DEMO, max_running=1)) as engine:
         streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=3000)) for _ in range(2)]
         streams[0].until(RoundDone)
         engine.close()

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -447,7 +446,7 @@ def test_settings_of_options():
         ServedModel("c", PairSpec("d", "e", 3, 8), pinned=True),
         ServedModel("f", PairSpec("g", None, 3, 8)),
     )
-    assert found.aliases == (("h", "c"),) and found.limits == replace(Limits(), waiting=5, running=2)
+    assert found.aliases == (("h", "c"),) and (found.max_waiting, found.max_running) == (5, 2)
     assert (found.host, found.port, found.api_key, found.hosts) == ("0.0.0.0", 0, "k", ("me",))
     assert (found.memory_bytes, found.idle_seconds) == (round(1.5 * GB), 60)
     assert parse(["--model", "c=d"]).models == (

@@ -25,7 +25,7 @@ from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import Models, load_served, need_of, next_in_queue
 from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import OutputFormat
-from mlx_spec.apps.server.settings import Limits, ServedModel, Settings
+from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.decode.loop import decode
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import NotFound
@@ -187,7 +187,7 @@ def test_a_prompt_needs_room_beside_what_running_ones_have_not_read() -> None:
 
 
 def test_models_share_the_limit_of_running_choices() -> None:
-    with working(settings(ONE, TWO, limits=Limits(running=2))) as engine:
+    with working(settings(ONE, TWO, max_running=2)) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=1)))  # now both are loaded
         both = begin(engine, chat("Go on", model="one", n=2, sampling=ENDLESS, max_tokens=12), held=True)
         while both.until(RoundDone).index == 0:  # until both choices run
@@ -267,7 +267,7 @@ def test_each_request_is_passed_by_eight_at_most() -> None:
 
 
 def test_a_request_for_another_model_is_passed_by_eight() -> None:
-    given = settings(ONE, TWO, limits=Limits(running=1))
+    given = settings(ONE, TWO, max_running=1)
     with working(given, lambda one: make_pair("full", "none")) as engine:
         first = begin(engine, replace(raw((5, 6)), model="one"), held=True)
         first.until(RoundDone)
@@ -331,7 +331,7 @@ def test_the_time_of_an_answer_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_that_a_request_waits_for_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = settings(ONE, TWO, idle_seconds=60.0, limits=Limits(running=1))
+    given = settings(ONE, TWO, idle_seconds=60.0, max_running=1)
     with working(given, lambda one: make_pair("full", "none")) as engine:
         long = begin(engine, replace(raw((5, 6), max_tokens=40), model="two"), held=True)
         long.until(RoundDone)

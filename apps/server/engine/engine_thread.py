@@ -40,12 +40,11 @@ class EngineThread:
 
     def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
         self._settings = settings
-        self._limits = settings.limits
         self._models = Models(settings, loader)
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
         preparing = 4  # requests that are prepared at a time
         self._preparers = ThreadPoolExecutor(
-            settings.limits.running or preparing, thread_name_prefix="mlx_spec preparing"
+            settings.max_running or preparing, thread_name_prefix="mlx_spec preparing"
         )
         # Compiling a grammar may take seconds: requests without one do not wait behind it.
         self._grammar_preparers = ThreadPoolExecutor(preparing, thread_name_prefix="mlx_spec grammars")
@@ -57,7 +56,7 @@ class EngineThread:
         self._blocked: Job | None = None  # it needs the memory of a model that is in use
         self._first_loaded = threading.Event()
         self._problem: str | None = None
-        self._parallel = settings.limits.running or 1  # choices at a time; a loaded model sets it
+        self._parallel = settings.max_running or 1  # choices at a time; a loaded model sets it
         self._average_seconds = 1.0  # duration of recent requests
         self._memory_read_at = 0.0  # time.monotonic()
         self._turned_at = 0.0  # time.monotonic() when the present turn began
@@ -91,7 +90,7 @@ class EngineThread:
             self._check_open()
             self._waiting = [job for job in self._waiting if not job.cancelled]
             waiting = len(self._waiting) - self._free_slots()  # some of them begin at once
-            if waiting >= self._limits.waiting:
+            if waiting >= self._settings.max_waiting:
                 raise queue_full(waiting, self._retry_after(waiting))
             job = Job(request, send, self._wake, JobCounter(self.metrics, request.model), turns)
             self._waiting.append(job)
@@ -370,7 +369,7 @@ class EngineThread:
         for job in [job for job in self._running if job.model is model]:
             job.fail(to_failure(error))
             self._finish(job)
-        model.batch = model.pair.batch(self._limits.running)
+        model.batch = model.pair.batch(self._settings.max_running)
 
     def _attempt(self, job: Job, action: Callable[[], bool]) -> None:
         """Call an action of a job. Finish the job if the action returns True; fail the job if it raises."""

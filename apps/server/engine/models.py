@@ -335,7 +335,7 @@ class Models:
             pair,
             PrefixCache(pair.open, settings.conversations, budget, files),
             compile,
-            pair.batch(settings.limits.running),
+            pair.batch(settings.max_running),
             need.caches / need.context,
             time.monotonic(),
             settings.idle_seconds,
