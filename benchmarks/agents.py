@@ -214,7 +214,7 @@ def serve_script(settings: Any, rest: list[str]) -> None:
     form = find_tool_format(tokenizer)
     assert form is not None and form.syntax.name in WRITERS, "this template has no tools that are known here"
     calls, write = CALLS[settings.agent], WRITERS[form.syntax.name]
-    opens, closes = form.syntax.marks.open, form.syntax.marks.close
+    opens, closes = form.syntax.markers.open, form.syntax.markers.close
     begun, wrote = Answer.__init__, LMTarget._write
 
     def answer_to(text: str) -> str:

@@ -101,9 +101,12 @@ class _Rewriter:
         nodes = [node for root in (self._root, *self._definitions.values()) for node in all_subschemas(root)]
         open_: set[int] = set()
         for node in nodes:
-            parts = [*node.get("allOf", ()), *(option for union in UNIONS for option in node.get(union, ()))]
-            parts += [*node.get("dependentSchemas", {}).values(), *_values_of(node, "then", "else")]
-            extends = any(map(self._lists_properties, parts)) or "$ref" in node
+            subschemas = [
+                *node.get("allOf", ()),
+                *(option for union in UNIONS for option in node.get(union, ())),
+            ]
+            subschemas += [*node.get("dependentSchemas", {}).values(), *_values_of(node, "then", "else")]
+            extends = any(map(self._lists_properties, subschemas)) or "$ref" in node
             if len(node.get("allOf", ())) > 1 or ("properties" in node and extends):
                 open_ |= self._in_place(node, set())
         others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
@@ -115,7 +118,7 @@ class _Rewriter:
 
     def _lists_properties(self, schema: Schema) -> bool:
         return isinstance(schema, dict) and any(
-            "properties" in part or "$ref" in part for part in all_subschemas(schema)
+            "properties" in subschema or "$ref" in subschema for subschema in all_subschemas(schema)
         )
 
     def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
@@ -123,15 +126,15 @@ class _Rewriter:
         if not isinstance(schema, dict) or id(schema) in seen:
             return seen
         seen.add(id(schema))
-        parts = [part for key in ("allOf", *UNIONS) for part in schema.get(key, ())]
-        parts += [
+        subschemas = [subschema for key in ("allOf", *UNIONS) for subschema in schema.get(key, ())]
+        subschemas += [
             *schema.get("dependentSchemas", {}).values(),
             *_values_of(schema, "if", "then", "else", "not"),
         ]
         if "$ref" in schema:
-            parts.append(self._logic.of(schema["$ref"]))
-        for part in parts:
-            self._in_place(part, seen)
+            subschemas.append(self._logic.of(schema["$ref"]))
+        for subschema in subschemas:
+            self._in_place(subschema, seen)
         return seen
 
     # --- keywords that llguidance does not know
@@ -282,7 +285,7 @@ class _Rewriter:
         )
 
     def _is_in(self, pattern: str, name: str) -> bool:
-        return all(self._checker.matches(part, name) for part in translated(pattern))
+        return all(self._checker.matches(assertion, name) for assertion in translated(pattern))
 
     def _patterns(self, node: dict[str, Any], pointer: str) -> None:
         """Make patterns of keys exclude each other, each with at least one possible key."""
@@ -426,7 +429,7 @@ class _Finite:
             return schema
         if "$ref" in schema and name_of(schema["$ref"]) not in self.names:
             return False
-        return map_subschemas(schema, lambda part, pointer: self.without_endless(part))
+        return map_subschemas(schema, lambda subschema, pointer: self.without_endless(subschema))
 
 
 def _values_of(node: Mapping[str, Any], *keys: str) -> list[Any]:

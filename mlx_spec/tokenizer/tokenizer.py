@@ -260,13 +260,13 @@ class TokenBytes:
         return piece.encode()
 
 
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+def _steps(component: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the steps of a tokenizer's decoder, normalizer or pre-tokenizer as tokenizer.json writes them."""
-    waiting = [] if part is None else [json.loads(part.__getstate__())]
+    waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         step = waiting.pop(0)
-        parts = (step.get(name, ()) for name in ("decoders", "normalizers", "pretokenizers"))
-        waiting = [*(inner for steps in parts for inner in steps), *waiting]
+        inner_parts = (step.get(name, ()) for name in ("decoders", "normalizers", "pretokenizers"))
+        waiting = [*(inner for steps in inner_parts for inner in steps), *waiting]
         if step["type"] != "Sequence":
             yield step
 
@@ -385,9 +385,9 @@ def _converted(checkpoint: Checkpoint, *, own_code: bool) -> tuple[FastTokenizer
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    length, part = min(len(a), len(b)), 1024
-    for low in range(0, length, part):
-        pairs = a[low : min(low + part, length)], b[low : min(low + part, length)]
+    length, step = min(len(a), len(b)), 1024
+    for low in range(0, length, step):
+        pairs = a[low : min(low + step, length)], b[low : min(low + step, length)]
         if list(pairs[0]) != list(pairs[1]):
             return low + next(i for i, (one, other) in enumerate(zip(*pairs, strict=True)) if one != other)
     return length

@@ -180,7 +180,7 @@ def test_cut_at_every_token(text, format):
     written = 'Sure. <|tool_call>call:f{a:<|"|>x é<|"|>,b:[1,2]}<tool_call|><|tool_call>call:g{}<tool_call|>'
     tokens = text.encode(written)
     for end in range(len(tokens) + 1):
-        answer, reader = AnswerStream(text, [], calls=format.syntax.marks), ToolCallReader(0, format, [])
+        answer, reader = AnswerStream(text, [], calls=format.syntax.markers), ToolCallReader(0, format, [])
         parts = answer.read(Round(tokens[:end], 0, 0, 0.0)) + answer.end()
         events = [e for p in parts if p.kind == "call" for e in reader.read(p)] + reader.end()
         shown = "".join(e.text for e in events if isinstance(e, TextDelta))
@@ -197,7 +197,7 @@ def test_one_call_at_a_time_without_a_grammar(text, format):
     tokens, kept = text.encode(written), len(text.encode(f"Sure. {broken}So {first}"))
     for size in (1, 2, 3, 7, len(tokens)):
         reader = ToolCallReader(0, format, [], one=True)
-        answer = AnswerStream(text, [], calls=format.syntax.marks, last_call=reader.is_last)
+        answer = AnswerStream(text, [], calls=format.syntax.markers, last_call=reader.is_last)
         events, shown = [], ""
         for start in range(0, len(tokens), size):
             for part in answer.read(Round(tokens[start : start + size], 0, 0, 0.0)):
@@ -279,7 +279,7 @@ def test_the_template_tells_how_calls_are_written(name):
     other = call.replace("get_weather", "")
     assert syntax.parse(other, [WEATHER]) == ([], other)
     for cut in range(len(call)):
-        assert not re.search(r"</?\w{4,}[^>]*>", without_markup(call[:cut], syntax.marks))
+        assert not re.search(r"</?\w{4,}[^>]*>", without_markup(call[:cut], syntax.markers))
     if syntax.needs_close:
         assert syntax.parse(call, [WEATHER], closed=False) == ([], call)
         assert syntax.parse(call, []) == ([], call), "these parsers find a call in nearly any text"

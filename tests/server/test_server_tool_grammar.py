@@ -86,7 +86,7 @@ def text():
 
 
 def format_of(text, syntax=SYNTAXES[0]):
-    ids = [text.token_id(mark) for mark in (syntax.marks.open, syntax.marks.close)]
+    ids = [text.token_id(mark) for mark in (syntax.markers.open, syntax.markers.close)]
     return ToolFormat(syntax, *ids, results_in_calls=False, token=text.token_id)
 
 
@@ -125,8 +125,8 @@ def test_what_is_allowed_is_read_back_and_fits(text, syntax, tool):
     start = compiled(source, text).start
     for _ in range(25):
         written = walk(start.deep_copy(), text, rng)
-        assert written.startswith(syntax.marks.open) and written.endswith(syntax.marks.close)
-        body = written.removeprefix(syntax.marks.open).removesuffix(syntax.marks.close)
+        assert written.startswith(syntax.markers.open) and written.endswith(syntax.markers.close)
+        body = written.removeprefix(syntax.markers.open).removesuffix(syntax.markers.close)
         ((name, arguments),), rest = call_texts.parse(syntax.name, body, [tool])
         assert name == tool.name and rest == ""
         jsonschema.validate(arguments, tool.parameters)
@@ -141,7 +141,7 @@ def toy(name, **more):
     return form(name, MARKS, (way,), head, r"\}", "; ", **more)
 
 
-MARKS = SYNTAXES[1].marks
+MARKS = SYNTAXES[1].markers
 WRITERS = [syntax for syntax in all_syntaxes() if syntax.write is not None]
 WRITERS += [toy("apart"), toy("together", together=True)]
 
@@ -151,7 +151,7 @@ def test_all_calls_of_an_answer_are_read_back(syntax):
     rng, counts, text = random.Random(3), set(), marked(added=[MARKS.open, MARKS.close, Q])
     schema = {"type": "object", "properties": {"n": WHOLE, "s": SHORT}, "required": ["n", "s"]}
     tools = [Tool(name, None, schema, strict=True) for name in ("first_tool", "second_tool")]
-    close = text.token_id(MARKS.close) if syntax.marks.close else None
+    close = text.token_id(MARKS.close) if syntax.markers.close else None
     format = ToolFormat(syntax, text.token_id(MARKS.open), close, False, text.token_id)
     start = compiled(answer_grammar(format, ToolUse(tuple(tools), "required")), text).start
     for _ in range(12):
@@ -175,12 +175,12 @@ def test_the_usual_way_to_write_it_is_allowed(text, syntax):
         order, arguments["place"] = sorted(arguments), {"at": [1.5], "name": "x"}
     written = call_texts.WRITERS[syntax.name]("get_weather", {k: arguments[k] for k in order})
     source = answer_grammar(format_of(text, syntax), ToolUse((WEATHER, PING), "required"))
-    one = syntax.marks.open + written + syntax.marks.close
+    one = syntax.markers.open + written + syntax.markers.close
     assert accepts(source, text, one)
     assert accepts(source, text, one + syntax.separator + one)
     assert not accepts(source, text, one.replace("Rome", "a name that is too long"))
     assert not accepts(source, text, one.replace("get_weather", "get_wether"))
-    assert not accepts(source, text, one.removesuffix(syntax.marks.close))
+    assert not accepts(source, text, one.removesuffix(syntax.markers.close))
 
 
 def test_choices(text):
@@ -263,7 +263,7 @@ def test_objects_have_the_listed_properties_only(text, syntax, strict):
 
     def allows(arguments):
         body = call_texts.WRITERS[syntax.name]("f", arguments)
-        return accepts(source, text, syntax.marks.open + body + syntax.marks.close)
+        return accepts(source, text, syntax.markers.open + body + syntax.markers.close)
 
     assert allows({"a": 1, "b": {"c": 2}}) and allows({"a": 1})
     assert not allows({"a": 1, "role": "pilot"}) and not allows({"a": 1, "b": {"c": 2, "d": 3}})
@@ -309,7 +309,7 @@ def test_what_cannot_be_there_is_left_out(text, syntax):
         )
         for arguments, allowed in ({"a": 1, "c": [1, "x"]}, True), ({"a": 1.5}, False), ({"b": 1}, False):
             body = call_texts.WRITERS[syntax.name]("f", arguments)
-            assert accepts(source, text, syntax.marks.open + body + syntax.marks.close) is allowed
+            assert accepts(source, text, syntax.markers.open + body + syntax.markers.close) is allowed
 
 
 UNIQUE = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
@@ -323,7 +323,7 @@ def test_what_is_not_strict_is_enforced_without_it_and_logged(text, syntax, capl
     source = answer_grammar(format_of(text, syntax), ToolUse((tool,), "required"))
     for value, allowed in (["a", "a"], True), (["c"], False):
         body = call_texts.WRITERS[syntax.name]("f", {"x": value})
-        assert accepts(source, text, syntax.marks.open + body + syntax.marks.close) is allowed
+        assert accepts(source, text, syntax.markers.open + body + syntax.markers.close) is allowed
     compile = functools.partial(
         compile_grammar, tokenizer=text, vocab_size=len(text.vocabulary()), seconds=10
     )
@@ -378,7 +378,7 @@ def test_descriptions_do_not_count_for_the_size_of_a_grammar(text):
 
 
 def test_syntaxes_that_cannot_be_forced_are_refused_in_one_line(text):
-    other = format_of(text, Syntax("glm47", SYNTAXES[1].marks, SYNTAXES[1].read))
+    other = format_of(text, Syntax("glm47", SYNTAXES[1].markers, SYNTAXES[1].read))
     free = [
         ToolUse((PING,), "none"),
         *(ToolUse((PING,), "auto", parallel=several) for several in (True, False)),

@@ -210,7 +210,7 @@ class RequestChoice(Entry):
         markers, last_call = None, None
         if prepared.tool_format is not None and chat is not None and chat.tools:
             is_free = prepared.sampling.grammar is None
-            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.marks
+            markers = None if prepared.tool_format.is_answer else prepared.tool_format.syntax.markers
             self._calls = ToolCallReader(
                 self.index, prepared.tool_format, chat.tools.tools, one=not chat.tools.parallel and is_free
             )

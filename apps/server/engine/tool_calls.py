@@ -53,7 +53,7 @@ class ToolCallReader:
             call_id = call.id or self._format.new_id()
             events.append(ToolCall(self._index, self.complete, call_id, call.name, call.arguments))
             self.complete += 1
-        if (text := without_markup(rest, self._syntax.marks)) or (logprobs and not calls):
+        if (text := without_markup(rest, self._syntax.markers)) or (logprobs and not calls):
             spans = (TokenText(text, None, 0),)
             events.append(TextDelta(self._index, "answer", text, () if calls else logprobs, spans))
         return events

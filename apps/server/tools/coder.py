@@ -116,5 +116,5 @@ class _Values(SchemaValues):
         return self.scalar({"type": kind, **schema, **definitions})
 
 
-CODER = Syntax("qwen3-coder", HERMES.marks, _read, _write, "\n", is_json=False)
+CODER = Syntax("qwen3-coder", HERMES.markers, _read, _write, "\n", is_json=False)
 SEED = Syntax("seed", Markers("<seed:tool_call>", "</seed:tool_call>"), _read, separator="\n")

@@ -105,9 +105,9 @@ def _find_format(tokenizer: Tokenizer) -> ToolFormat | None:
         if PROBE.name not in written:
             continue
         for syntax in all_syntaxes():
-            open, close = tokenizer.token_id(syntax.marks.open), tokenizer.token_id(syntax.marks.close)
-            has_marks = open is not None and (close is not None or not syntax.marks.close)
-            if has_marks and _reads_probe(syntax, written):
+            open, close = tokenizer.token_id(syntax.markers.open), tokenizer.token_id(syntax.markers.close)
+            has_markers = open is not None and (close is not None or not syntax.markers.close)
+            if has_markers and _reads_probe(syntax, written):
                 result = "result of the probe"
                 answered = {**calling, "tool_responses": [{"name": PROBE.name, "response": result}]}
                 folds = result in _render(tokenizer, [question, answered])
@@ -132,10 +132,10 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
 
 def _reads_probe(syntax: Syntax, written: str) -> bool:
     """Return True if a part of `written` is the probe call. Other parts may explain the syntax."""
-    bodies = [_before(body, syntax.marks.close) for body in written.split(syntax.marks.open)[1:]]
+    bodies = [_before(body, syntax.markers.close) for body in written.split(syntax.markers.open)[1:]]
     expected = [read_call(PROBE.name, PROBE_ARGUMENTS)]
     for calls, rest in (syntax.parse(body, [PROBE]) for body in bodies):
-        if [call._replace(id=None) for call in calls] == expected and not (rest and syntax.marks.close):
+        if [call._replace(id=None) for call in calls] == expected and not (rest and syntax.markers.close):
             return True
     return False
 
@@ -153,8 +153,8 @@ def all_syntaxes() -> list[Syntax]:
     library_parsers = ("glm47", "longcat", "minimax_m2", "function_gemma", "pythonic", "muse_spark")
     for name in library_parsers:
         module = import_module(f"mlx_lm.tool_parsers.{name}")  # imports MLX
-        marks = Markers(module.tool_call_start, module.tool_call_end)
-        syntaxes.append(Syntax(name, marks, _library_reader(module.parse_tool_call), needs_close=True))
+        markers = Markers(module.tool_call_start, module.tool_call_end)
+        syntaxes.append(Syntax(name, markers, _library_reader(module.parse_tool_call), needs_close=True))
     return syntaxes
 
 

@@ -91,7 +91,7 @@ LISTS = (
 
 def form(
     name: str,
-    marks: Markers,
+    markers: Markers,
     ways: Sequence[str],
     head: str,
     tail: str = "",
@@ -122,7 +122,7 @@ def form(
         written = [_expression(way, tool.name, arguments, rules) for way in ways]
         return either([f"({way})" for way in written] if len(written) > 1 else written)
 
-    return Syntax(name, marks, read, write, separator, together)
+    return Syntax(name, markers, read, write, separator, together)
 
 
 def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:

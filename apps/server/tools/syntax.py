@@ -36,7 +36,7 @@ class Syntax:
     """The syntax of calls between two markers. `read` raises ValueError or RecursionError for other text."""
 
     name: str
-    marks: Markers
+    markers: Markers
     read: ReadCalls
     # Returns a grammar expression of a call without its markers. If it is None, no call can be forced.
     write: Callable[[Tool, Rules], str] | None = None
