@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from support.endpoint import DEMO, Stub, error_of, fresh, stubbed
+from support.waiting import LIMIT
 
 from mlx_spec.apps.server import page
 from mlx_spec.apps.server.settings import Settings
 
 FOLDER = Path(page.__file__).parent
 PATHS = ["/", *(page.PREFIX + name for name in page.FILES if name != page.INDEX)]
+NODE = shutil.which("node")
 NAME_OF_SVG = "http://www.w3.org/2000/svg"  # the namespace, which is never fetched
 FOREIGN = re.compile(r"""(?:\w+:)?//[\w$\[]""")
 
@@ -131,3 +136,15 @@ def test_the_base_url_leads_a_browser_to_the_page(path, leads, key):
     assert client.post(path, headers={"accept": "text/html"}, json={}).status_code == (
         404 if key is None else 401
     )
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node 18: install Debian's package nodejs")
+def test_functions_of_the_page_without_a_browser(tmp_path):
+    folder = shutil.copytree(FOLDER, tmp_path / "page")
+    (folder / "package.json").write_text('{"type": "module"}')  # as a browser takes them
+    tests = Path(__file__).with_name("page.test.mjs")
+    environment = os.environ | {"PAGE": str(folder)}
+    done = subprocess.run(
+        [str(NODE), "--test", str(tests)], env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
