@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from support.hub_stand_in import ASSISTANT, E2B, serving
 from support.screen import GOLDEN, PAIR, READY, STATUS, TINY, Screen, at_home
 from support.spans import ROOT as SEEING
@@ -293,10 +292,7 @@ def test_model_is_downloaded(converse, tmp_path, monkeypatch):
         for name, value in hub.variables(tmp_path).items():
             if name.startswith("HF_"):
                 monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        hub.take_place(monkeypatch, tmp_path / "hub")
         lines = ("hello", "/model", *["/model gemma-4-e2b"] * 3, "/show")
         _, _, listed, *asked, shown = converse([*TINY, "--max-tokens=4"], *lines)
     assert re.search(f"gemma-4-e2b +{E2B}", listed)

@@ -16,11 +16,10 @@ import pytest
 from mlx_lm.models.gemma4 import Model as Gemma4
 from support.checkpoints import edit_config, edit_tensors
 from support.commands import run
-from support.drafting import GOLDEN
+from support.drafting import GOLDEN, shorten
 from support.golden_pairs import converted, refusal
 
 import mlx_spec
-from mlx_spec.apps.selftest import Effort
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
@@ -38,12 +37,8 @@ PAIR = "12b-trained"
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short texts, few and short continuations: enough to tell a trained drafter from a broken one."""
-    monkeypatch.setattr(selftest, "GENERATED", 10)
-    monkeypatch.setattr(selftest, "TEXT_LENGTH", 16)
-    monkeypatch.setattr(selftest, "PROMPTS", selftest.PROMPTS[1:3])
-    monkeypatch.setattr(selftest, "QUESTIONS", ())
-    monkeypatch.setattr(selftest, "QUICK", Effort(10.0, 1, 8))
+    """Enough to tell a trained drafter from a broken one."""
+    shorten(monkeypatch, 10, selftest.PROMPTS[1:3])
 
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import platformdirs
 import pytest
-from huggingface_hub import constants
 from support import sparse
 from support.hub_stand_in import ASSISTANT, E2B, Hub, serving
 
@@ -35,9 +34,6 @@ def served(tmp_path: Path) -> Iterator[Hub]:
 def cache(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache and an empty folder of pairs."""
     folder = tmp_path / "home" / "hub"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(constants, "ENDPOINT", served.url)
-    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    served.take_place(monkeypatch, folder)
     monkeypatch.setattr(platformdirs, "user_data_path", lambda name: tmp_path / "data" / name)
     return folder

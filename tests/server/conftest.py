@@ -8,7 +8,6 @@ from typing import Any
 
 import platformdirs
 import pytest
-from huggingface_hub import constants
 from support.endpoint import Place, Stub, place_of
 from support.hub_stand_in import ASSISTANT, E2B, ROOT, Hub, serving
 
@@ -21,10 +20,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         variables = found.variables(home) | {"XDG_DATA_HOME": str(home / "data")}
         for name, value in variables.items() - {("PATH", "")}:
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        found.take_place(monkeypatch, home / "hub")
         monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: home / "data")
         yield found
 

@@ -133,14 +133,19 @@ def converted(
     return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
 
 
+def shorten(
+    patch: pytest.MonkeyPatch, generated: int, prompts: Sequence[str], *, seconds: float = 10.0
+) -> None:
+    """Let the self-test of a conversion read short texts and write few and short continuations."""
+    values = {"GENERATED": generated, "TEXT_LENGTH": 16, "PROMPTS": prompts, "QUESTIONS": ()}
+    for name, value in {**values, "QUICK": Effort(seconds, 1, 8)}.items():
+        patch.setattr(selftest, name, value)
+
+
 def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "GENERATED", 8)
-        patch.setattr(selftest, "TEXT_LENGTH", 16)
-        patch.setattr(selftest, "PROMPTS", selftest.PROMPTS[1:4:2])
-        patch.setattr(selftest, "QUESTIONS", ())
-        patch.setattr(selftest, "QUICK", Effort(2.0, 1, 8))
+        shorten(patch, 8, selftest.PROMPTS[1:4:2], seconds=2.0)
         return converted(target, drafter, out, skip_test=False)
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 from support.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,13 @@ class Hub:
             "HOME": str(home),
             "PATH": "",
         }
+
+    def take_place(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Let this process ask this hub, and keep its cache in a folder."""
+        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        settings = {"ENDPOINT": self.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(cache)}
+        for name, value in settings.items():
+            patch.setattr(constants, name, value)
 
 
 @contextmanager
