@@ -1,7 +1,8 @@
 """Download a large file of the Hub so that a later try goes on where an earlier one broke.
 
 huggingface_hub writes every try to a new file, and removes it if the try fails. Here all tries append to one
-file. By HTTP a try asks for the bytes that are missing, by Xet it opens a stream that starts there.
+file. By HTTP a try asks for the bytes that are missing, by Xet it opens a stream that starts there. By HTTP
+huggingface_hub writes 10 MB at a time, so up to 10 MB of a broken try are lost.
 """
 
 from __future__ import annotations
