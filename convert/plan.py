@@ -1,59 +1,187 @@
-"""Say what a conversion does: the plan that the conversion and its self-test follow."""
+"""Say what a conversion does: which checkpoints it reads, and how it converts each. Nothing is computed."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import mlx.core as mx
-
+from mlx_spec import demo
+from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
-from mlx_spec.checkpoint.layouts import DTYPES
+from mlx_spec.checkpoint.families import mlx_lm_module
+from mlx_spec.checkpoint.files import sha256, typed_path
+from mlx_spec.checkpoint.gguf import is_gguf
+from mlx_spec.checkpoint.gguf_model import gguf_folder
+from mlx_spec.cli.progress import StageProgress
+from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.hub import find
+from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
+from mlx_spec.hub.download import published_hash
+from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 
-from .source import Quantization, Source
-from .write import DRAFTER
+from .families import family_of
+from .options import ConversionOptions
 
-UNQUANTIZED = ".unquantized"  # folder of the drafter in our form without quantization, during the test
+TARGET, DRAFTER = "target", "drafter"  # the folders of a pair
+FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are quantized, with the names of config.json."""
+
+    bits: int
+    group_size: int  # weights that share a scale
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        name = f"{self.bits}-bit" if self.mode == "affine" else self.mode
+        return f"{name}, groups of {self.group_size}"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A checkpoint, and how to convert it. A type or a quantization of None keeps the checkpoint's."""
+
+    checkpoint: Checkpoint
+    family: DrafterFamily | None = None  # of a drafter; None for a language model
+    quantization: Quantization | None = None
+    dtype: str | None = None
+    hashes: Mapping[str, str] = field(default_factory=dict)  # file of weights -> hash that the Hub publishes
+
+    @property
+    def unquantized(self) -> Conversion:
+        """Return the same conversion without a quantization."""
+        return replace(self, quantization=None)
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Both sources, and how to convert them. A type or a quantization of None keeps the source's."""
+    """The conversions of a target and a drafter to a pair."""
 
     folder: Path  # of the converted pair
-    target: Source
-    drafter: Source | None  # for draft heads inside the target it is `target`; None without a drafter
-    family: DrafterFamily | None  # of the drafter; None for a language model, or without a drafter
-    dtype: str | None
-    quantization: Quantization | None  # of the target
-    drafter_quantization: Quantization | None
-    hashes: Mapping[str, Mapping[str, str]]  # by part: the published hashes of the weights
+    target: Conversion
+    drafter: Conversion | None = None
+
+    @property
+    def conversions(self) -> dict[str, Conversion]:
+        """Return the conversions by the folders that they write."""
+        return {TARGET: self.target, **({DRAFTER: self.drafter} if self.drafter else {})}
 
     @property
     def is_embedded(self) -> bool:
         """Return True if the drafter is a head inside the target's checkpoint."""
-        return self.drafter is self.target
+        return self.drafter is not None and self.drafter.checkpoint is self.target.checkpoint
 
-    @property
-    def unquantized_folder(self) -> Path:
-        """Return the folder of the drafter in our form without quantization."""
-        return self.folder / (UNQUANTIZED if self.drafter_quantization else DRAFTER)
 
-    @property
-    def original_drafter(self) -> Path:
-        """Return the folder of the drafter to compare with: as published for a language model, else ours."""
-        assert self.drafter is not None
-        return self.drafter.folder if self.family is None else self.unquantized_folder
+def make_plan(options: ConversionOptions, folder: Path, progress: StageProgress) -> ConversionPlan:
+    """Open both checkpoints and check them. Raises SpecError for what cannot be converted."""
+    choice: str | None = options.quantization
+    if choice is not None:
+        parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
+    target = open_source(options.target, options.q6k_bits)
+    if "model_type" not in target.config:
+        raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
+    tokenizer = read_tokenizer(target)  # a pair without a tokenizer cannot be loaded
+    if choice is None:
+        is_quantized = bool({"quantization", "quantization_config"} & target.config.keys())
+        choice = NONE if is_quantized else "4"
+    quantization = parse_quantization(choice, options.group_size)
+    drafter = _find_drafter(options.drafter, target, tokenizer)
+    size = None if choice in FIXED_MODES else options.group_size
+    drafter_quantization = parse_quantization(options.drafter_bits, size)
+    hashes = check_hashes(target, progress)
+    plan = ConversionPlan(folder, Conversion(target, None, quantization, options.dtype, hashes))
+    if drafter is None:
+        return plan
+    hashes = {} if drafter.checkpoint is target else check_hashes(drafter.checkpoint, progress)
+    drafter = replace(drafter, quantization=drafter_quantization, dtype=options.dtype, hashes=hashes)
+    return replace(plan, drafter=drafter)
 
-    def reference_dtype(self) -> mx.Dtype | None:
-        """Return the wider type of the target's stored one and `dtype`; None without `dtype`."""
-        if self.dtype is None:
-            return None
-        sizes: Counter[mx.Dtype] = Counter()
-        for array in self.target.checkpoint.tensors().values():
-            if mx.issubdtype(array.dtype, mx.floating):
-                sizes[array.dtype] += array.size
-        stored = sizes.most_common(1)[0][0]
-        return (mx.zeros(1, dtype=stored) + mx.zeros(1, dtype=DTYPES[self.dtype])).dtype
+
+def open_source(name: str, q6k_bits: int | None = None) -> Checkpoint:
+    """Find a checkpoint, download it if necessary, and check that it is complete.
+
+    `q6k_bits` is for GGUF files. Raises NotFound and BadCheckpoint.
+    """
+    file = typed_path(name)
+    is_file = q6k_bits is not None and file.is_file() and is_gguf(file)
+    checkpoint = read_checkpoint(gguf_folder(file, q6k_bits), name) if is_file else find(name)
+    checkpoint.check_weights()
+    return checkpoint
+
+
+def parse_quantization(choice: str, group_size: int | None) -> Quantization | None:
+    """Return the quantization of an option: bits, a mode or "none". Raises InvalidValue."""
+    if choice in FIXED_MODES:
+        bits, fixed = FIXED_MODES[choice]
+        if group_size not in (None, fixed):
+            raise InvalidValue(f"{choice} has groups of {fixed}: leave --group-size out")
+        return Quantization(bits, fixed, choice)
+    if group_size not in (None, 32, 64, 128):
+        raise InvalidValue(f"--group-size is {group_size}, it must be 32, 64 or 128")
+    return None if choice == NONE else Quantization(int(choice), group_size or 64)
+
+
+def _find_drafter(name: str, target: Checkpoint, tokenizer: Tokenizer) -> Conversion | None:
+    """Return the drafter and its family; None if there is to be none.
+
+    Raises InvalidValue, and Mismatch for a language model of another vocabulary.
+    """
+    if name == NONE:
+        return None
+    if name == LOOKUP:
+        raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
+    published = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
+    chosen = published if name == "auto" else name
+    if chosen is None:
+        try:
+            return Conversion(target, family_of(target.config, target.headers.tensors))
+        except BadCheckpoint as error:
+            raise InvalidValue(
+                f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
+                "with a repository or a folder, or --drafter none"
+            ) from error
+    drafter = open_source(chosen)
+    family = family_or_model(drafter)
+    if family is None:
+        difference = differing_token(drafter, target, tokenizer)
+        if difference is not None:
+            raise Mismatch(
+                f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
+                f"the target with --drafter none, then give {drafter.name} beside it as the drafter"
+            )
+    return Conversion(drafter, family)
+
+
+def family_or_model(drafter: Checkpoint) -> DrafterFamily | None:
+    """Return the family of a drafter; None for a language model that mlx-lm knows.
+
+    Raises BadCheckpoint for any other checkpoint.
+    """
+    try:
+        return family_of(drafter.config, drafter.headers.tensors)
+    except BadCheckpoint:
+        if mlx_lm_module(str(drafter.config.get("model_type"))) is None:
+            raise
+        return None
+
+
+def check_hashes(checkpoint: Checkpoint, progress: StageProgress) -> dict[str, str]:
+    """Compare cached weights to their published hashes. Raises BadCheckpoint.
+
+    Returns the hashes by file name; {} for a folder, which has no published hashes.
+    """
+    blobs = {file: file.resolve() for file in checkpoint.headers.files if published_hash(file.resolve())}
+    if blobs:
+        size = sum(file.stat().st_size for file in blobs)
+        progress.stage(f"checking the hashes of {checkpoint.name}", size=size)
+    for file, blob in blobs.items():
+        if sha256(blob) != blob.name:
+            raise BadCheckpoint(
+                f"{file.name} of {checkpoint.name} does not have the sha256 it is published under: remove "
+                f"{blob} and run this again"
+            )
+        progress.advance(blob.stat().st_size)
+    return {file.name: blob.name for file, blob in blobs.items()}

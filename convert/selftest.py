@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,9 +40,9 @@ from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling.softmax import log_total
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 
-from .parts import convert_drafter, convert_target, load_unread
-from .plan import ConversionPlan
-from .write import DRAFTER, TARGET
+from .converted import convert_drafter, convert_target, load_unread
+from .plan import DRAFTER, TARGET, Conversion, ConversionPlan
+from .write import write_folder
 
 Floats = NDArray[np.float32]
 TEXT_LENGTH = 64  # tokens of each text
@@ -50,6 +51,7 @@ MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
 
 K = 3  # draft tokens
 GENERATED = 48  # tokens after each prompt
+UNQUANTIZED = ".unquantized"  # folder of the drafter in our form without quantization, during the test
 
 
 class SelfTestFailed(SpecError):
@@ -58,32 +60,55 @@ class SelfTestFailed(SpecError):
 
 def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
     """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
-    figures: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(plan, progress)}
-    figures |= _check_target(plan, progress)
-    if plan.drafter is not None:
-        figures |= _check_drafter(plan, progress)
+    written = {role: read_checkpoint(plan.folder / role) for role in plan.conversions}
+    original = None if plan.drafter is None else _original_drafter(plan, written[DRAFTER], progress)
+    figures: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(plan, written, progress)}
+    figures |= _check_target(plan, written[TARGET], progress)
+    if original is not None:
+        figures |= _check_drafter(plan, written[DRAFTER], original, progress)
+    shutil.rmtree(plan.folder / UNQUANTIZED, ignore_errors=True)
     return figures
 
 
-def _check_tensors(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    model = convert_target(plan.target, None, plan.dtype)
-    result = {TARGET: compare(read_checkpoint(plan.folder / TARGET), model.tensors, progress)}
+def _original_drafter(plan: ConversionPlan, written: Checkpoint, progress: StageProgress) -> Checkpoint:
+    """Return the drafter to compare with: as published for a language model, else in our form, not quantized.
+
+    In our form it is written once more if `written` is quantized.
+    """
+    assert plan.drafter is not None
+    if plan.drafter.family is None:
+        return plan.drafter.checkpoint
+    if plan.drafter.quantization is None:
+        return written
+    folder = plan.folder / UNQUANTIZED
+    drafter = convert_drafter(plan.drafter.unquantized, plan.target.checkpoint.config)
+    write_folder(folder, drafter, None, progress)
+    return read_checkpoint(folder)
+
+
+def _check_tensors(
+    plan: ConversionPlan, written: Mapping[str, Checkpoint], progress: StageProgress
+) -> dict[str, Any]:
+    target = convert_target(plan.target.unquantized)
+    figures = {TARGET: compare(written[TARGET], target.tensors, progress)}
     if plan.drafter is not None:
-        drafter = convert_drafter(plan.drafter, plan.family, plan.target.config, None, plan.dtype)
-        result[DRAFTER] = compare(read_checkpoint(plan.folder / DRAFTER), drafter.tensors, progress)
-    return result
+        drafter = convert_drafter(plan.drafter.unquantized, plan.target.checkpoint.config)
+        figures[DRAFTER] = compare(written[DRAFTER], drafter.tensors, progress)
+    return figures
 
 
-def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
-    tokens = texts(plan.target.checkpoint)
+def _check_target(plan: ConversionPlan, written: Checkpoint, progress: StageProgress) -> dict[str, Any]:
+    source, dtype, reference = plan.target.checkpoint, plan.target.dtype, _reference_dtype(plan.target)
+    tokens = texts(source)
     progress.stage("computing the original on built-in texts")
-    original, expected = measure(plan.target.checkpoint, plan.reference_dtype(), tokens)
+    original, expected = measure(source, reference, tokens)
     progress.stage("computing the converted target on the same texts")
-    converted, logits = measure(read_checkpoint(plan.folder / TARGET), None, tokens)
+    converted, logits = measure(written, None, tokens)
     # In standard deviations of the original logits.
     difference = float(np.abs(logits - expected).max()) / (float(expected.std()) or 1.0)
-    narrows = plan.dtype is not None and DTYPES[plan.dtype] != plan.reference_dtype()
-    tolerance = None if plan.quantization else 0.5 if narrows else 1e-4  # quantization changes logits anyway
+    narrows = dtype is not None and DTYPES[dtype] != reference
+    # Quantization changes logits anyway.
+    tolerance = None if plan.target.quantization else 0.5 if narrows else 1e-4
     if tolerance is not None and not difference <= tolerance:
         raise SelfTestFailed(
             f"the logits of the converted target differ from the original's by {difference:.2g} standard "
@@ -99,6 +124,18 @@ def _check_target(plan: ConversionPlan, progress: StageProgress) -> dict[str, An
         "logits": {"difference": difference, "tolerance": tolerance},
         "perplexity": {"original": original, "converted": converted, "ratio": ratio},
     }
+
+
+def _reference_dtype(conversion: Conversion) -> mx.Dtype | None:
+    """Return the wider type of the stored one and the one asked for; None if none was asked for."""
+    if conversion.dtype is None:
+        return None
+    sizes: Counter[mx.Dtype] = Counter()
+    for array in conversion.checkpoint.tensors().values():
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] += array.size
+    stored = sizes.most_common(1)[0][0]
+    return (mx.zeros(1, dtype=stored) + mx.zeros(1, dtype=DTYPES[conversion.dtype])).dtype
 
 
 def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: StageProgress) -> dict[str, Any]:
@@ -238,23 +275,25 @@ class DraftedTexts:
     length: float  # tokens emitted by a round with K draft tokens
 
 
-def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
+def _check_drafter(
+    plan: ConversionPlan, written: Checkpoint, original: Checkpoint, progress: StageProgress
+) -> dict[str, Any]:
     """Check the acceptance, and that the text does not change. Return figures. Raises SelfTestFailed."""
     progress.stage("drafting with the converted pair")
-    pair = load(plan.folder / TARGET, plan.folder / DRAFTER, num_draft_tokens=K)
+    target = plan.target.checkpoint
+    pair = load(plan.folder / TARGET, written.folder, num_draft_tokens=K)
     info, tokenizer, policies = pair.info, pair.tokenizer, pair.policies
     built_in = prompts(tokenizer)
     ours = draft(pair, built_in)
-    other = _with_rope_of_target(plan, pair, built_in)
-    lossless = _check_lossless(pair, target_shape(plan.target.config).window, progress)
+    other = _with_rope_of_target(pair, written, target.config, built_in)
+    lossless = _check_lossless(pair, target_shape(target.config).window, progress)
     del pair
     gc.collect()
     before, why_not = None, _why_not_before(plan)
     if why_not is None:
         progress.stage("drafting with the original pair")
-        original = read_checkpoint(plan.original_drafter)
-        model = load_lazily(plan.target.checkpoint, plan.reference_dtype())
-        source = open_drafter(original, original.config, plan.target.config)
+        model = load_lazily(target, _reference_dtype(plan.target))
+        source = open_drafter(original, original.config, target.config)
         before = draft(Pair(info, tokenizer, model, [source], policies), built_in)
         del model, source
         gc.collect()
@@ -265,7 +304,7 @@ def _check_drafter(plan: ConversionPlan, progress: StageProgress) -> dict[str, A
     if ours.first < floor:
         raise SelfTestFailed(
             f"the target accepts {ours.first:.0%} of the drafter's first tokens, {floor:.0%} are expected: "
-            f"{_cause(plan, floor, before, built_in)} (--no-self-test converts it nevertheless)"
+            f"{_cause(plan, original, floor, before, built_in)} (--no-self-test converts it nevertheless)"
         )
     figures: dict[str, Any] = {"positions": ours.positions, "first": ours.first, "length": ours.length}
     if before is not None:
@@ -287,33 +326,40 @@ def _check_lossless(pair: Pair, window: int | None, progress: StageProgress) -> 
     return {"prompts": prompts, "tokens": tokens, "ended_in_a_tie": len(test.near_ties)}
 
 
-def _with_rope_of_target(plan: ConversionPlan, pair: Pair, prompts: list[list[int]]) -> DraftedTexts | None:
+def _with_rope_of_target(
+    pair: Pair, drafter: Checkpoint, target: Mapping[str, Any], prompts: list[list[int]]
+) -> DraftedTexts | None:
     """Return what a drafter with a rotary embedding of its own drafts with the target's; else None.
 
     The heads of some publishers state another base than they were trained with.
     """
-    written = read_checkpoint(plan.folder / DRAFTER)
-    config = written.config
+    config = drafter.config
     if config["model_type"] not in ("eagle3", "peagle") or config[KEY]["rope"] == "target":
         return None
     changed = {**config, KEY: {**config[KEY], "rope": "target"}}
-    source = open_drafter(written, changed, plan.target.config)
+    source = open_drafter(drafter, changed, target)
     return draft(pair.with_drafters([source], pair.policies), prompts)
 
 
 def _why_not_before(plan: ConversionPlan) -> str | None:
     """Return why the original pair is not measured; None if it is."""
-    if not (plan.dtype or plan.quantization or plan.drafter_quantization):
+    if not any(each.dtype or each.quantization for each in plan.conversions.values()):
         return "nothing was changed"
     limit, size = memory_for_models(), plan.target.checkpoint.headers.size
     return f"the original target needs {human_bytes(size)} of memory" if size > limit else None
 
 
-def _cause(plan: ConversionPlan, floor: float, before: DraftedTexts | None, prompts: list[list[int]]) -> str:
+def _cause(
+    plan: ConversionPlan,
+    original: Checkpoint,
+    floor: float,
+    before: DraftedTexts | None,
+    prompts: list[list[int]],
+) -> str:
     """Return the likely cause of an acceptance below `floor`."""
-    original = draft(load(plan.folder / TARGET, plan.original_drafter, num_draft_tokens=K), prompts)
-    if original.first >= floor:
-        return f"quantizing the drafter cost it, {original.first:.0%} without: use --drafter-bits 8 or none"
+    precise = draft(load(plan.folder / TARGET, original.folder, num_draft_tokens=K), prompts)
+    if precise.first >= floor:
+        return f"quantizing the drafter cost it, {precise.first:.0%} without: use --drafter-bits 8 or none"
     if before is not None and before.first >= floor:
         return f"quantizing the target cost it, {before.first:.0%} without: use -q with more bits"
     return "likely the drafter of another target or version of it, or weights damaged by a conversion"

@@ -14,7 +14,7 @@ from mlx_spec.checkpoint.config import Checkpoint, context_length, read_checkpoi
 from mlx_spec.checkpoint.headers import INDEX, choose_files, read_headers
 from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.checkpoint.repairs import repair_config
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.plan import open_source
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.inspect import inspect
 
@@ -83,14 +83,12 @@ def test_all_readers_read_the_same_files(tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a.weight": FIRST, "b.weight": SECOND}}))
     source = open_source(str(folder))
     assert [file.name for file in read_headers(folder).files] == [FIRST, SECOND]
-    assert {name: array.tolist() for name, array in source.checkpoint.tensors().items()} == {
+    assert {name: array.tolist() for name, array in source.tensors().items()} == {
         "a.weight": [1.0] * 4,
         "b.weight": [1.0] * 2,
     }
     assert (
-        source.checkpoint.headers.size
-        == inspect(str(folder)).size
-        == sum((folder / f).stat().st_size for f in SHARDS)
+        source.headers.size == inspect(str(folder)).size == sum((folder / f).stat().st_size for f in SHARDS)
     )
     (folder / FIRST).unlink()  # the index is stale now, and the stray file has what is missing but for one
     assert Checkpoint(folder).is_complete is False

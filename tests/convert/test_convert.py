@@ -30,7 +30,7 @@ from mlx_spec.checkpoint.owners import tower_bytes
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert import write
-from mlx_spec.convert.source import check_hashes, open_source
+from mlx_spec.convert.plan import check_hashes, open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
 from mlx_spec.vision.tower import read_tower, tower_tensors
@@ -259,7 +259,7 @@ def test_hash_of_a_download(role: str, tmp_path: Path) -> None:
     file.symlink_to(blobs / digest)
     (blobs / digest).write_bytes(data)
     source = open_source(str(snapshot))
-    assert source.revision == "0" * 40
+    assert write.revision(source) == "0" * 40
     assert check_hashes(source, StageProgress(io.StringIO())) == {"model.safetensors": digest}
     (blobs / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     text = refusal("12b", tmp_path / "out", **{role: snapshot})

@@ -24,10 +24,9 @@ from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert import selftest
-from mlx_spec.convert.parts import convert_model
-from mlx_spec.convert.plan import ConversionPlan
+from mlx_spec.convert.converted import convert_model
+from mlx_spec.convert.plan import Conversion, ConversionPlan, Quantization, open_source
 from mlx_spec.convert.selftest import SelfTestFailed, compare, self_test
-from mlx_spec.convert.source import Quantization, open_source
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.caches import Caches
 
@@ -142,7 +141,7 @@ def test_a_model_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def plan(folder: Path, quantization: Quantization | None = None) -> ConversionPlan:
     target = open_source(str(GOLDEN / PAIR / "target"))
-    return ConversionPlan(folder, target, None, None, None, quantization, None, {})
+    return ConversionPlan(folder, Conversion(target, quantization=quantization))
 
 
 STEM = "language_model.model.layers.1.mlp.up_proj."
@@ -166,7 +165,7 @@ def test_files_that_are_not_the_source(
     edit_tensors(
         out / "target", lambda tensors: tensors.update({STEM + edited: edit(tensors.get(STEM + edited))})
     )
-    expected = convert_model(open_source(str(GOLDEN / PAIR / "target")), None, None).tensors
+    expected = convert_model(Conversion(open_source(str(GOLDEN / PAIR / "target")))).tensors
     with pytest.raises(BadCheckpoint, match=STEM + named):
         compare(read_checkpoint(out / "target"), expected, QUIET)
 

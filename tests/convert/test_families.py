@@ -13,10 +13,10 @@ from support.drafting import GOLDEN
 from support.synthetic import Checkpoint
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES, refuse_unsupported
+from mlx_spec.convert.converted import convert_drafter
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.families.common import Converted
-from mlx_spec.convert.parts import convert_drafter, family_or_model
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.plan import Conversion, family_or_model, open_source
 from mlx_spec.errors import BadCheckpoint, SpecError
 
 D, V = 32, 64  # of native heads
@@ -182,7 +182,7 @@ def test_folding_for_float32_loses_nothing(tmp_path):
     source = open_source(str(replace(made, tensors=halved).write(tmp_path / "published")))
     family = family_or_model(source)
     tensors = {
-        dtype: convert_drafter(source, family, made.target, None, dtype).tensors
+        dtype: convert_drafter(Conversion(source, family, dtype=dtype), made.target).tensors
         for dtype in ("float32", None)
     }
     exact = 1 + halved["mtp.norm.weight"].astype(mx.float32)

@@ -25,7 +25,7 @@ from support.pairs import TOKENIZER, refused, save
 import mlx_spec
 from mlx_spec import demo
 from mlx_spec.checkpoint.headers import GGUF
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.plan import open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
 from mlx_spec.load import WITHOUT, load

@@ -20,8 +20,8 @@ from support.lossless import emitted, mlx_lm_greedy, plain, rounds
 from support.synthetic import Checkpoint
 
 from mlx_spec.checkpoint.config import read_checkpoint
-from mlx_spec.convert.parts import convert_model
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.converted import convert_model
+from mlx_spec.convert.plan import Conversion, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.drafters.mtp import LAYERS
 from mlx_spec.errors import BadCheckpoint, Mismatch
@@ -66,7 +66,7 @@ class Golden:
     @cached_property
     def model(self) -> nn.Module:
         """The target, without a head in its checkpoint, in float32."""
-        found = convert_model(open_source(str(self.target_folder)), None, "float32")
+        found = convert_model(Conversion(open_source(str(self.target_folder)), dtype="float32"))
         with tempfile.TemporaryDirectory() as folder:
             model, _ = load_model(Checkpoint(found.tensors, found.config, {}).write(Path(folder)))
         return model

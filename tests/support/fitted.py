@@ -13,8 +13,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_spec.checkpoint.config import read_checkpoint
-from mlx_spec.convert.parts import convert_drafter, family_or_model
-from mlx_spec.convert.source import open_source
+from mlx_spec.convert.converted import convert_drafter
+from mlx_spec.convert.plan import Conversion, family_or_model, open_source
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.types import Drafter, Features
 from support import synthetic, tiny
@@ -59,7 +59,7 @@ def largest(a: mx.array | np.ndarray, b: mx.array | np.ndarray) -> float:
 def opened(made: Checkpoint, folder: Path, edit: Callable[[dict[str, Any]], object] = id) -> DrafterSource:
     """Converted, written, and loaded; `edit` changes the written config.json."""
     source = open_source(str(made.write(folder / "published")))
-    prepared = convert_drafter(source, family_or_model(source), made.target, None, None)
+    prepared = convert_drafter(Conversion(source, family_or_model(source)), made.target)
     edit(prepared.config)
     ours = Checkpoint(prepared.tensors, prepared.config, {}).write(folder / "converted")
     return open_drafter(read_checkpoint(ours), read(ours), made.target)

@@ -15,8 +15,6 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.drafter_families import DrafterFamily
-from mlx_spec.checkpoint.families import mlx_lm_module
 from mlx_spec.checkpoint.files import one_line, shortened
 from mlx_spec.checkpoint.layouts import DTYPES, model_classes
 from mlx_spec.checkpoint.left_out import layer_of, reason_left_out, sources_of
@@ -26,26 +24,41 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
 from mlx_spec.model.read import read_model
 from mlx_spec.vision.tower import read_tower, tower_tensors
 
-from .families import family_of
 from .families.common import Converted
-from .source import Quantization, Source, cast
+from .plan import DRAFTER, TARGET, Conversion, ConversionPlan, Quantization
 
 
-def convert_model(
-    source: Source, quantization: Quantization | None, dtype: str | None, option: str = "-q"
-) -> Converted:
+def convert_pair(plan: ConversionPlan, *, allow_unknown: bool) -> dict[str, Converted]:
+    """Convert both checkpoints of a plan, by the folders that they will have.
+
+    Each tensor that is left out has a known reason, unless `allow_unknown`. Raises BadCheckpoint,
+    InvalidValue and Mismatch.
+    """
+    pair, config = {TARGET: convert_target(plan.target)}, plan.target.checkpoint.config
+    unused = pair[TARGET].unused
+    if plan.drafter is not None:
+        drafter = convert_drafter(plan.drafter, config)
+        if plan.is_embedded:
+            unused -= drafter.used
+            drafter = replace(drafter, dropped={})  # these tensors belong to the target
+        pair[DRAFTER] = drafter
+    dropped = explain_left_out(unused, config, allow_unknown=allow_unknown)
+    return {**pair, TARGET: replace(pair[TARGET], dropped=dropped)}
+
+
+def convert_model(conversion: Conversion, option: str = "-q") -> Converted:
     """Load a model with mlx-lm, lazily, cast it and quantize it. `option` is the user's, for errors.
 
     Raises BadCheckpoint if mlx-lm does not know the model or tensors are missing or left over, InvalidValue
     if the source is quantized already.
     """
     seen: dict[str, mx.array] = {}
-    model, config = load_unread(source.checkpoint, seen)
+    model, config = load_unread(conversion.checkpoint, seen)
     used = sources_of(seen, list(dict(tree_flatten(model.parameters())).values()))
-    if dtype is not None:
-        _cast_as_mlx_lm(model, config, DTYPES[dtype])
-    if quantization is not None:
-        config = _quantize(source, model, config, quantization, option)
+    if conversion.dtype is not None:
+        _cast_as_mlx_lm(model, config, DTYPES[conversion.dtype])
+    if conversion.quantization is not None:
+        config = _quantize(model, config, conversion.checkpoint.name, conversion.quantization, option)
     left = ("_name_or_path", "vision_config", "audio_config")  # mlx-lm leaves these out, too
     config = {key: value for key, value in sorted(config.items()) if key not in left}
     tensors = dict(tree_flatten(model.parameters()))
@@ -54,27 +67,25 @@ def convert_model(
     return result
 
 
-def convert_target(source: Source, quantization: Quantization | None, dtype: str | None) -> Converted:
+def convert_target(conversion: Conversion) -> Converted:
     """Convert a target as `convert_model` does, and keep its vision tower.
 
-    The tower is not quantized, only cast to `dtype` if given; mlx-lm ignores it. A tower of an unknown
+    The tower is not quantized, only cast to another type if asked; mlx-lm ignores it. A tower of an unknown
     family, or one that config.json does not describe, is left out.
     """
-    model = convert_model(source, quantization, dtype)
-    names = tower_names(source.config, source.checkpoint.headers.tensors)
+    model, checkpoint = convert_model(conversion), conversion.checkpoint
+    names = tower_names(checkpoint.config, checkpoint.headers.tensors)
+    if not names:
+        return model
     try:
-        if names:
-            read_tower(source.checkpoint)
+        read_tower(checkpoint)
     except NoVision:
         return model
-    tower = tower_tensors(source.checkpoint) if names else {}
-    if dtype is not None:
-        tower = {name: cast(array, DTYPES[dtype]) for name, array in tower.items()}
-    config = {**model.config, "vision_config": source.config["vision_config"]} if names else model.config
+    config = {**model.config, "vision_config": checkpoint.config["vision_config"]}
     return replace(
         model,
         config=dict(sorted(config.items())),
-        tensors={**model.tensors, **tower},
+        tensors={**model.tensors, **_cast_all(tower_tensors(checkpoint), conversion.dtype)},
         used=model.used.union(names),
         unused=model.unused.difference(names),
     )
@@ -133,7 +144,7 @@ def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -
     )
 
     def changed(name: str, array: mx.array) -> mx.array:
-        return cast(array, dtype) if castable(name) else array
+        return _cast(array, dtype) if castable(name) else array
 
     model.update(tree_map_with_path(changed, model.parameters()))
     name = str(dtype).removeprefix("mlx.core.")
@@ -142,11 +153,12 @@ def _cast_as_mlx_lm(model: nn.Module, config: dict[str, Any], dtype: mx.Dtype) -
 
 
 def _quantize(
-    source: Source, model: nn.Module, config: dict[str, Any], quantization: Quantization, option: str
+    model: nn.Module, config: dict[str, Any], name: str, quantization: Quantization, option: str
 ) -> dict[str, Any]:
+    """Quantize a model in place. Return its config. Raises InvalidValue."""
     if "quantization" in config or "quantization_config" in config:
         raise InvalidValue(
-            f"{source.name} is quantized already ({precision({}, config)}): use {option} none to keep it so, "
+            f"{name} is quantized already ({precision({}, config)}): use {option} none to keep it so, "
             "or convert the original"
         )
     try:
@@ -155,72 +167,54 @@ def _quantize(
                 model, config, quantization.group_size, quantization.bits, mode=quantization.mode
             )
     except ValueError as error:
-        raise InvalidValue(
-            f"{source.name} cannot be quantized to {quantization}: {one_line(error)}"
-        ) from error
+        raise InvalidValue(f"{name} cannot be quantized to {quantization}: {one_line(error)}") from error
     return config
 
 
 # --- drafters
 
 
-def family_or_model(source: Source) -> DrafterFamily | None:
-    """Return the family of a drafter; None for a language model that mlx-lm knows.
-
-    Raises BadCheckpoint for any other checkpoint.
-    """
-    try:
-        return family_of(source.config, source.checkpoint.headers.tensors)
-    except BadCheckpoint:
-        if mlx_lm_module(str(source.config.get("model_type"))) is None:
-            raise
-        return None
-
-
-def convert_drafter(
-    source: Source,
-    family: DrafterFamily | None,
-    target_config: Mapping[str, Any],
-    quantization: Quantization | None,
-    dtype: str | None,
-) -> Converted:
-    """Convert a drafter for a target. `family` is None for a language model.
+def convert_drafter(conversion: Conversion, target: Mapping[str, Any]) -> Converted:
+    """Convert a drafter for the target with this config.json.
 
     Raises BadCheckpoint if a tensor is missing, left over, or does not have the shape in config.json. Raises
     Mismatch if the drafter was made for another target.
     """
-    if family is None:
-        model = convert_model(source, quantization, dtype, "--drafter-bits")
-        return replace(model, dropped=explain_left_out(model.unused, source.config))
-    tensors = source.checkpoint.tensors()
-    if dtype == "float32":  # cast before a family computes with the weights, such as when it folds norms
-        tensors = {name: cast(array, mx.float32) for name, array in tensors.items()}
-    converted: Converted = family.convert(tensors, source.config, target_config)
-    ours, config = dict(converted.tensors), dict(converted.config)
-    unquantized: tuple[str, ...] = ()
-    if dtype is not None:
-        ours = {name: cast(array, DTYPES[dtype]) for name, array in ours.items()}
-    if quantization is not None:
-        ours, unquantized = _quantize_tensors(ours, converted, quantization)
-        config["quantization"] = vars(quantization)
-    return replace(converted, config=config, tensors=ours, unquantized=unquantized)
+    checkpoint, dtype, quantization = conversion.checkpoint, conversion.dtype, conversion.quantization
+    if conversion.family is None:
+        model = convert_model(conversion, "--drafter-bits")
+        return replace(model, dropped=explain_left_out(model.unused, checkpoint.config))
+    # Cast before a family computes with the weights, such as when it folds norms.
+    wide = _cast_all(checkpoint.tensors(), "float32" if dtype == "float32" else None)
+    drafter: Converted = conversion.family.convert(wide, checkpoint.config, target)
+    drafter = replace(drafter, tensors=_cast_all(drafter.tensors, dtype))
+    return drafter if quantization is None else _quantized(drafter, quantization)
 
 
-def _quantize_tensors(
-    tensors: Mapping[str, mx.array], converted: Converted, quantization: Quantization
-) -> tuple[dict[str, mx.array], tuple[str, ...]]:
-    """Quantize the tensors that allow it. Return all tensors, and the names of the other matrices."""
-    result: dict[str, mx.array] = {}
+def _quantized(drafter: Converted, quantization: Quantization) -> Converted:
+    """Quantize the tensors that allow it; `unquantized` has the names of the other matrices."""
+    tensors: dict[str, mx.array] = {}
     unquantized = []
-    for name, array in tensors.items():
+    for name, array in drafter.tensors.items():
         fits = array.shape[-1] % quantization.group_size == 0 if array.ndim else False
         if array.ndim < 2 or not mx.issubdtype(array.dtype, mx.floating):
-            result[name] = array
-        elif name.endswith(".weight") and converted.quantizable(name) and fits:
-            parts = mx.quantize(array, **vars(quantization))
-            names = (name, *(f"{name.removesuffix('weight')}{part}" for part in ("scales", "biases")))
-            result |= dict(zip(names, parts, strict=False))
+            tensors[name] = array
+        elif name.endswith(".weight") and drafter.quantizable(name) and fits:
+            packed = mx.quantize(array, **vars(quantization))
+            names = (name, *(f"{name.removesuffix('weight')}{end}" for end in ("scales", "biases")))
+            tensors |= dict(zip(names, packed, strict=False))
         else:
-            result[name] = array
+            tensors[name] = array
             unquantized.append(name)
-    return result, tuple(unquantized)
+    config = {**drafter.config, "quantization": vars(quantization)}
+    return replace(drafter, config=config, tensors=tensors, unquantized=tuple(unquantized))
+
+
+def _cast_all(tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:
+    """Return the tensors, floats in another type if one is given."""
+    return {name: array if dtype is None else _cast(array, DTYPES[dtype]) for name, array in tensors.items()}
+
+
+def _cast(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return `array` in another type if it holds floats."""
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
