@@ -15,7 +15,7 @@ from mlx_spec.errors import SpecError
 from mlx_spec.hub.catalog import SMOLLM2, PairSpec
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel, partners
-from mlx_spec.load import folders
+from mlx_spec.hub.names import locate
 
 from . import roofline
 
@@ -63,7 +63,7 @@ def fit(need: MemoryNeed) -> str:
 def expected_gain(name: str, chip: roofline.Chip) -> float | None:
     """Return the multiple of plain decoding that a pair should reach; None if its acceptance is not known."""
     with suppress(SpecError, OSError, LookupError, ValueError):
-        target, drafter = ((path and hub.on_disk(path)) for path in folders(PairSpec(name)))
+        target, drafter = ((path and hub.on_disk(path)) for path in locate(PairSpec(name)).checkpoints)
         if target and drafter and (rate := roofline.pair_acceptance(name, drafter)) is not None:
             sizes = decode_sizes(target, 1024), decode_sizes(drafter, 1024)
             return max(roofline.gains(chip, *sizes, rate))

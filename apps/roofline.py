@@ -211,14 +211,14 @@ def measure(format: WeightFormat, *, size: int = 2**28, seconds: float = 1.0) ->
 
 
 def _run(options: Options) -> int:
-    from mlx_spec.load import folders
+    from mlx_spec.hub.names import locate
 
     name, drafter_path = options.spec.target, options.drafter  # either may be a size, such as 17GB
-    target_path, pair_drafter = (name, None) if SIZE.fullmatch(name) else folders(PairSpec(name))
+    target_path, pair_drafter = (name, None) if SIZE.fullmatch(name) else locate(PairSpec(name)).checkpoints
     if drafter_path is None:
         drafter_path = pair_drafter
     elif not SIZE.fullmatch(drafter_path):
-        drafter_path = folders(PairSpec(DEMO, drafter_path))[1]
+        drafter_path = locate(PairSpec(DEMO, drafter_path)).checkpoints[1]
     target = _sizes(target_path, options.context, WeightFormat(4, 64))
     drafter = _sizes(drafter_path, options.context, WeightFormat(16)) if drafter_path else None
     wanted = {_key(name) for name in options.chip or NAMES}

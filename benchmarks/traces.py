@@ -42,7 +42,7 @@ from mlx_spec.decode.running import prefill
 from mlx_spec.drafters.lookup import RANGES
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import PairSpec
-from mlx_spec.load import folders
+from mlx_spec.hub.names import locate
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
 from mlx_spec.prompt import text_prompt
@@ -146,7 +146,7 @@ class Watching:
 def record(settings: argparse.Namespace) -> list[Trace]:
     """Return the traces of all prompts, the kinds in turn."""
     pair = load(settings.target, settings.drafter)
-    prompts = read_prompts(settings, pair, find(folders(PairSpec(settings.target))[0]).folder)
+    prompts = read_prompts(settings, pair, find(locate(PairSpec(settings.target)).target).folder)
     order = sorted(range(len(prompts)), key=lambda i: [p.kind for p in prompts[:i]].count(prompts[i].kind))
     traces = []
     for index in order:

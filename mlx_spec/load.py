@@ -10,24 +10,22 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mlx_spec import demo
 from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, critical_lengths, vocab_size
 from mlx_spec.checkpoint.drafter_families import OPENED_AS, drafter_family, refuse_unsupported
-from mlx_spec.checkpoint.families import MANIFEST
-from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line, read_object, typed_path
+from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.checkpoint.memory import ContextMemory, context_memory
 from mlx_spec.checkpoint.weights import gguf_dtype, is_dequantized, sizes_of
 from mlx_spec.device import bound_freed_buffers, keep_attention_order, resident, use_device
 from mlx_spec.device.blas import use_blas
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, NoVision
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import DEMO, LOOKUP, NONE, SMOLLM2, Exact, PairSpec, made_for
-from mlx_spec.hub.names import resolve
+from mlx_spec.hub.catalog import LOOKUP, NONE, Exact, PairSpec
+from mlx_spec.hub.names import WITHOUT, Located, locate
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from mlx_spec.policy import AdaptivePolicies, FixedPolicy, Key
     from mlx_spec.tokenizer import Tokenizer
     from mlx_spec.vision.vision import Vision
-
-WITHOUT = 'drafter="none" decodes without one'
 
 
 def load(
@@ -80,64 +76,87 @@ def load(
     _check_values(spec)
     if exact == "float32" and ranks is not None:
         raise InvalidValue("--exact float32 needs the whole target on this machine: leave one of them out")
-    shown, target_path, drafter_path = _located(spec)
-    checkpoint = _open_target(target_path, ranks)
-    config = checkpoint.config
+    located = locate(spec)
+    checkpoint = _open_target(located.target, ranks)
     import mlx.core as mx
 
     from mlx_spec.model.probe import arrays_of
     from mlx_spec.pair import Pair
-    from mlx_spec.tokenizer import read_tokenizer
 
     bound_freed_buffers(_weights(checkpoint))
-    model = None
-    if is_dequantized(config) and ranks is None:
-        model = _load_target(checkpoint, exact)
-        mx.async_eval(model.parameters())  # a thread of MLX unpacks them while the tokenizer is read
-    tokenizer = read_tokenizer(checkpoint)
-    if unread := tokenizer.generation.without_effect:
-        print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
-    source = _open_drafter(shown, drafter_path, checkpoint, tokenizer)
-    if ranks is not None and source is not None and source.needs.shared_kv:
-        shown, source = _without_shared_kv(shown, checkpoint, tokenizer, is_named=drafter is not None)
-    vision = _vision(checkpoint, tokenizer, ranks)
-    info = _info(shown, checkpoint, source, vision, _vocab_size(config, tokenizer), ranks)
+    model = _unpacked(checkpoint, exact) if ranks is None else None
+    opened = _open(located, checkpoint, ranks)
     if draft_ranks is not None:
-        _check_same_drafter(draft_ranks, shown, source)
-    offered = _offered(source, spec, draft_ranks)
-    quantization = _quantization(config) + (", in float32" if exact == "float32" else "")
-    quantization += "" if ranks is None else f", over {ranks.size} ranks"
-    policies = _policies(checkpoint, offered, quantization, spec)
+        _check_same_drafter(draft_ranks, opened.located, opened.drafter)
+    offered = _offered(opened.drafter, spec, draft_ranks)
+    policies = _policies(opened, offered, spec)
     model = _load_target(checkpoint, exact, ranks) if model is None else model
+    info = opened.info
     if exact == "float32":
         info = replace(info, target_bytes=sum(array.nbytes for array in arrays_of(model)))
         for network in (offer.network for offer in offered if offer.network is not None):
             network.set_dtype(mx.float32)
-    memory = _memory(checkpoint, source, spec, ranks, info)
-    pair = Pair(info, tokenizer, model, offered, policies, kv_bits, ranks, vision, memory)
-    _prepare(pair, checkpoint, quantization, spec, is_whole=ranks is None)
+    memory = opened.memory(info, kv_bits)
+    pair = Pair(info, opened.tokenizer, model, offered, policies, kv_bits, ranks, opened.vision, memory)
+    _prepare(pair, opened, spec)
     return pair
 
 
-def _info(
-    shown: PairSpec,
-    target: Checkpoint,
-    source: DrafterSource | None,
-    vision: Vision | NoVision,
-    vocab_size: int,
-    ranks: Ranks | None,
-) -> PairInfo:
-    from mlx_spec.pair import PairInfo
+# --- both checkpoints
 
-    return PairInfo(
-        shown.target,
-        None if shown.drafter == NONE else shown.drafter,
-        vocab_size,
-        target.context,
-        target_bytes=_weights(target) // (1 if ranks is None else ranks.size),
-        drafter_bytes=_weights(source.checkpoint) if source and source.checkpoint else 0,
-        vision_bytes=0 if isinstance(vision, NoVision) else vision.nbytes,
-    )
+
+@dataclass(frozen=True)
+class Opened:
+    """A pair whose checkpoints are open: all of it but the weights of the target."""
+
+    located: Located
+    target: Checkpoint
+    tokenizer: Tokenizer
+    drafter: DrafterSource | None  # None if nothing drafts
+    vision: Vision | NoVision
+    ranks: Ranks | None  # among which the target is split
+
+    @property
+    def info(self) -> PairInfo:
+        """Return the facts that programs show."""
+        from mlx_spec.pair import PairInfo
+
+        drafter = self.drafter and self.drafter.checkpoint
+        return PairInfo(
+            self.located.target_name,
+            None if self.located.drafter_name == NONE else self.located.drafter_name,
+            _vocab_size(self.target.config, self.tokenizer),
+            self.target.context,
+            target_bytes=_weights(self.target) // (1 if self.ranks is None else self.ranks.size),
+            drafter_bytes=_weights(drafter) if drafter else 0,
+            vision_bytes=0 if isinstance(self.vision, NoVision) else self.vision.nbytes,
+        )
+
+    def memory(self, info: PairInfo, kv_bits: int | None) -> ContextMemory:
+        """Return what conversations of the pair take, beside its weights."""
+        drafter = self.drafter and self.drafter.checkpoint
+        checkpoints = [self.target, drafter] if drafter else [self.target]
+        memory = context_memory(checkpoints, kv_bits, 1 if self.ranks is None else self.ranks.size)
+        return replace(memory, weights=info.target_bytes + info.drafter_bytes + info.vision_bytes)
+
+    def quantization(self, exact: Exact) -> str:
+        """Return in words how the target computes: costs are measured for each way."""
+        words = _quantization(self.target.config) + (", in float32" if exact == "float32" else "")
+        return words + ("" if self.ranks is None else f", over {self.ranks.size} ranks")
+
+
+def _open(located: Located, target: Checkpoint, ranks: Ranks | None) -> Opened:
+    """Open tokenizer, drafter and vision tower of a target."""
+    from mlx_spec.tokenizer import read_tokenizer
+
+    tokenizer = read_tokenizer(target)
+    if unread := tokenizer.generation.without_effect:
+        print(f"generation_config.json: {', '.join(unread)}: without effect here", file=sys.stderr)
+    drafter = _open_drafter(located, target, tokenizer)
+    if ranks is not None and drafter is not None and drafter.needs.shared_kv:
+        located = _without_shared_kv(located)
+        drafter = _open_drafter(located, target, tokenizer)
+    return Opened(located, target, tokenizer, drafter, _vision(target, tokenizer, ranks), ranks)
 
 
 def _weights(checkpoint: Checkpoint) -> int:
@@ -145,26 +164,28 @@ def _weights(checkpoint: Checkpoint) -> int:
     return int(sizes_of(checkpoint, 0).held)
 
 
-def _without_shared_kv(
-    shown: PairSpec, target: Checkpoint, tokenizer: Tokenizer, *, is_named: bool
-) -> tuple[PairSpec, DrafterSource | None]:
+def _without_shared_kv(located: Located) -> Located:
     """Return lookup in place of a drafter that reads the target's K/V. Raises Mismatch if it was named."""
-    why = f"the drafter {shown.drafter} reads the target's K/V, of which every rank has a part"
-    if is_named:
+    why = f"the drafter {located.drafter_name} reads the target's K/V, of which every rank has a part"
+    if located.is_named:
         raise Mismatch(f'{why}: use another one, or the drafter "{LOOKUP}"')
     print(f"{why}: {LOOKUP} drafts in its place", file=sys.stderr)
-    return replace(shown, drafter=LOOKUP), _open_drafter(shown, LOOKUP, target, tokenizer)
+    return replace(located, drafter_name=LOOKUP, drafter=LOOKUP)
 
 
-def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, *, is_whole: bool) -> None:
+# --- the pair
+
+
+def _prepare(pair: Pair, opened: Opened, spec: PairSpec) -> None:
     """Check and measure a pair. Targets without exact rollback are refused now, not in an answer."""
     import mlx.core as mx
 
     from mlx_spec.policy import saved_costs
 
+    target, quantization = opened.target, opened.quantization(spec.exact)
     try:
         with resident(pair.info.target_bytes):
-            lengths = critical_lengths(target.config) if is_whole else []
+            lengths = critical_lengths(target.config) if opened.ranks is None else []
             activations = _check(pair, target, lengths, spec.kv_bits)
             if activations != mx.float32 and spec.exact == "off":
                 pair.use_rows(pair.rows.under(spec.exact))
@@ -177,14 +198,6 @@ def _prepare(pair: Pair, target: Checkpoint, quantization: str, spec: PairSpec, 
         raise BadCheckpoint(
             f"{target.folder} fails in its first pass as {architecture}: {one_line(error)}"
         ) from error
-
-
-def _memory(
-    target: Checkpoint, source: DrafterSource | None, spec: PairSpec, ranks: Ranks | None, info: PairInfo
-) -> ContextMemory:
-    checkpoints = [target, source.checkpoint] if source and source.checkpoint else [target]
-    memory = context_memory(checkpoints, spec.kv_bits, 1 if ranks is None else ranks.size)
-    return replace(memory, weights=info.target_bytes + info.drafter_bytes + info.vision_bytes)
 
 
 def _check(pair: Pair, target: Checkpoint, lengths: list[int], kv_bits: int | None) -> mx.Dtype:
@@ -231,7 +244,7 @@ def _measure(pair: Pair) -> None:
 def follow(target: str, ranks: Ranks) -> int:
     """Load this rank's part of a target and do what rank 0 does with it. Return its exit status."""
     use_device()
-    checkpoint = _open_target(_located(PairSpec(target, NONE))[1], ranks)
+    checkpoint = _open_target(locate(PairSpec(target, NONE)).target, ranks)
     bound_freed_buffers(_weights(checkpoint) // ranks.size)
     _load_target(checkpoint, "auto", ranks)
     return ranks.follow()
@@ -243,70 +256,22 @@ def draft_for(spec: PairSpec, ranks: Ranks) -> int:
     from mlx_spec.tokenizer import read_tokenizer
 
     use_device()
-    shown, path, drafter = _located(spec)
-    target = find(path)
+    located = locate(spec)
+    target = find(located.target)
     tokenizer = read_tokenizer(target)
-    source = _check_same_drafter(ranks, shown, _open_drafter(shown, drafter, target, tokenizer))
+    source = _check_same_drafter(ranks, located, _open_drafter(located, target, tokenizer))
     return draft_for_rank_0(ranks, source, _vocab_size(target.config, tokenizer))
 
 
-def _check_same_drafter(ranks: Ranks, shown: PairSpec, source: DrafterSource | None) -> DrafterSource:
+def _check_same_drafter(ranks: Ranks, located: Located, source: DrafterSource | None) -> DrafterSource:
     """Return the drafter. Raises InvalidValue without weights; ends all ranks if rank 1 has another one."""
     if source is None or source.checkpoint is None:
         raise InvalidValue(
-            f"{shown.target} has no drafter with weights that another rank could run: give a draft model"
+            f"{located.target_name} has no drafter with weights that another rank could run: "
+            "give a draft model"
         )
     ranks.compare(_identity(source.checkpoint))
     return source
-
-
-def folders(spec: PairSpec) -> tuple[str, str | None]:
-    """Return the folders or repositories of target and drafter. Nothing is downloaded.
-
-    The drafter is None if there is none, or if it has no checkpoint. Raises BadCheckpoint for a damaged
-    pair.json.
-    """
-    _, target, drafter = _located(spec)
-    return target, None if drafter in (LOOKUP, NONE) else drafter
-
-
-def _located(spec: PairSpec) -> tuple[PairSpec, str, str]:
-    """Return a pair with the names to show, and the folders, files or repositories of target and drafter.
-
-    If no drafter is named, it is the target's own. One without a checkpoint is "lookup" or "none".
-    """
-    resolved, drafter = resolve(spec.target), spec.drafter
-    target = resolved.target
-    published = made_for(target) or (None if "/" in spec.target else resolved.drafter)
-    if drafter is not None and drafter.lower() in (LOOKUP, NONE):
-        drafter = drafter.lower()
-    elif drafter is not None:
-        try:
-            drafter = resolve(drafter).target
-        except NotFound as error:
-            raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    if target == DEMO:
-        default: str | None = str(demo.DRAFTER)
-        path = str(demo.TARGET)
-    else:
-        path, default = _from_manifest(target)
-        default = default or (str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else published)
-    chosen = default or LOOKUP if drafter is None else drafter
-    is_bundled = target in (DEMO, SMOLLM2) and drafter is None
-    shown = replace(spec, target=target, drafter=target if is_bundled else chosen)
-    return shown, path, chosen
-
-
-def _from_manifest(target: str) -> tuple[str, str | None]:
-    """Return target and drafter as paths, from `target`/pair.json; `target` and None without that file."""
-    folder = typed_path(target)
-    if not (folder / MANIFEST).is_file():
-        return target, None
-    manifest = read_object(folder / MANIFEST)
-    paths = manifest.get("target", "."), manifest.get("drafter")
-    if not isinstance(paths[0], str) or not isinstance(paths[1], str | None):
-        raise BadCheckpoint(f"{folder / MANIFEST}: target and drafter must be paths relative to it")
-    return str(folder / paths[0]), None if paths[1] is None else str(folder / paths[1])
 
 
 def _open_target(path: str, ranks: Ranks | None) -> Checkpoint:
@@ -346,28 +311,26 @@ def _check_values(spec: PairSpec) -> None:
         FixedPolicy(spec.num_draft_tokens)
 
 
-def _open_drafter(
-    shown: PairSpec, path: str, target: Checkpoint, tokenizer: Tokenizer
-) -> DrafterSource | None:
-    """Return the drafter at a path for a target; None if there is to be none."""
+def _open_drafter(located: Located, target: Checkpoint, tokenizer: Tokenizer) -> DrafterSource | None:
+    """Return the drafter of a pair; None if there is to be none."""
     import mlx.core as mx
 
     from mlx_spec.drafters.lookup import lookup_source
 
-    if path in (NONE, LOOKUP):
-        return lookup_source() if path == LOOKUP else None
+    if located.drafter in (NONE, LOOKUP):
+        return lookup_source() if located.drafter == LOOKUP else None
     try:
-        checkpoint = find(path)
+        checkpoint = find(located.drafter)
     except NotFound as error:
         raise NotFound(f"drafter: {error}; {WITHOUT}") from error
-    _refuse_unconverted(shown, checkpoint)
+    _refuse_unconverted(located, checkpoint)
     source = _source(checkpoint, target, tokenizer)
     if source.network is not None and gguf_dtype(target.config) == "float32":
         source.network.set_dtype(mx.float32)
     return replace(source, checkpoint=checkpoint)
 
 
-def _refuse_unconverted(shown: PairSpec, checkpoint: Checkpoint) -> None:
+def _refuse_unconverted(located: Located, checkpoint: Checkpoint) -> None:
     """Raise BadCheckpoint for a published drafter that has to be converted first."""
     from mlx_spec.drafters.checkpoint import KEY
 
@@ -377,8 +340,9 @@ def _refuse_unconverted(shown: PairSpec, checkpoint: Checkpoint) -> None:
     family = drafter_family(config, names_of_tensors)
     if family is not None and not family.is_ours and KEY not in config:
         raise BadCheckpoint(
-            f"{shown.drafter} is a drafter of the kind {family.kind} as published: run `mlx-spec convert "
-            f"{shown.target} --drafter {shown.drafter} -o OUT` first, then give OUT as the target"
+            f"{located.drafter_name} is a drafter of the kind {family.kind} as published: run "
+            f"`mlx-spec convert {located.target_name} --drafter {located.drafter_name} -o OUT` first, then "
+            "give OUT as the target"
         )
 
 
@@ -417,9 +381,7 @@ def _offered(source: DrafterSource | None, spec: PairSpec, draft_ranks: Ranks | 
     return offered
 
 
-def _policies(
-    target: Checkpoint, offered: list[DrafterSource], quantization: str, spec: PairSpec
-) -> AdaptivePolicies | FixedPolicy:
+def _policies(opened: Opened, offered: list[DrafterSource], spec: PairSpec) -> AdaptivePolicies | FixedPolicy:
     """Return the maker of policies: adaptive, or with the draft length that the user fixed."""
     from mlx_spec.policy import FixedPolicy, saved_costs
     from mlx_spec.policy.batch import BatchPolicies
@@ -434,7 +396,7 @@ def _policies(
         return FixedPolicy(spec.num_draft_tokens, names=first.names, ahead=ahead, ratios=Ratios())
     checkpoints = {name: source.checkpoint for source in offered for name in source.names}
     prints = tuple(name if stored is None else stored.fingerprint for name, stored in checkpoints.items())
-    key = _key(target, prints, quantization, spec)
+    key = _key(opened.target, prints, opened.quantization(spec.exact), spec)
     copying = [name for name, stored in checkpoints.items() if stored is None]
     ahead_costs = {source.name: source.ahead_costs for source in offered if source.ahead_costs is not None}
     together = [source.name for source in offered if source.drafts_together]
@@ -454,6 +416,17 @@ def _quantization(config: Mapping[str, Any]) -> str:
         case {"bits": bits, "group_size": size}:
             return f"{bits}-bit, groups of {size}"
     return str(config.get("dtype") or config.get("torch_dtype") or "as saved")
+
+
+def _unpacked(checkpoint: Checkpoint, exact: Exact) -> nn.Module | None:
+    """Return a model that is dequantized: a thread of MLX unpacks it. None for others, which load later."""
+    import mlx.core as mx
+
+    if not is_dequantized(checkpoint.config):
+        return None
+    model = _load_target(checkpoint, exact)
+    mx.async_eval(model.parameters())
+    return model
 
 
 def _load_target(checkpoint: Checkpoint, exact: Exact, ranks: Ranks | None = None) -> nn.Module:

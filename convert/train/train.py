@@ -46,7 +46,8 @@ from mlx_spec.drafters.gemma4 import (
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, SpecError
 from mlx_spec.hub import find
 from mlx_spec.hub.catalog import NONE, PairSpec
-from mlx_spec.load import folders, load
+from mlx_spec.hub.names import locate
+from mlx_spec.load import load
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
@@ -205,7 +206,7 @@ def _record(pair: Pair, plan: AnswerPlan, options: TrainingOptions, progress: St
 
 def _network(pair: Pair, options: TrainingOptions) -> tuple[AssistantNetwork, dict[str, Any]]:
     """Return the network to train, and its config.json. Raises Mismatch for a target that cannot have one."""
-    target = find(folders(PairSpec(options.target, NONE))[0]).config
+    target = find(locate(PairSpec(options.target, NONE)).target).config
     probe = recording(pair).open().target
     probe.prefill([0, 0])
     if FULL not in probe.shared_kv():

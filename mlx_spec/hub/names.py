@@ -1,24 +1,84 @@
-"""Resolve names of models that users type, in any letter case, in the same way for all programs."""
+"""Resolve names of models that users type, in any letter case, and locate pairs, for all programs alike."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_spec.checkpoint.files import default_folder, typed_path
-from mlx_spec.errors import NotFound
+from mlx_spec import demo
+from mlx_spec.checkpoint.families import MANIFEST
+from mlx_spec.checkpoint.files import default_folder, read_object, typed_path
+from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.catalog import (
     ALIASES,
     DEMO,
+    LOOKUP,
+    NONE,
     SMOLLM2,
     PairSpec,
     aliases,
     find_alias,
+    made_for,
     suggested_drafter,
 )
 
 PREFIX = "models--"  # of the folder of a repository in the cache
+WITHOUT = 'drafter="none" decodes without one'
+
+
+@dataclass(frozen=True)
+class Located:
+    """A target and a drafter: the names to show, and the folders, files or repositories to open."""
+
+    target_name: str
+    drafter_name: str  # the target's if both are bundled
+    target: str
+    drafter: str  # "lookup" or "none" if it has no checkpoint
+    is_named: bool  # the user named the drafter; else it is the target's
+
+    @property
+    def checkpoints(self) -> tuple[str, str | None]:
+        """Return the target and the drafter to open; None for one without a checkpoint."""
+        return self.target, None if self.drafter in (LOOKUP, NONE) else self.drafter
+
+
+def locate(spec: PairSpec) -> Located:
+    """Locate the checkpoints of a pair; nothing is downloaded. Without a drafter, it is the target's own.
+
+    Raises NotFound, and BadCheckpoint for a damaged pair.json.
+    """
+    resolved, drafter = resolve(spec.target), spec.drafter
+    name = resolved.target
+    path, own = _from_manifest(name)
+    if drafter is not None and drafter.lower() in (LOOKUP, NONE):
+        drafter = drafter.lower()
+    elif drafter is not None:
+        try:
+            drafter = resolve(drafter).target
+        except NotFound as error:
+            raise NotFound(f"drafter: {error}; {WITHOUT}") from error
+    else:
+        published = made_for(name) or (None if "/" in spec.target else resolved.drafter)
+        drafter = own or published or LOOKUP
+    is_named = spec.drafter is not None
+    shown = name if name in (DEMO, SMOLLM2) and not is_named else drafter
+    return Located(name, shown, path, drafter, is_named)
+
+
+def _from_manifest(target: str) -> tuple[str, str | None]:
+    """Return what to open for a target, and the drafter that belongs to it: as pair.json says, or bundled."""
+    if target == DEMO:
+        return str(demo.TARGET), str(demo.DRAFTER)
+    file = typed_path(target) / MANIFEST
+    if not file.is_file():
+        return target, str(demo.SMOLLM2_DRAFTER) if target == SMOLLM2 else None
+    manifest = read_object(file)
+    paths = manifest.get("target", "."), manifest.get("drafter")
+    if not isinstance(paths[0], str) or not isinstance(paths[1], str | None):
+        raise BadCheckpoint(f"{file}: target and drafter must be paths relative to it")
+    return str(file.parent / paths[0]), None if paths[1] is None else str(file.parent / paths[1])
 
 
 def resolve(name: str) -> PairSpec:

@@ -28,7 +28,8 @@ from mlx_spec.checkpoint.headers import GGUF
 from mlx_spec.convert.plan import open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
-from mlx_spec.load import WITHOUT, load
+from mlx_spec.hub.names import WITHOUT
+from mlx_spec.load import load
 from mlx_spec.types import Reason
 
 ROOT = Path(__file__).parents[2]

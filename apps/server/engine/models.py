@@ -25,7 +25,7 @@ from mlx_spec.errors import NotFound, NoVision, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar, prepare_grammars
 from mlx_spec.hub.download import on_disk
-from mlx_spec.load import folders
+from mlx_spec.hub.names import locate
 from mlx_spec.pair import Pair
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.vision.vision import Vision, read_vision
@@ -428,7 +428,7 @@ def checkpoints_of(served: ServedModel, *, complete: bool = True) -> list[Checkp
     Raises NotFound for a checkpoint that does not exist and, if `complete`, for one to be downloaded.
     """
     checkpoints = []
-    for name in filter(None, folders(served.spec)):
+    for name in filter(None, locate(served.spec).checkpoints):
         checkpoint = on_disk(name)
         if checkpoint is not None:
             checkpoints.append(checkpoint)
