@@ -1,4 +1,4 @@
-"""Say what a conversion does: which checkpoints it reads, and how it converts each. Nothing is computed."""
+"""Say what a conversion reads, and how it converts each checkpoint. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mlx_spec import demo
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.families import mlx_lm_module
@@ -14,14 +13,12 @@ from mlx_spec.checkpoint.files import sha256, typed_path
 from mlx_spec.checkpoint.gguf import is_gguf
 from mlx_spec.checkpoint.gguf_model import gguf_folder
 from mlx_spec.cli.progress import StageProgress
-from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch
+from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
-from mlx_spec.hub.catalog import LOOKUP, NONE, SMOLLM2, made_for
+from mlx_spec.hub.catalog import NONE
 from mlx_spec.hub.download import published_hash
-from mlx_spec.tokenizer import Tokenizer, differing_token, read_tokenizer
 
 from .families import family_of
-from .options import ConversionOptions
 
 TARGET, DRAFTER = "target", "drafter"  # the folders of a pair
 FIXED_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size), which MLX fixes
@@ -75,31 +72,6 @@ class ConversionPlan:
         return self.drafter is not None and self.drafter.checkpoint is self.target.checkpoint
 
 
-def make_plan(options: ConversionOptions, folder: Path, progress: StageProgress) -> ConversionPlan:
-    """Open both checkpoints and check them. Raises SpecError for what cannot be converted."""
-    choice: str | None = options.quantization
-    if choice is not None:
-        parse_quantization(choice, options.group_size)  # refuse before anything is downloaded
-    target = open_source(options.target, options.q6k_bits)
-    if "model_type" not in target.config:
-        raise BadCheckpoint(f"config.json of {target.name} has no model_type: so it is not a target model")
-    tokenizer = read_tokenizer(target)  # a pair without a tokenizer cannot be loaded
-    if choice is None:
-        is_quantized = bool({"quantization", "quantization_config"} & target.config.keys())
-        choice = NONE if is_quantized else "4"
-    quantization = parse_quantization(choice, options.group_size)
-    drafter = _find_drafter(options.drafter, target, tokenizer)
-    size = None if choice in FIXED_MODES else options.group_size
-    drafter_quantization = parse_quantization(options.drafter_bits, size)
-    hashes = check_hashes(target, progress)
-    plan = ConversionPlan(folder, Conversion(target, None, quantization, options.dtype, hashes))
-    if drafter is None:
-        return plan
-    hashes = {} if drafter.checkpoint is target else check_hashes(drafter.checkpoint, progress)
-    drafter = replace(drafter, quantization=drafter_quantization, dtype=options.dtype, hashes=hashes)
-    return replace(plan, drafter=drafter)
-
-
 def open_source(name: str, q6k_bits: int | None = None) -> Checkpoint:
     """Find a checkpoint, download it if necessary, and check that it is complete.
 
@@ -122,37 +94,6 @@ def parse_quantization(choice: str, group_size: int | None) -> Quantization | No
     if group_size not in (None, 32, 64, 128):
         raise InvalidValue(f"--group-size is {group_size}, it must be 32, 64 or 128")
     return None if choice == NONE else Quantization(int(choice), group_size or 64)
-
-
-def _find_drafter(name: str, target: Checkpoint, tokenizer: Tokenizer) -> Conversion | None:
-    """Return the drafter and its family; None if there is to be none.
-
-    Raises InvalidValue, and Mismatch for a language model of another vocabulary.
-    """
-    if name == NONE:
-        return None
-    if name == LOOKUP:
-        raise InvalidValue("lookup has nothing to convert: every pair has it; give --drafter none")
-    published = str(demo.SMOLLM2_DRAFTER) if target.name == SMOLLM2 else made_for(target.name)
-    chosen = published if name == "auto" else name
-    if chosen is None:
-        try:
-            return Conversion(target, family_of(target.config, target.headers.tensors))
-        except BadCheckpoint as error:
-            raise InvalidValue(
-                f"no drafter is known for {target.name} and it has no draft heads of its own: give --drafter "
-                "with a repository or a folder, or --drafter none"
-            ) from error
-    drafter = open_source(chosen)
-    family = family_or_model(drafter)
-    if family is None:
-        difference = differing_token(drafter, target, tokenizer)
-        if difference is not None:
-            raise Mismatch(
-                f"{difference}: such a draft model is not converted, it drafts by way of its text; convert "
-                f"the target with --drafter none, then give {drafter.name} beside it as the drafter"
-            )
-    return Conversion(drafter, family)
 
 
 def family_or_model(drafter: Checkpoint) -> DrafterFamily | None:
