@@ -330,26 +330,26 @@ def is_base_in_browser(path: str, headers: Headers) -> bool:
     return path == "/v1" and "text/html" in headers.get("accept", "")
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(http_request: Request, error: Exception) -> Response:
     """Return the response to a request whose route raised an error, or that has no route.
 
     An unexpected exception becomes a 500 without details.
     """
-    path, headers = request.url.path, request.headers
+    path, headers = http_request.url.path, http_request.headers
     if isinstance(error, Failure):
-        return error_response(request.scope, error)
+        return error_response(http_request.scope, error)
     if not isinstance(error, HTTPException):
         LOG.error("a request failed", exc_info=error)
-        return error_response(request.scope, internal_error())
+        return error_response(http_request.scope, internal_error())
     message, code = str(error.detail), None
     shown = path[:128]  # a client may send a path of any length
     why = next((f": {why}" for start, why in NOT_HERE.items() if path.startswith(start)), "")
     if error.status_code == 404:
-        if request.method in ("GET", "HEAD") and is_base_in_browser(path, headers):
-            return RedirectResponse("../" if request.scope.get("raw_path", b"").endswith(b"/") else "./")
+        if http_request.method in ("GET", "HEAD") and is_base_in_browser(path, headers):
+            return RedirectResponse("../" if http_request.scope.get("raw_path", b"").endswith(b"/") else "./")
         message, code = f"there is nothing at {shown}{why}", "unknown_url"
     elif error.status_code == 405:
-        message, code = f"{request.method} is not for {shown}{why}", "method_not_allowed"
-    response = error_response(request.scope, Failure(error.status_code, message, code=code))
+        message, code = f"{http_request.method} is not for {shown}{why}", "method_not_allowed"
+    response = error_response(http_request.scope, Failure(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -79,8 +79,8 @@ def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     headers = {**HEADERS, "etag": tag}
 
-    async def send(request: Request) -> Response:
-        if tag in request.headers.get("if-none-match", ""):
+    async def send(http_request: Request) -> Response:
+        if tag in http_request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 

@@ -84,9 +84,9 @@ class Shelf:
         self._names = {one.spec.target: one.name for one in settings.models}  # served names by target
         self._lock = threading.Lock()
 
-    def check(self, request: Request, *, writes: bool) -> None:
+    def check(self, http_request: Request, *, writes: bool) -> None:
         """Raise Failure (403) unless the server's own page on this machine asks."""
-        headers = request.headers
+        headers = http_request.headers
         origin, host = headers.get("origin"), headers.get("host", "")
         is_own = is_same_origin(origin, host) if origin is not None else not writes
         is_own &= headers.get("sec-fetch-site", "same-origin") == "same-origin"

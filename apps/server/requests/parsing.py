@@ -110,17 +110,17 @@ def stop_strings(texts: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, texts or ())))
 
 
-async def read_body(request: Request, model: type[M]) -> M:
+async def read_body(http_request: Request, model: type[M]) -> M:
     """Return the body of a request as a `model`. Raises Failure (400, or 413 if it exceeds the limit).
 
     Half a surrogate pair, as in a text that was cut within an emoji, is read as U+FFFD.
     """
-    encoding = request.headers.get("content-encoding", "").strip()
+    encoding = http_request.headers.get("content-encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
         message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
         raise unsupported(message, "content-encoding")
     try:
-        body = (await request.body()).removeprefix(BOM_UTF8)
+        body = (await http_request.body()).removeprefix(BOM_UTF8)
         quick_bytes = 2**18  # the event loop reads these in milliseconds
         if len(body) <= quick_bytes:
             return _validated(body, model)
@@ -169,10 +169,10 @@ def replace_halves(body: bytes) -> bytes:
     return data[:end].tobytes()
 
 
-def read_query(request: Request, model: type[M]) -> M:
+def read_query(http_request: Request, model: type[M]) -> M:
     """Return the parameters of a URL as a `model`. Raises Failure (400)."""
     try:
-        return model.model_validate(dict(request.query_params))
+        return model.model_validate(dict(http_request.query_params))
     except ValidationError as error:
         raise _first_problem(error) from error
 
