@@ -48,7 +48,7 @@ def download_blob(repository: Path, name: str, file: str, commit: str, size: int
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     url = hf_hub_url(name, file, revision=commit)
-    metadata = get_hf_file_metadata(url)
+    metadata = get_hf_file_metadata(url, retry_on_errors=True)
     if metadata.etag != digest:
         return False
     part, blob = partial_file(repository, digest), repository / "blobs" / digest
