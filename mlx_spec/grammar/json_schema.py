@@ -74,16 +74,14 @@ class _Rewriter:
             self._close()
         root = self._schema(self._root, "#")
         definitions = {
-            name: self._schema(schema, f"#/$defs/{name}") for name, schema in self._definitions.items()
+            name: self._schema(node, f"#/$defs/{name}") for name, node in self._definitions.items()
         }
         finite = _Finite(definitions)
         if (cause := finite.cause(root, "#")) is not None:
             raise InvalidValue(f"the JSON schema cannot be used: nothing matches it, because of {cause}")
         root = finite.without_endless(root)
         definitions = {
-            name: finite.without_endless(schema)
-            for name, schema in definitions.items()
-            if name in finite.names
+            name: finite.without_endless(node) for name, node in definitions.items() if name in finite.names
         }
         if isinstance(root, bool) or not (definitions or self._has_open_keys):
             return root
@@ -101,12 +99,12 @@ class _Rewriter:
         nodes = [node for root in (self._root, *self._definitions.values()) for node in all_subschemas(root)]
         open_: set[int] = set()
         for node in nodes:
-            subschemas = [
+            inner = [
                 *node.get("allOf", ()),
                 *(option for union in UNIONS for option in node.get(union, ())),
             ]
-            subschemas += [*node.get("dependentSchemas", {}).values(), *_values_of(node, "then", "else")]
-            extends = any(map(self._lists_properties, subschemas)) or "$ref" in node
+            inner += [*node.get("dependentSchemas", {}).values(), *_listed(node, "then", "else")]
+            extends = any(map(self._lists_properties, inner)) or "$ref" in node
             if len(node.get("allOf", ())) > 1 or ("properties" in node and extends):
                 open_ |= self._in_place(node, set())
         others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
@@ -118,7 +116,7 @@ class _Rewriter:
 
     def _lists_properties(self, schema: Schema) -> bool:
         return isinstance(schema, dict) and any(
-            "properties" in subschema or "$ref" in subschema for subschema in all_subschemas(schema)
+            "properties" in part or "$ref" in part for part in all_subschemas(schema)
         )
 
     def _in_place(self, schema: Schema, seen: set[int]) -> set[int]:
@@ -126,14 +124,14 @@ class _Rewriter:
         if not isinstance(schema, dict) or id(schema) in seen:
             return seen
         seen.add(id(schema))
-        subschemas = [subschema for key in ("allOf", *UNIONS) for subschema in schema.get(key, ())]
-        subschemas += [
+        inner = [subschema for key in ("allOf", *UNIONS) for subschema in schema.get(key, ())]
+        inner += [
             *schema.get("dependentSchemas", {}).values(),
-            *_values_of(schema, "if", "then", "else", "not"),
+            *_listed(schema, "if", "then", "else", "not"),
         ]
         if "$ref" in schema:
-            subschemas.append(self._logic.of(schema["$ref"]))
-        for subschema in subschemas:
+            inner.append(self._logic.of(schema["$ref"]))
+        for subschema in inner:
             self._in_place(subschema, seen)
         return seen
 
@@ -291,42 +289,40 @@ class _Rewriter:
         """Make patterns of keys exclude each other, each with at least one possible key."""
         if "patternProperties" not in node:
             return
-        by_pattern: dict[str, Schema] = {}
+        kept: dict[str, Schema] = {}
         for source, schema in node.pop("patternProperties").items():
             pattern, *others = translated(source)
             reason = "look-ahead is not supported" if others else self._checker.problem({"pattern": pattern})
             if reason is not None:
                 self._leave_out(pointer, "patternProperties", f"{source!r}: {reason}")
                 continue
-            for other in list(by_pattern):
+            for other in list(kept):
                 if self._checker.problem({"allOf": [{"pattern": pattern}, {"pattern": other}]}) is not None:
                     continue  # no text matches both
-                if by_pattern[other] == schema:
+                if kept[other] == schema:
                     pattern = f"(?:{pattern})|(?:{other})"
-                    del by_pattern[other]
+                    del kept[other]
                 else:
                     self._leave_out(
                         pointer, "patternProperties", f"{source!r} and {other!r} match the same keys"
                     )
                     break
             else:
-                by_pattern[pattern] = schema
+                kept[pattern] = schema
         properties, required = dict(node.get("properties", {})), node.get("required", ())
         is_closed = node.get("additionalProperties", True) is False
         names = [*properties, *(name for name in required if name not in properties)]
         if is_closed and not any(
             schema is not False and self._checker.has_other(pattern, names)
-            for pattern, schema in by_pattern.items()
+            for pattern, schema in kept.items()
         ):
             for name in names:
-                fitting = [
-                    value for pattern, value in by_pattern.items() if self._checker.matches(pattern, name)
-                ]
+                fitting = [value for pattern, value in kept.items() if self._checker.matches(pattern, name)]
                 if fitting:
                     properties[name] = both([properties.get(name, True), *fitting])
             node |= {"properties": properties} if properties else {}
-        elif by_pattern:
-            node["patternProperties"] = by_pattern
+        elif kept:
+            node["patternProperties"] = kept
 
     def _property_counts(self, node: dict[str, Any], pointer: str) -> None:
         """Keep `minProperties` and `maxProperties` only if llguidance counts right."""
@@ -368,9 +364,7 @@ class _Finite:
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self.names: set[str] = set()
         self._definitions = definitions
-        while more := {
-            name for name, schema in definitions.items() if name not in self.names and self.has_value(schema)
-        }:
+        while more := {n for n, node in definitions.items() if n not in self.names and self.has_value(node)}:
             self.names |= more
 
     def has_value(self, schema: Schema) -> bool:
@@ -432,7 +426,7 @@ class _Finite:
         return map_subschemas(schema, lambda subschema, pointer: self.without_endless(subschema))
 
 
-def _values_of(node: Mapping[str, Any], *keys: str) -> list[Any]:
+def _listed(node: Mapping[str, Any], *keys: str) -> list[Any]:
     return [node[key] for key in keys if key in node]
 
 

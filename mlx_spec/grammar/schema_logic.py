@@ -80,10 +80,8 @@ class Logic(Definitions):
         if self.types(first) != {"object"}:
             return False
         members = list(self.members(first))
-        listed = {name for member in members for name in member.get("properties", ())}
-        is_closed = any(
-            member.get(CLOSED) or member.get("additionalProperties") is False for member in members
-        )
+        listed = {name for each in members for name in each.get("properties", ())}
+        is_closed = any(each.get(CLOSED) or each.get("additionalProperties") is False for each in members)
         return is_closed and not self.required(second) <= listed
 
     def opposite(self, schema: Schema, context: Schema = True, depth: int = 0) -> Schema | None:

@@ -98,19 +98,19 @@ class _Reader:
         """Return why llguidance refuses a schema; None if it accepts it, or if patterns are not compiled."""
         return None if self._checker is None else self._checker.problem(schema)
 
-    def schema(self, source: Any, pointer: str) -> Schema:
-        if isinstance(source, bool):
-            return source
-        if not isinstance(source, Mapping):
+    def schema(self, node: Any, pointer: str) -> Schema:
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, Mapping):
             raise InvalidValue(f"the schema at {pointer} is not one: give an object, true or false")
-        if self._is_old and isinstance(source.get("$ref"), str):
-            source = {key: source[key] for key in ("$ref", "nullable") if key in source}
-        types = self._types(source, pointer)
+        if self._is_old and isinstance(node.get("$ref"), str):
+            node = {key: node[key] for key in ("$ref", "nullable") if key in node}
+        types = self._types(node, pointer)
         keywords: dict[str, Any] = {}
-        for key, value in source.items():
+        for key, value in node.items():
             only = OF_TYPE.get(key)
             if only is None or types is None or only in types or (only == "number" and "integer" in types):
-                for name, new in self._keyword(key, value, source, pointer, types).items():
+                for name, new in self._keyword(key, value, node, pointer, types).items():
                     if name == "allOf":
                         new = [*keywords.get(name, []), *new]
                     if name == "dependentSchemas":
@@ -118,19 +118,17 @@ class _Reader:
                     keywords[name] = new
         _nudge(keywords)
         whole = self._possible(keywords, pointer)
-        return {"anyOf": [whole, {"type": "null"}]} if source.get("nullable") is True else whole
+        return {"anyOf": [whole, {"type": "null"}]} if node.get("nullable") is True else whole
 
     def _possible(self, schema: dict[str, Any], pointer: str) -> Schema:
         """Return a schema without types that have no allowed value, and without too complex keywords."""
         if "enum" in schema or "const" in schema:
             return schema if schema.get("enum") != [] else False
-        formats = {
-            member["format"] for member in (schema, *schema.get("allOf", ())) if _says(member, "format")
-        }
+        formats = {each["format"] for each in (schema, *schema.get("allOf", ())) if _says(each, "format")}
         if len(formats) > 1:  # annotations that contradict each other
-            for member in (schema, *schema["allOf"]):
-                if isinstance(member, dict):
-                    member.pop("format", None)
+            for each in (schema, *schema["allOf"]):
+                if isinstance(each, dict):
+                    each.pop("format", None)
         types = type_list(schema)
         scalars = {  # if they are too complex together, the first of these keywords is left out
             "string": ("maxLength", "minLength", "pattern", "format"),
@@ -140,7 +138,7 @@ class _Reader:
         for kind, keys in scalars.items():
             said = {key: schema[key] for key in keys if key in schema}
             if kind in types and len(said) > 1:
-                patterned = [member for member in schema.get("allOf", ()) if _says(member, "pattern")]
+                patterned = [each for each in schema.get("allOf", ()) if _says(each, "pattern")]
                 both = {**said, **({"allOf": patterned} if patterned and kind == "string" else {})}
                 reason = self.problem({**both, "type": kind})
                 if reason == EMPTY:
@@ -152,9 +150,9 @@ class _Reader:
                     del schema[key]
         return schema if types else False
 
-    def _types(self, source: Mapping[str, Any], pointer: str) -> tuple[str, ...] | None:
+    def _types(self, node: Mapping[str, Any], pointer: str) -> tuple[str, ...] | None:
         """Return the types that `type` allows; None if it allows all."""
-        named = source.get("type")
+        named = node.get("type")
         if named is None:
             return None
         several = named if isinstance(named, list) else [named]
@@ -169,7 +167,7 @@ class _Reader:
         return tuple(dict.fromkeys(known))
 
     def _keyword(
-        self, key: str, value: Any, source: Mapping[str, Any], pointer: str, types: tuple[str, ...] | None
+        self, key: str, value: Any, node: Mapping[str, Any], pointer: str, types: tuple[str, ...] | None
     ) -> dict[str, Any]:
         """Return the keywords that replace one keyword; none for an annotation."""
         inner = f"{pointer}/{escaped(key)}"
@@ -178,12 +176,12 @@ class _Reader:
         if key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             return self._count(key, value, pointer)
         if key in BOUNDS:
-            return self._bound(key, value, source, pointer, types)
+            return self._bound(key, value, node, pointer, types)
         if key == "$ref" or key in DYNAMIC:
             return self._reference(key, value, pointer)
         special: Callable[[Any, Mapping[str, Any], str], dict[str, Any]] | None = {
             "enum": self._values,
-            "const": lambda value, source, pointer: self._values([value], source, pointer, "const"),
+            "const": lambda value, node, pointer: self._values([value], node, pointer, "const"),
             "items": self._items,
             "required": self._required,
             "dependentRequired": self._dependencies,
@@ -195,7 +193,7 @@ class _Reader:
             "contains": self._contains,
         }.get(key)
         if special is not None:
-            return special(value, source, pointer)
+            return special(value, node, pointer)
         if key in SCHEMAS:
             return {key: self.schema(value, inner)}
         if key in SCHEMA_LISTS:
@@ -234,33 +232,31 @@ class _Reader:
             self._waiting.append(target)
         return {"$ref": f"#/$defs/{self._names[target]}"}
 
-    def _values(
-        self, value: Any, source: Mapping[str, Any], pointer: str, key: str = "enum"
-    ) -> dict[str, Any]:
+    def _values(self, value: Any, node: Mapping[str, Any], pointer: str, key: str = "enum") -> dict[str, Any]:
         if not isinstance(value, list):
             raise InvalidValue(f"{key} at {pointer}: give a list of values")
-        types = self._types({"type": source.get("type")}, pointer)
+        types = self._types({"type": node.get("type")}, pointer)
         if any(_is_rounded(item) for item in value):
             self.leave_out(pointer, key, f"numbers beyond {MAX_EXACT} would be rounded")
             return {}
         fitting = [item for item in value if types is None or fits(item, types)]
         return {key: fitting[0]} if key == "const" and fitting else {"enum": fitting}
 
-    def _items(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _items(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         if not isinstance(value, list):
             return {"items": self.schema(value, f"{pointer}/items")}
-        rest = source.get("additionalItems", True)
+        rest = node.get("additionalItems", True)
         first = {"prefixItems": self._each(value, f"{pointer}/items")}
         return {**first, "items": self.schema(rest, f"{pointer}/additionalItems")}
 
-    def _required(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _required(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         if isinstance(value, bool):  # of a property, in draft 3
             return {}
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise InvalidValue(f"required at {pointer}: give a list of names")
         return {"required": list(dict.fromkeys(value))} if value else {}
 
-    def _dependencies(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _dependencies(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         """Return dependencies of all forms as `dependentSchemas`."""
         if not isinstance(value, Mapping):
             raise InvalidValue(f"the dependencies at {pointer} are not an object")
@@ -279,14 +275,14 @@ class _Reader:
         return {key: int(value)} if value or key.startswith("max") else {}
 
     def _bound(
-        self, key: str, value: Any, source: Mapping[str, Any], pointer: str, types: tuple[str, ...] | None
+        self, key: str, value: Any, node: Mapping[str, Any], pointer: str, types: tuple[str, ...] | None
     ) -> dict[str, Any]:
         other = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(key)
         if isinstance(value, bool):  # of draft 4, beside the bound itself
             return {}
         if not isinstance(value, int | float):
             raise InvalidValue(f"{key} at {pointer}: give a number")
-        if other is not None and source.get(other) is True:
+        if other is not None and node.get(other) is True:
             key = other
         is_lower = "inimum" in key
         # The largest float that fits into the integers of its bounds; it refuses other numbers beyond 1e18.
@@ -296,7 +292,7 @@ class _Reader:
             return {}
         return {key: _inward(value, 1 if is_lower else -1, largest)}
 
-    def _multiple(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _multiple(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise InvalidValue(f"multipleOf at {pointer}: give a number above 0")
         scaled = float(value)
@@ -309,21 +305,21 @@ class _Reader:
             return {}
         return {"multipleOf": value}
 
-    def _unique(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-        most = source.get("maxItems")
+    def _unique(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+        most = node.get("maxItems")
         if value is True and not (isinstance(most, int) and most <= 1):
             self.leave_out(pointer, "uniqueItems", "a grammar does not compare items")
         return {}
 
-    def _contains(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-        if source.get("minContains") != 0 or "maxContains" in source:
+    def _contains(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+        if node.get("minContains") != 0 or "maxContains" in node:
             self.leave_out(pointer, "contains", "a grammar does not count items of a kind")
         return {}
 
-    def _pattern(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _pattern(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         if not isinstance(value, str):
             raise InvalidValue(f"pattern at {pointer}: give a text")
-        format = source.get("format")
+        format = node.get("format")
         patterns = translated(value, format if isinstance(format, str) else None)
         for pattern in patterns:
             reason = self.problem({"pattern": pattern})
@@ -335,12 +331,12 @@ class _Reader:
             **({"allOf": [{"pattern": pattern} for pattern in patterns[:-1]]} if patterns[1:] else {}),
         }
 
-    def _format(self, value: Any, source: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    def _format(self, value: Any, node: Mapping[str, Any], pointer: str) -> dict[str, Any]:
         """Return a known format, unless it contradicts the other keywords."""
         if not isinstance(value, str) or value not in FORMATS:
             return {}
-        binding = {key: source[key] for key in ("minLength", "maxLength") if key in source}
-        pattern = source.get("pattern")
+        binding = {key: node[key] for key in ("minLength", "maxLength") if key in node}
+        pattern = node.get("pattern")
         if isinstance(pattern, str):
             members = [{"pattern": text} for text in translated(pattern, value)]
             binding["allOf"] = [member for member in members if self.problem(member) is None]
