@@ -541,7 +541,7 @@ def loading(settings: Settings = DEMO, error: str | None = None) -> Iterator[tup
 
 
 def test_requests_wait_while_the_first_model_loads() -> None:
-    with loading(replace(DEMO, limits=replace(DEMO.limits, waiting=1))) as (engine, go):
+    with loading(replace(DEMO, max_waiting=1)) as (engine, go):
         assert engine.status().state == "loading" and not engine.models()[0].loaded
         streams = [
             begin(engine, chat(QUESTION, max_tokens=2)) for _ in range(2)
