@@ -38,11 +38,11 @@ class Conventions:
     predict x_{i+1}. A wrong convention lowers acceptance and raises no error.
     """
 
-    hidden: str  # hidden states it reads: POST_NORM, PRE_NORM (of the target's final norm), or LAYERS
+    hidden: str  # hidden states it reads: POST_NORM, PRE_NORM (of the target's final norm), LAYERS or "none"
     capture: tuple[int, ...] = ()  # with LAYERS: the layers, 0-based and never negative, in the order of fc
     chain: str = "none"  # its own output that its next step reads: POST_NORM, PRE_NORM or "none"
     shift: int = 1  # 1: row i predicts the token after its newest input; 0: a slot predicts its own token
-    rope: str = "target"  # whose rotary parameters it uses: "target" or "own"
+    rope: str = "target"  # whose rotary parameters it uses: "target", "own" or "none"
 
     @classmethod
     def from_config(cls, config: Config) -> Conventions:

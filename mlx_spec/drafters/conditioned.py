@@ -216,7 +216,7 @@ def network_source(
     drafter_class: Callable[..., SequenceDrafter] = ChainDrafter,
     *options: object,
 ) -> DrafterSource:
-    """Return the source of drafters `kind(network, parts, needs, *own)`.
+    """Return the source of drafters `drafter_class(network, parts, needs, *options)`.
 
     `network` may bring an embedding and an LM head.
     """

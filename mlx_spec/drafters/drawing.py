@@ -100,7 +100,7 @@ class DrafterWrapper(SequenceDrafter):
 class DrafterSource:
     """The loaded weights of one drafter. Sequences share them; each gets its own drafter."""
 
-    name: str  # the family, for the user
+    name: str  # the family's name in JSON, which programs translate for users
     needs: FeatureSpec  # what its drafters read from the target
     make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights

@@ -76,7 +76,10 @@ class LayerConfig:
 
 
 def _rope(config: Config, conventions: Conventions, head_dim: int, target_config: Config) -> nn.Module:
-    """Return the target's rotary embedding; the drafter's own if the target has one per attention type."""
+    """Return the rotary embedding of a drafter: the target's, or its own.
+
+    It has its own if its conventions say so, or if the target has one for each type of attention.
+    """
     stating: Config = {}
     max_positions = text_config(target_config).get("max_position_embeddings")
     if conventions.rope != "own":

@@ -84,13 +84,19 @@ class Proposal:
         return float(self.expected_tokens()[1]) - 1
 
     def available(self, history: Sequence[int], queued: bool) -> int:
-        """Return how many tokens it may draft at most; a queued token takes the place of the first one."""
+        """Return the most tokens it may draft after a history; a queued token replaces the first one.
+
+        A policy of one sequence asks this. Whether the drafter has a draft is known after it has drafted.
+        """
         if self.request_drafter is None:
             return MAX_DRAFT_TOKENS
         return min(self.request_drafter.available(history) - queued, MAX_DRAFT_TOKENS)
 
     def available_now(self, history: Sequence[int]) -> int:
-        """Return how many tokens it can draft if no token is queued, as far as it knows beforehand."""
+        """Return how many tokens it has to draft if no token is queued. A batch asks this before it drafts.
+
+        A drafter that cannot tell before it drafts is expected to have as many as it may draft.
+        """
         return self.available(history, False) if self._draftable is None else self._draftable(history)
 
 
@@ -151,12 +157,12 @@ class AdaptivePolicy:
             self._choices = ()
         return Decision(self._choices, reason, self._costs.plain, self._cost)
 
-    def _cost(self, index: int, rows: int) -> Cost | None:
+    def _cost(self, index: int, tokens: int) -> Cost | None:
         assert self._costs is not None
-        rows = min(rows, MAX_DRAFT_TOKENS)
+        tokens = min(tokens, MAX_DRAFT_TOKENS)
         table = self._costs.table
-        measured = self._costs.measured(index, rows) / table.plain
-        return self._shared.ratios.cost((1, index), rows, measured, table.error)
+        measured = self._costs.measured(index, tokens) / table.plain
+        return self._shared.ratios.cost((1, index), tokens, measured, table.error)
 
     def _choose(self, history: Sequence[int], costs: CostModel) -> tuple[tuple[DraftChoice, ...], Reason]:
         paying: list[tuple[float, int, int, bool]] = []  # speed, drafter, length, ahead
@@ -257,8 +263,8 @@ class AdaptivePolicy:
             proposal.belief.shared.settle()
 
     def _observe_draft(self, round: Round, drafter: int, seconds: float, costs: CostModel) -> None:
-        proposal, plain, rows = self._proposals[drafter], costs.plain, round.nodes or round.drafted
-        self._shared.ratios.observe_draft(1, ((1, drafter), rows), seconds, costs.measured(drafter, rows))
+        proposal, plain, tokens = self._proposals[drafter], costs.plain, round.nodes or round.drafted
+        self._shared.ratios.observe_draft(1, ((1, drafter), tokens), seconds, costs.measured(drafter, tokens))
         charged = self._observe_costs(round, drafter, seconds, costs)
         self._shared.account.enter(len(round.tokens), charged / plain)
         self._spent += seconds / plain
@@ -442,9 +448,9 @@ class FixedPolicy:
             return replace(self._decision, choices=())
         return self._decision
 
-    def _cost(self, drafter: int, rows: int) -> Cost | None:
+    def _cost(self, drafter: int, tokens: int) -> Cost | None:
         assert self._ratios is not None
-        return self._ratios.cost((1, drafter), rows, None)
+        return self._ratios.cost((1, drafter), tokens, None)
 
     def settle(self) -> None:
         if self._ratios is not None:

@@ -215,15 +215,15 @@ class BatchPolicy:
         costs = self._shared.costs.at(sum(map(len, histories)) // count)
         pairs = zip(adaptive, histories, strict=True)
         candidates = [_best_first(policy.candidates(history), costs) for policy, history in pairs]
-        drafters = [history[0][0] for history in candidates if history]
+        drafters = [of_one[0][0] for of_one in candidates if of_one]
         seconds = self._passes.seconds(costs, count) + self._drafting(costs, drafters)
         # If not even plain passes of these sequences are in one class, drafts change nothing about that.
         rows = self._shared.rows.most_shared([len(history) - 1 for history in histories])
         most = rows - 1 if rows else MAX_DRAFT_TOKENS
         lengths, reason = self._lengths(adaptive, candidates, costs, seconds, most)
         choices = [
-            tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in history if length)
-            for policy, history, length in zip(adaptive, candidates, lengths, strict=True)
+            tuple(policy.choice(index, min(length, len(tokens) - 1)) for index, tokens in of_one if length)
+            for policy, of_one, length in zip(adaptive, candidates, lengths, strict=True)
         ]
         plain = float(seconds[0])
         self._plan = Plan(adaptive, choices, costs, seconds, plain, began)

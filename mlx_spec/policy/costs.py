@@ -131,8 +131,8 @@ class CostModel:
         """Learn from a plain token that was queued while the one before it ran."""
         self._update(0, math.log(seconds))
 
-    def observe_round(self, drafter: int, rows: int, seconds: float, *, drafted: bool = True) -> float:
-        """Learn from a round with `rows` draft tokens. Return the seconds to charge for it.
+    def observe_round(self, drafter: int, tokens: int, seconds: float, *, drafted: bool = True) -> float:
+        """Learn from a round that verified `tokens` draft tokens. Return the seconds to charge for it.
 
         If the draft was made in this round, its seconds by the table are subtracted; the rest is the pass. A
         delayed round is charged as expected, a second one in a row at most as passes of single rows.
@@ -140,12 +140,12 @@ class CostModel:
         if seconds < self.plain * math.exp(-3 * NOISE):  # no round takes less than a pass of one row
             self._error += math.log(seconds / self.plain)
             self._compute_seconds()
-        drafting = self.drafting(drafter, rows) if drafted else 0.0
-        expected = drafting + float(self.passes[rows])
-        delayed = self._update(rows, math.log(max(seconds - drafting, 0.1 * seconds)))
+        drafting = self.drafting(drafter, tokens) if drafted else 0.0
+        expected = drafting + float(self.passes[tokens])
+        delayed = self._update(tokens, math.log(max(seconds - drafting, 0.1 * seconds)))
         self._paused = delayed and not self._paused
-        self.allow_longer(rows)
-        return min(seconds, expected if self._paused else drafting + (rows + 1) * self.plain)
+        self.allow_longer(tokens)
+        return min(seconds, expected if self._paused else drafting + (tokens + 1) * self.plain)
 
     def allow_longer(self, tokens: int) -> None:
         """Allow drafts up to twice as long as one that was timed."""

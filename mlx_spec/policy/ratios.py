@@ -33,9 +33,9 @@ class Ratios:
 
     def __init__(self, recent: int = 8) -> None:
         self._ratios: dict[Shape, deque[float]] = {}  # log, by shape
-        # By sequences, of all their shapes: rows, and by how much a log ratio exceeds measured costs.
+        # By sequences, of all their shapes: draft tokens, and by how much a log ratio exceeds measured costs.
         self._excess: dict[int, deque[tuple[int, float]]] = {}
-        self._shifts: dict[int, tuple[float, float, float]] = {}  # its median, the error, median rows
+        self._shifts: dict[int, tuple[float, float, float]] = {}  # its median, the error, median draft tokens
         # Log seconds by which the last rounds exceeded the measured costs.
         self._late: deque[float] = deque(maxlen=recent)
         self._found: dict[Shape, Cost] = {}  # from ratios, by shape
@@ -87,7 +87,7 @@ class Ratios:
     def cost(
         self,
         drafter: tuple[int, Hashable],
-        rows: int,
+        tokens: int,
         measured: float | None,
         deviation: float = UNKNOWN_ERROR,
     ) -> Cost | None:
@@ -98,7 +98,7 @@ class Ratios:
         It may come from the table (`measured`, in plain tokens, and its `deviation` in log seconds), from
         ratios, or from ratios of another size. None if nothing is known.
         """
-        shape = drafter, rows
+        shape = drafter, tokens
         costs = [] if measured is None else [self._from_measured(shape, measured, deviation)]
         if shape in self._found:
             costs.append(self._found[shape])
@@ -106,8 +106,8 @@ class Ratios:
         # Near sizes have a greater error, so they are asked only if this one is hardly known.
         is_known = any(cost.error <= self.KNOWN for cost in costs)
         if others := [other for other in self._found if other[0] == drafter and not is_known]:
-            near = min(others, key=lambda other: abs(other[1] - rows))
-            factor, error = self._guesses[shape] / self._guesses.get(near, 1.0), 0.1 * abs(near[1] - rows)
+            near = min(others, key=lambda other: abs(other[1] - tokens))
+            factor, error = self._guesses[shape] / self._guesses.get(near, 1.0), 0.1 * abs(near[1] - tokens)
             costs.append(
                 Cost(shape, self._found[near].plain_tokens * factor, self._found[near].error + error)
             )
@@ -117,11 +117,11 @@ class Ratios:
         """Return a measured cost, corrected by the ratios of all shapes of as many sequences."""
         if self._as_measured:
             return Cost(shape, measured, self.KNOWN)
-        shift, error, rows = self._shifts.get(shape[0][0], (0.0, math.inf, shape[1]))
+        shift, error, tokens = self._shifts.get(shape[0][0], (0.0, math.inf, shape[1]))
         prior, seen, most = deviation**-2, error**-2, 2 * math.hypot(deviation, error)
         if abs(shift) <= most or error > deviation:  # else the measured costs are wrong
             shift, error = min(max(shift, -most), most) * seen / (prior + seen), (prior + seen) ** -0.5
-        error = math.hypot(error, 0.03 + 0.03 * abs(shape[1] - rows))  # sizes are not off alike
+        error = math.hypot(error, 0.03 + 0.03 * abs(shape[1] - tokens))  # sizes are not off alike
         return Cost(shape, max(measured * math.exp(shift), 1.0), error)
 
     @property
@@ -147,8 +147,8 @@ class Ratios:
         low, high = median_interval([value for _, value in excess], 0.99)
         # A single ratio on a busy machine is off by half.
         error = max(high - low, self.KNOWN, 0.0 if len(excess) >= 8 else len(excess) ** -0.5) / 2
-        rows, middle = (median(column) for column in zip(*excess, strict=True))
-        self._shifts[shape[0][0]] = middle, error, rows
+        tokens, middle = (median(column) for column in zip(*excess, strict=True))
+        self._shifts[shape[0][0]] = middle, error, tokens
 
 
 def median_interval(values: Collection[float], probability: float = 0.95) -> tuple[float, float]:
