@@ -255,7 +255,6 @@ class Matcher:
         return self._answer == "free" and state in ("start", "free")
 
     def _rewind(self, count: int) -> None:
-        """Take back all but the first `count` tokens."""
         surplus = self._parsed[-1] - self._parsed[count]
         if self._parser.is_error():
             steps = zip(self._tokens[:count], pairwise(self._parsed), strict=False)
@@ -351,7 +350,6 @@ _lock = threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GrammarVocabulary:
-    """Return the vocabulary of a tokenizer, from a cache."""
     from llguidance import LLTokenizer
 
     with _lock:

@@ -89,7 +89,6 @@ class CompileSandbox:
         return self._process
 
     def _end(self) -> None:
-        """End the child and close its pipes."""
         process, self._process = self._process, None
         if process is None:
             return

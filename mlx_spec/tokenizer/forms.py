@@ -106,17 +106,14 @@ def _text_apart(messages: Messages) -> Messages:
 
 
 def _arguments_as_text(messages: Messages) -> Messages:
-    """Write the arguments of calls as JSON."""
     return _with_arguments(messages, lambda value: value if isinstance(value, str) else _json(value))
 
 
 def _arguments_as_object(messages: Messages) -> Messages:
-    """Read the arguments of calls from JSON."""
     return _with_arguments(messages, lambda value: _object(value) if isinstance(value, str) else value)
 
 
 def _named_system(messages: Messages) -> Messages:
-    """Change the role "developer" to "system"."""
     return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
 
 
@@ -189,7 +186,6 @@ def _as_text(messages: Messages) -> Messages:
 
 
 def _as_parts(messages: Messages) -> Messages:
-    """Write each content as a list of parts."""
     return [m if m.get("content") is None else {**m, "content": _parts(m["content"])} for m in messages]
 
 
@@ -244,7 +240,6 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _one_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return two messages of one role as one."""
     joined = {**first, **second}
     for key in ("content", *REASONING_KEYS):
         both = [message[key] for message in (first, second) if message.get(key)]

@@ -162,7 +162,6 @@ class _Attempts:
         return prompt.replace(BREAK, "") if is_broken else prompt, 0
 
     def _shortest(self, forms: Sequence[Form]) -> str | None:
-        """Return the prompt without the forms that are not needed."""
         needed = list(forms)
         for form in forms:
             fewer = [other for other in needed if other is not form]
@@ -320,7 +319,6 @@ class TextCheck:
         return marked
 
     def _tool(self, tool: Message) -> dict[str, Any]:
-        """Return a tool with marks in its name."""
         function = tool.get("function", tool)
         named = {**function, "name": self._text(str(function.get("name")), "tool", None)}
         return {**tool, "function": named} if "function" in tool else named

@@ -96,7 +96,6 @@ class Segmenter:
         )
 
     def begin(self, prompt: Sequence[int]) -> Segment:
-        """Return the segment of the first token after a prompt."""
         segment = self.marks.begin(prompt)
         return replace(segment, trim=segment.kind == "thinking")
 

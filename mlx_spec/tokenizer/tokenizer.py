@@ -335,7 +335,6 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
 
 
 def _read(checkpoint: Checkpoint) -> tuple[FastTokenizer, int | None]:
-    """Return the tokenizer and its end token. Raises BadCheckpoint."""
     folder, config = checkpoint.folder, checkpoint.json("tokenizer_config.json")
     file, kind = folder / "tokenizer.json", config.get("tokenizer_class")
     if kind == "NewlineTokenizer":  # it does more than its tokenizer.json says
@@ -362,7 +361,6 @@ def _read(checkpoint: Checkpoint) -> tuple[FastTokenizer, int | None]:
 
 
 def _converted(checkpoint: Checkpoint, *, own_code: bool) -> tuple[FastTokenizer, int | None]:
-    """Return the tokenizer that transformers converts, and its end token. Raises BadCheckpoint."""
     folder = checkpoint.folder
     if not checkpoint.has_tokenizer:
         unread = ("tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.txt")

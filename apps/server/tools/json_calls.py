@@ -126,7 +126,6 @@ def form(
 
 
 def _expression(way: str, name: str, arguments: str, rules: Rules) -> str:
-    """Return one of the `ways` of a form as an expression."""
     fields = {"{name}": quoted(name), "{index}": "/[0-9]+/", "{arguments}": arguments}
     parts: list[str] = []
     tokens = r"(<[|｜][^<>]+[|｜]>|\[[A-Z_]+\])"  # special tokens within a way
