@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
+from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
 from mlx_spec.checkpoint.families import mlx_lm_module
-from mlx_spec.checkpoint.files import sha256, typed_path
-from mlx_spec.checkpoint.gguf import is_gguf
-from mlx_spec.checkpoint.gguf_model import gguf_folder
+from mlx_spec.checkpoint.files import sha256
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
@@ -77,9 +75,7 @@ def open_source(name: str, q6k_bits: int | None = None) -> Checkpoint:
 
     `q6k_bits` is for GGUF files. Raises NotFound and BadCheckpoint.
     """
-    file = typed_path(name)
-    is_file = q6k_bits is not None and file.is_file() and is_gguf(file)
-    checkpoint = read_checkpoint(gguf_folder(file, q6k_bits), name) if is_file else find(name)
+    checkpoint = find(name, q6k_bits)
     checkpoint.check_weights()
     return checkpoint
 

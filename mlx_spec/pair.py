@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +23,6 @@ from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.device import memory_for_models, resident
-from mlx_spec.distributed.ranks import Ranks, RankTarget, RankTargetBatch
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
 from mlx_spec.drafters.lookup import MatchRange
@@ -46,6 +46,9 @@ from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.types import DraftLengthPolicy, FeatureSpec, Round, TargetParts
 from mlx_spec.vision.conversation import NO_VISION, seeing
 from mlx_spec.vision.vision import Vision
+
+if TYPE_CHECKING:
+    from mlx_spec.distributed.ranks import Ranks
 
 _log = logging.getLogger("mlx_spec")
 
@@ -380,18 +383,14 @@ class Pair:
         if self._ranks is None:
             sight = None if isinstance(self._vision, NoVision) else self._vision.sight
             return LMTarget(self._model, self._needs, kv_bits=self._kv_bits, sight=sight, rows=self.rows)
-        target = RankTarget(self._ranks, self._needs, kv_bits=self._kv_bits)
-        target.rows = self.rows
-        return target
+        return self._ranks.open_target(self._needs, self._kv_bits, self.rows)
 
     def _target_batch(self) -> TargetBatch:
         takes_drafts = self.batch_support.takes_drafts
         if self._ranks is None:
             rows = self.rows if self.batch_support.is_bitwise else replace(self.rows, shared=0)
             return TargetBatch(self._model, self._needs, takes_drafts=takes_drafts, rows=rows)
-        targets = RankTargetBatch(self._ranks, self._needs, takes_drafts=takes_drafts)
-        targets.rows = self.rows
-        return targets
+        return self._ranks.open_batch(self._needs, takes_drafts=takes_drafts, rows=self.rows)
 
     def generate_batch(
         self,

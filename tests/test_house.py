@@ -96,6 +96,23 @@ SHORT = {
     "mlx_spec/drafters/": "the same",
 }
 
+# What few need -> the files outside that know it. They import it in a function, when it is asked for.
+RARE = {
+    "apps.menubar": ("apps/launch.py",),
+    "convert.train": ("convert/command.py",),
+    "distributed": ("mlx_spec/load.py", "mlx_spec/pair.py", "apps/chat/", "apps/server/"),
+    "ahead": ("mlx_spec/load.py",),
+    "checkpoint.gguf": ("mlx_spec/hub/download.py", "mlx_spec/tokenizer/added_tokens.py"),
+    **{
+        f"drafters.{family}": ("convert/families/",)
+        for family in ("dflash", "dspark", "eagle3", "gemma4", "medusa", "mlp_speculator", "mtp")
+    },
+}
+AT_ONCE = (
+    "apps/launch.py",  # starts the server process of the menu bar
+    "convert/families/",  # each converts the family that it imports
+)
+
 # Class names used twice on purpose.
 SAME_NAME = {
     "Options": "the options of a program, in its own file",
@@ -134,12 +151,12 @@ class Source:
     def is_face(self) -> bool:
         return self.path.endswith(("__init__.py", "__main__.py"))
 
-    def imports(self, modules: frozenset[str]) -> set[str]:
-        """Return the modules under mlx_spec that this file imports."""
+    def imports(self, modules: frozenset[str], *, at_once: bool = False) -> set[str]:
+        """Return the modules under mlx_spec that this file imports, or that it does when it is imported."""
         found: set[str] = set()
         parts = self.module.split(".") if self.module else []
         package = parts if self.path.endswith("__init__.py") else parts[:-1]
-        for node in self.nodes:
+        for node in self.tree.body if at_once else self.nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             if isinstance(node, ast.ImportFrom):
@@ -293,6 +310,24 @@ def _layer(module: str) -> int | None:
     return entries[max(fitting, key=len)] if fitting else None
 
 
+def few_know_what_few_need(sources: Sequence[Source]) -> Problems:
+    modules = frozenset(source.module for source in sources)
+    for source in sources:
+        if _rare(source.module) is None:
+            at_once = source.imports(modules, at_once=True)
+            for name in sorted(source.imports(modules)):
+                room = _rare(name)
+                if room is not None and not source.path.startswith(RARE[room]):
+                    yield f"{source.path} must not import {name}"
+                elif room is not None and name in at_once and not source.path.startswith(AT_ONCE):
+                    yield f"{source.path} imports {name} before it is asked for"
+
+
+def _rare(module: str) -> str | None:
+    """Return the entry of `RARE` that a module belongs to; None for others."""
+    return next((room for room in RARE if re.match(rf"{re.escape(room)}[\w.]*$", module)), None)
+
+
 def folders_are_small(sources: Sequence[Source]) -> Problems:
     count = Counter(source.path.rpartition("/")[0] for source in sources)
     for folder, modules in sorted(count.items()):
@@ -342,6 +377,7 @@ def _constants(node: ast.stmt) -> list[str]:
 
 HOUSE_RULES: tuple[Callable[[Sequence[Source]], Problems], ...] = (
     imports_point_down,
+    few_know_what_few_need,
     folders_are_small,
     short_files_have_two_users,
     one_class_a_name,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_path
 
@@ -18,7 +18,6 @@ from mlx_spec import hub, load
 from mlx_spec.checkpoint.files import human_bytes, read_pair, typed_path, write_atomically
 from mlx_spec.checkpoint.memory import total_need
 from mlx_spec.cli.command import table
-from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import (
     ALIASES,
@@ -41,6 +40,9 @@ from mlx_spec.types import MAX_DRAFT_TOKENS
 
 from ..listing import fit, listed
 from .arguments import Options
+
+if TYPE_CHECKING:
+    from mlx_spec.distributed.ranks import Ranks
 
 
 def choose(options: Options, past: Mapping[str, Any] | None = None) -> PairSpec:

@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING
 
 from mlx_spec.checkpoint.files import human_bytes, typed_path
 from mlx_spec.cli.command import INTERRUPTED, refuse
 from mlx_spec.device.blas import blas_hint
-from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, SMOLLM2_BYTES
 from mlx_spec.policy import FixedPolicy
@@ -28,6 +28,9 @@ from .models import choose, open_pair, used_last
 from .pictures import shown
 from .settings import from_options, sampling_words
 from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from mlx_spec.distributed.ranks import Ranks
 
 
 def run(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_spec.checkpoint.families import MANIFEST, Config, mlx_lm_module
 from mlx_spec.checkpoint.files import AGAIN, one_line, parse_object, read_file, read_object, read_optional
-from mlx_spec.checkpoint.headers import GGUF, WEIGHTS, Headers, read_headers
+from mlx_spec.checkpoint.headers import HOLDS_GGUF, WEIGHTS, Headers, read_headers
 from mlx_spec.checkpoint.quantizers import is_fp8, obstacle
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
 from mlx_spec.checkpoint.ropes import ALWAYS_LONG, is_split, stated_ropes, stretch_of
@@ -272,7 +272,7 @@ def _no_config(folder: Path) -> str:
             "merge them, by `merge_and_unload` of PEFT or `mlx_lm.fuse`, and give the result"
         )
     if any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS)):
-        return GGUF.format(folder)
+        return HOLDS_GGUF.format(folder)
     if (folder / MANIFEST).is_file():
         return f"{folder} is a converted pair: give {folder / 'target'} or {folder / 'drafter'}"
     return f"no config.json in {folder}: give the folder of a model in Hugging Face or MLX format"

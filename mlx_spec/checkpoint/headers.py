@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # as mlx-lm finds them
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")  # five digits limit the number of shards
 MAIN = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # files that transformers reads; others are variants
-GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
+HOLDS_GGUF = "{} holds GGUF: give the path of the file itself, such as model-Q8_0.gguf, downloaded if need be"
 
 
 class TensorInfo(NamedTuple):
@@ -135,7 +135,7 @@ def other_format(place: object, names: Collection[str]) -> str | None:
     if not others or any(fnmatch(name, WEIGHTS) for name in others):
         return None
     if all(name.endswith(".gguf") for name in others):
-        return GGUF.format(place)
+        return HOLDS_GGUF.format(place)
     return (
         f"{place} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: get a copy in that "
         "format"

@@ -37,6 +37,7 @@ from mlx_spec.device.awake import Awake
 from mlx_spec.distributed.shard import shard
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.model.hooks import parts_of
+from mlx_spec.model.row_class import RowClass
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.target_batch import BatchSupport, TargetBatch, probe_batch
 from mlx_spec.types import CacheState, FeatureSpec
@@ -184,6 +185,18 @@ class Ranks:
         """Return whether sequences of the target can share passes."""
         with self.announce("batch_support"):
             return probe_batch(self.model)
+
+    def open_target(self, needs: FeatureSpec, kv_bits: int | None, rows: RowClass) -> RankTarget:
+        """Return a new target with empty caches on all ranks."""
+        target = RankTarget(self, needs, kv_bits=kv_bits)
+        target.rows = rows
+        return target
+
+    def open_batch(self, needs: FeatureSpec, *, takes_drafts: bool, rows: RowClass) -> RankTargetBatch:
+        """Return a new batch of targets on all ranks."""
+        targets = RankTargetBatch(self, needs, takes_drafts=takes_drafts)
+        targets.rows = rows
+        return targets
 
     def follow(self) -> int:
         """Do what rank 0 announces until it ends. Return its exit status."""

@@ -72,14 +72,14 @@ class Download:
         return part.stat().st_size if part is not None and part.exists() else 0
 
 
-def find(name: str) -> Checkpoint:
+def find(name: str, q6k_bits: int | None = None) -> Checkpoint:
     """Return a checkpoint, with its config.json read; download it if necessary.
 
     A folder of that name takes precedence over a complete snapshot in the cache; neither needs a network. A
     line on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before
     it downloads.
     """
-    checkpoint = on_disk(name)
+    checkpoint = on_disk(name, q6k_bits)
     if checkpoint is None:
         download = plan(name)
         print(f"Fetching {name} ({human_bytes(download.missing)})", file=sys.stderr, flush=True)
@@ -88,16 +88,17 @@ def find(name: str) -> Checkpoint:
     return checkpoint
 
 
-def on_disk(name: str) -> Checkpoint | None:
+def on_disk(name: str, q6k_bits: int | None = None) -> Checkpoint | None:
     """Return a checkpoint on this machine, None if it must be downloaded.
 
+    `q6k_bits` are for a GGUF file, as `gguf_folder` has them.
     Raises NotFound for a name that nothing can have, BadCheckpoint for a GGUF file that cannot be read.
     """
-    folder = _local_folder(name)
+    folder = _local_folder(name, q6k_bits)
     return cached(name) if folder is None else Checkpoint(folder, name)
 
 
-def _local_folder(name: str) -> Path | None:
+def _local_folder(name: str, q6k_bits: int | None) -> Path | None:
     """Return the folder `name`, or the checkpoint of a GGUF file, which is written the first time.
 
     None if only a repository can have that name. Raises NotFound for other files, BadCheckpoint for a GGUF
@@ -116,7 +117,7 @@ def _local_folder(name: str) -> Path | None:
         raise NotFound(f"{name} is a file: give the folder that holds it")
     from mlx_spec.checkpoint.gguf_model import gguf_folder
 
-    return gguf_folder(folder)
+    return gguf_folder(folder, q6k_bits)
 
 
 def smollm2_place() -> Path:

@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.files import AGAIN, one_line
-from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
 from mlx_spec.errors import BadCheckpoint
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -78,6 +77,8 @@ def fix_mistral_cut(tokenizer: Tokenizer, config: Mapping[str, Any], vocabulary:
     small = tokenizer.get_vocab_size() <= vocabulary
     if cut is None or small or not (config and is_affected and Version(version) < Version("5.0.0")):
         return
+    from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
+
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["tekken"].patterns[0]), "isolated")
     if isinstance(cut, pre_tokenizers.Sequence):
         cut[0] = split

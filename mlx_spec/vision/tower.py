@@ -16,7 +16,7 @@ from mlx_spec.checkpoint.owners import tower_names
 from mlx_spec.errors import BadCheckpoint, NoVision
 from mlx_spec.vision import gemma3, gemma4, qwen
 
-FAMILIES = {
+VISION_FAMILIES = {
     "gemma3": gemma3.FAMILY,
     "gemma4": gemma4.WITH_TOWER,
     "gemma4_unified": gemma4.WITHOUT_TOWER,
@@ -56,7 +56,7 @@ def read_tower(checkpoint: Checkpoint) -> Any:
 
 def _read(checkpoint: Checkpoint) -> nn.Module:
     config = checkpoint.config
-    family = FAMILIES[config["model_type"]]
+    family = VISION_FAMILIES[config["model_type"]]
     tower = family.tower(config["vision_config"], text_config(config)["hidden_size"])
     weights = dict(family.renamed(*item) for item in tower_tensors(checkpoint).items())
     expected = dict(tree_flatten(tower.parameters()))

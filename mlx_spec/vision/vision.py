@@ -23,7 +23,7 @@ from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.vision.family import Family, Rows
 from mlx_spec.vision.pictures import MAX_PICTURES
 from mlx_spec.vision.pixels import Grid, Pixels, check_processor
-from mlx_spec.vision.tower import FAMILIES, read_tower
+from mlx_spec.vision.tower import VISION_FAMILIES, read_tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ def read_vision(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Vision:
     """Return what a checkpoint has for pictures. Raises NoVision with the reason if it has nothing."""
     if (reason := missing_tower(checkpoint.config, checkpoint.headers.tensors)) is not None:
         raise NoVision(reason)
-    family = FAMILIES[checkpoint.config["model_type"]]
+    family = VISION_FAMILIES[checkpoint.config["model_type"]]
     try:
         return Vision(checkpoint, family, tokenizer)
     except (InvalidValue, *LOADING_ERRORS) as error:

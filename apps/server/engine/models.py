@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -20,7 +21,6 @@ from mlx_spec.checkpoint.files import human_bytes, one_line
 from mlx_spec.checkpoint.memory import MemoryNeed, context_memory, context_sizes, memory_need
 from mlx_spec.decode import Batch
 from mlx_spec.device import memory_for_models
-from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.errors import NotFound, NoVision, SpecError
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.matcher import compile_grammar, prepare_grammars
@@ -36,6 +36,9 @@ from ..tools.answer_grammar import CompileGrammar
 from ..tools.formats import find_tool_format
 from .prefix_cache import PrefixCache
 from .prefix_files import MAX_AGE_S, CacheFolder, PrefixFiles, model_key
+
+if TYPE_CHECKING:
+    from mlx_spec.distributed.ranks import Ranks
 
 WARM_UP_TOKENS = 12  # enough rounds to compile what the first request needs
 LATEST = ":latest"  # the tag of a name without one, as Ollama lists names
