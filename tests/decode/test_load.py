@@ -24,7 +24,7 @@ from support.pairs import TOKENIZER, refused, save
 
 import mlx_spec
 from mlx_spec import demo
-from mlx_spec.checkpoint.headers import GGUF
+from mlx_spec.checkpoint.headers import HOLDS_GGUF
 from mlx_spec.convert.plan import open_source
 from mlx_spec.errors import BadCheckpoint, InvalidValue, Mismatch, NotFound, SpecError
 from mlx_spec.hub.inspect import CheckpointInfo, inspect
@@ -103,7 +103,9 @@ def test_a_target_whose_modules_have_other_names(kind: str, tmp_path: Path) -> N
     """It was refused. Only drafters that borrow its embedding have to know the name of that."""
     module = import_module(f"mlx_lm.models.{kind}")
     sizes = {"model_type": kind, "vocab_size": tiny.VOCAB, "layer_norm_epsilon": 1e-5, **OTHER_NAMES[kind]}
-    model = tiny._random(lambda: module.Model(module.ModelArgs(**sizes)), 0, 0.2)
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs(**sizes))
+    tiny.randomize(model, 0.2)
     prompt = tiny.prompt(15) * 2
     pair = load(save(model, tmp_path, max_position_embeddings=None), "lookup", num_draft_tokens=4)
     rounds = list(pair.generate(prompt, max_tokens=30))
@@ -266,7 +268,7 @@ def test_gguf_beside_other_files(
     name.mkdir(exist_ok=True)
     (name / "model.gguf").write_bytes(b"GGUF")
     (name / "model.safetensors").unlink(missing_ok=True)
-    sentence = GGUF.format(name)
+    sentence = HOLDS_GGUF.format(name)
     assert refused(error, name) == sentence
     said = refused(error, saved / "target", name)
     assert said.removeprefix("drafter: ").removesuffix(f"; {WITHOUT}") == sentence

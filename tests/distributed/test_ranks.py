@@ -48,7 +48,9 @@ def checkpoint(folder: Path, kind: str, seed: int = 0, **changes: Any) -> str:
     """Write a tiny model in float32 with the tokenizer of the demo. Return its folder."""
     config = {"model_type": kind, "num_hidden_layers": 2, "max_position_embeddings": 4096} | SIZES | changes
     module = import_module(f"mlx_lm.models.{kind}")
-    model = tiny._random(lambda: module.Model(module.ModelArgs.from_dict(config)), seed, 0.2)
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    tiny.randomize(model, 0.2)
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
@@ -225,7 +227,9 @@ def test_heads_of_zeros_change_no_logit(kind: str, bits: int | None) -> None:
         rope = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4096}
         config |= {"rope_parameters": rope}
     classes = import_module(f"mlx_lm.models.{kind}")
-    model = tiny._random(lambda: classes.Model(classes.ModelArgs.from_dict(config)), 0, 0.2)
+    mx.random.seed(0)
+    model = classes.Model(classes.ModelArgs.from_dict(config))
+    tiny.randomize(model, 0.2)
     if bits is not None:
         nn.quantize(model, group_size=64, bits=bits)
     assert _is_dense(model)
