@@ -9,7 +9,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.enumeration import BELOW_ONE, KINDS, Array, Levels, emitted, error, normalised, trees
+from support.enumeration import BELOW_ONE, KINDS, Array, Levels, emitted, error, evaluate, normalised, trees
 
 from mlx_spec.model.tree import tree_of
 from mlx_spec.sampling import verify
@@ -151,11 +151,13 @@ def test_where_rounding_leaves_no_residual_the_target_decides() -> None:
 
 
 def test_vanishing_probabilities_leave_no_nan() -> None:
-    values = [0.0, 1e-45, 1e-38, 1e-20, 1.0]
-    for p0, q0, p1, q1 in itertools.product(values, repeat=4):
-        p = mx.array([[p0, 1.0], [p1, 1.0], [1.0, 0.0]])
-        for uniform in (0.0, float(BELOW_ONE)):
-            n, weights = judged(p, [0, 0], mx.array([[q0, 1.0], [q1, 1.0]]), uniform)
-            assert 0 <= n <= (p0 > 0) * (1 + (p1 > 0))
-            assert np.isfinite(weights).all()
-            assert weights.sum() > 0
+    p0, q0, p1, q1 = np.array(list(itertools.product([0.0, 1e-45, 1e-38, 1e-20, 1.0], repeat=4))).T
+    p, q = (
+        np.stack([np.stack(column, 1), np.ones((len(p0), len(column)))], 2) for column in ((p0, p1), (q0, q1))
+    )
+    p = np.concatenate([p, np.broadcast_to([[[1.0, 0.0]]], (len(p0), 1, 2))], axis=1)
+    for uniform in (0.0, float(BELOW_ONE)):
+        drafts = np.zeros((len(p0), 2)), q, np.full((len(p0), 2), uniform)
+        n, weights = evaluate(verify.accept_block, p, *drafts)
+        assert (n >= 0).all() and (n <= (p0 > 0) * (1 + (p1 > 0))).all()
+        assert np.isfinite(weights).all() and (weights.sum(-1) > 0).all()

@@ -76,15 +76,20 @@ def thresholds(accept: Accept, p: Array, tokens: Array, q: Array) -> Array:
     def verdict(value: Array) -> Array:
         return evaluate(accept, p, tokens, q, np.where(np.isnan(probes), value[:, None], probes))[0]
 
-    limit, low, high = np.ones(len(probes)), np.zeros(len(probes)), np.full(len(probes), float(BELOW_ONE))
-    at_low = verdict(low)
-    moves = at_low != verdict(high)  # most uniforms change nothing: the others are looked for alone
-    p, tokens, q, probes, at_low, low, high = (x[moves] for x in (p, tokens, q, probes, at_low, low, high))
-    for _ in range(28 if moves.any() else 0):
-        middle = (low + high) / 2
-        same = verdict(middle) == at_low
-        low, high = np.where(same, middle, low), np.where(same, high, middle)
-    limit[moves] = (low + high) / 2
+    limit = np.ones(len(probes))
+    at_low = verdict(np.zeros(len(probes)))
+    moves = at_low != verdict(np.full(len(probes), float(BELOW_ONE)))  # the others change nothing
+    if moves.any():
+        cuts = np.arange(1, 16) / 16
+        p, tokens, q, probes, at_low = (
+            np.repeat(x[moves], len(cuts), axis=0) for x in (p, tokens, q, probes, at_low)
+        )
+        low, width = np.zeros(moves.sum()), float(BELOW_ONE)
+        for _ in range(7):  # a call costs more than its rows, so each cuts the range by 16
+            same = verdict((low[:, None] + width * cuts).ravel()) == at_low
+            width /= 16
+            low += width * same.reshape(-1, len(cuts)).cumprod(1).sum(1)
+        limit[moves] = low + width / 2
     return np.asarray(limit.reshape(N, K, -1).min(-1))
 
 
