@@ -191,6 +191,7 @@ def _prepare(pair: Pair, opened: Opened, spec: PairSpec) -> None:
                 pair.use_rows(pair.rows.under(spec.exact))
             elif activations != mx.float32:
                 key = _key(target, (), f"{quantization}, activations in {activations}", spec)
+                key = replace(key, code=saved_costs.computing_code())
                 pair.use_rows(saved_costs.row_class(key, _short(pair), pair.measured_rows).under(spec.exact))
             _measure(pair)
     except LOADING_ERRORS as error:
@@ -208,8 +209,8 @@ def _check(pair: Pair, target: Checkpoint, lengths: list[int], kv_bits: int | No
     from mlx_spec.device import device_name
     from mlx_spec.policy import saved_costs
 
-    versions = [version(name) for name in ("mlx", "mlx-lm", "mlx-spec")]
-    key = [target.fingerprint, device_name(), *versions, kv_bits, lengths, pair.drafter_names]
+    code = version("mlx"), version("mlx-spec"), saved_costs.computing_code()
+    key = [target.fingerprint, device_name(), *code, kv_bits, lengths, pair.drafter_names]
     checked = saved_costs.folder() / f"checked-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     was_checked = checked.exists()
     activations = pair.check([] if was_checked else lengths)

@@ -6,12 +6,15 @@ There is one file for each device and pair, or target.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,16 @@ class Key:
     kv_bits: int | None  # None if K/V are as computed
     mlx: str  # version
     format: int = 2  # of the file; raised when older ones can no longer be read
+    code: str | None = None  # `computing_code`, for row classes; costs hold for all
+
+
+@cache
+def computing_code() -> str:
+    """Return a digest of what computes passes beside MLX: mlx-lm's version and the files of model/."""
+    digest = hashlib.sha256(version("mlx-lm").encode())
+    for file in sorted(Path(inspect.getfile(RowClass)).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def folder() -> Path:
@@ -44,8 +57,8 @@ def folder() -> Path:
 
 
 def file_name(key: Key) -> str:
-    """Return a readable name, different for every key. A newer version of MLX replaces the file."""
-    fields = {name: value for name, value in asdict(key).items() if name not in ("mlx", "format")}
+    """Return a readable name, different for every key but for versions: a newer one replaces the file."""
+    fields = {name: value for name, value in asdict(key).items() if name not in ("mlx", "format", "code")}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
     words = re.sub(r"[^a-z0-9]+", "-", f"{key.device} {key.quantization}".lower()).strip("-")
     return f"{words[:80]}-{digest}.json"

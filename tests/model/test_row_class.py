@@ -144,6 +144,10 @@ def test_a_saved_class_is_read_and_dropped_with_its_version(tmp_path: Path) -> N
     assert saved_costs.read_rows(file, KEY) == CLASS
     with pytest.raises(Mismatch, match=r"mlx 1.2.3, here it is 1.2.4"):
         saved_costs.read_rows(file, replace(KEY, mlx="1.2.4"))
+    changed = replace(KEY, code=saved_costs.computing_code())  # such as a cache that writes other bits
+    assert saved_costs.file_name(changed) == file.name
+    with pytest.raises(Mismatch, match=rf"code none, here it is {changed.code}"):
+        saved_costs.read_rows(file, changed)
     with pytest.raises(NotFound):
         saved_costs.read_rows(tmp_path / "none", KEY)
 
