@@ -79,8 +79,10 @@ def _describe_part(name: str, manifest: Mapping[str, Any]) -> str:
     part = manifest["parts"][name]
     size = sum(file["bytes"] for file in part["files"].values())
     quantized = part.get("quantization")
-    kind = f"{quantized.get('mode', 'affine')} {quantized['bits']} bits" if quantized else "not quantized"
-    return f"{name} {part['name']}, {part['family']}, {kind}, {human_bytes(size)}"
+    precision = (
+        f"{quantized.get('mode', 'affine')} {quantized['bits']} bits" if quantized else "not quantized"
+    )
+    return f"{name} {part['name']}, {part['family']}, {precision}, {human_bytes(size)}"
 
 
 def _describe_acceptance(acceptance: Mapping[str, Any]) -> str:

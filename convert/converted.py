@@ -116,8 +116,8 @@ def load_unread(checkpoint: Checkpoint, seen: dict[str, mx.array]) -> tuple[nn.M
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, args_class = model_classes(config)
-        own = {"sanitize": _recording_sanitize(model_class, config, seen)}
-        return type(model_class.__name__, (model_class,), own), args_class
+        methods = {"sanitize": _recording_sanitize(model_class, config, seen)}
+        return type(model_class.__name__, (model_class,), methods), args_class
 
     with contextlib.redirect_stdout(io.StringIO()):
         return read_model(checkpoint, lazy=True, classes=classes)
@@ -132,8 +132,8 @@ def _recording_sanitize(
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         seen.update(weights)
-        own = {name: array for name, array in weights.items() if layer_of(name) < layers}
-        return dict(model_class.sanitize(self, own)) if "sanitize" in dir(model_class) else own
+        kept = {name: array for name, array in weights.items() if layer_of(name) < layers}
+        return dict(model_class.sanitize(self, kept)) if "sanitize" in dir(model_class) else kept
 
     return sanitize
 

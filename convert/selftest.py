@@ -150,7 +150,7 @@ def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: Sta
     count, wrong, infinite = len(expected), [], []
     for name in sorted(expected):
         source, stem = expected.pop(name), name.removesuffix("weight")
-        scaling = {part: written.pop(stem + part, None) for part in ("scales", "biases") if name != stem}
+        scaling = {end: written.pop(stem + end, None) for end in ("scales", "biases") if name != stem}
         weight = written.pop(name, None)
         if weight is None:
             wrong.append(name)
@@ -160,8 +160,8 @@ def compare(checkpoint: Checkpoint, expected: dict[str, mx.array], progress: Sta
             wrong += [] if same else [name]
             infinite += [name] if floats and not mx.isfinite(weight).all() else []
         else:
-            own = config["quantization"].get(stem.removesuffix("."))
-            settings = config["quantization"] | (own if isinstance(own, dict) else {})
+            stated = config["quantization"].get(stem.removesuffix("."))
+            settings = config["quantization"] | (stated if isinstance(stated, dict) else {})
             errors[name] = _error(source, weight, scaling, settings)
             # A wrong tensor has an error of 1.4, a tensor with 4 bits has 0.1.
             wrong += [] if errors[name] < 0.5 else [name]  # also for nan

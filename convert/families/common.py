@@ -62,7 +62,7 @@ class PublishedTensors:
     """The tensors of a drafter by our names. A family merges, splits and drops some of them."""
 
     title: str  # for errors, such as "the EAGLE-3 drafter"
-    own: Prefixes  # of the drafter's names
+    renames: Prefixes  # of the drafter's names
     tensors: dict[str, mx.array] = field(default_factory=dict)  # lazy
     names: dict[str, str] = field(default_factory=dict)  # our name -> name in the checkpoint
     dropped: dict[str, str] = field(default_factory=dict)  # name in the checkpoint -> why
@@ -83,7 +83,7 @@ class PublishedTensors:
             )
 
     def _as_published(self, name: str) -> str:
-        names = (theirs + name.removeprefix(ours) for theirs, ours in self.own if name.startswith(ours))
+        names = (theirs + name.removeprefix(ours) for theirs, ours in self.renames if name.startswith(ours))
         return next(names, name)
 
 
@@ -92,20 +92,20 @@ def read(
     tensors: Tensors,
     config: Config,
     spellings: Prefixes = (),
-    own: Prefixes = (),
+    renames: Prefixes = (),
     *,
     in_target: bool = False,
 ) -> PublishedTensors:
     """Return the tensors of a checkpoint by our names. FP8 tensors with scales become bfloat16.
 
-    In each name all `spellings` are replaced, then the first prefix of `own` that it has. With `in_target`,
-    names without such a prefix belong to the target. Raises BadCheckpoint if two tensors get one name, and
-    for tensors that are quantized already, except by MLX.
+    In each name all `spellings` are replaced, then the first prefix of `renames` that it has. With
+    `in_target`, names without such a prefix belong to the target. Raises BadCheckpoint if two tensors get
+    one name, and for tensors that are quantized already, except by MLX.
     """
-    source = PublishedTensors(title, own)
+    source = PublishedTensors(title, renames)
     for name, tensor in tensors.items():
         common = spelled(name, spellings)
-        pair = next((pair for pair in own if common.startswith(pair[0])), None)
+        pair = next((pair for pair in renames if common.startswith(pair[0])), None)
         if pair is None and in_target:
             source.dropped[name] = "part of the target, not of its head"
             continue
@@ -173,10 +173,10 @@ def _unpack(source: PublishedTensors, config: Config) -> None:
     for name in [name for name in tensors if name.endswith(".scales")]:
         stem = name.removesuffix(".scales")
         packed, theirs = tensors.get(f"{stem}.weight"), source.names[name].removesuffix(".scales")
-        own = settings.get(theirs)
+        stated = settings.get(theirs)
         if packed is None or packed.dtype != mx.uint32:
             continue
-        of_layer = {**settings, **(own if isinstance(own, Mapping) else {})}
+        of_layer = {**settings, **(stated if isinstance(stated, Mapping) else {})}
         scales, biases = tensors.pop(name), tensors.pop(f"{stem}.biases", None)
         size, mode = int(of_layer["group_size"]), str(of_layer.get("mode", "affine"))
         bits = packed.shape[-1] * 32 // (scales.shape[-1] * size)

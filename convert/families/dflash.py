@@ -148,8 +148,8 @@ def _convert(
     books = [f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor")]
     spellings = (("model.", ""), *((f"{name}.weight", name) for name in books))
     source = common.read(title, tensors, config, spellings)
-    for part in ("weight", "bias"):
-        source.drop(f"confidence_head.proj.{part}", "the policy measures acceptance")
+    for end in ("weight", "bias"):
+        source.drop(f"confidence_head.proj.{end}", "the policy measures acceptance")
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
     mask = common.size(special, "mask_token_id", title)

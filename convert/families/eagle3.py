@@ -61,8 +61,8 @@ def _convert(
     name: str, title: str, tensors: Tensors, config: Config, target: Config, **fields: Any
 ) -> Converted:
     layer, nested = common.layer_config(config), config.get("eagle_config") or {}
-    for part in (config, layer, nested):
-        common.refuse_switches(title, part, {*KEYS, "eagle_config", "transformer_layer_config"})
+    for settings in (config, layer, nested):
+        common.refuse_switches(title, settings, {*KEYS, "eagle_config", "transformer_layer_config"})
     if SLIDING in (layer.get("layer_types") or ()):
         raise BadCheckpoint(
             f"{title} has layer_types with a sliding window: only full attention is supported"
@@ -97,11 +97,11 @@ def _own_rope(layer: Config, target: Config) -> tuple[dict[str, Any], bool, tupl
     if "rope_scaling" not in layer and not scaling:
         scaling = text.get("rope_scaling") or text.get("rope_parameters")
     longest = layer.get("max_position_embeddings") or text.get("max_position_embeddings")
-    own = {**layer, "rope_theta": base, "rope_scaling": scaling, "max_position_embeddings": longest}
-    own.pop("rope_parameters", None)
+    written = {**layer, "rope_theta": base, "rope_scaling": scaling, "max_position_embeddings": longest}
+    written.pop("rope_parameters", None)
     dims = int(layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"])
     try:
-        (mine,) = stated_ropes(own).values()
+        (mine,) = stated_ropes(written).values()
         if stated_rotation(mine, dims).is_near(stated_rotation(theirs[None], dims)):
             return dict(layer), False, ()
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -109,7 +109,7 @@ def _own_rope(layer: Config, target: Config) -> tuple[dict[str, Any], bool, tupl
             f"the drafter's rotary parameters {scaling} cannot be used ({one_line(error)}): correct them"
         ) from error
     words = (f"{rope['rope_type']}, base {rope['rope_theta'] or 1e4:g}" for rope in (mine, theirs[None]))
-    return own, True, ("rotary embedding of its own config.json: {}; the target has {}".format(*words),)
+    return written, True, ("rotary embedding of its own config.json: {}; the target has {}".format(*words),)
 
 
 def _captured(config: Config, depth: int) -> tuple[tuple[int, ...], str]:

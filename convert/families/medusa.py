@@ -39,21 +39,21 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     depth = 1 + max((int(match[2]) for match in matches if match[2]), default=0)
     sizes = {f"{key}_size": common.target_size(target, f"{key}_size") for key in ("hidden", "vocab")}
     common.check_fit(TITLE, {key: config[key] for key in sizes if key in config}, target)
-    own: list[tuple[str, str]] = []
+    renames: list[tuple[str, str]] = []
     for head in heads:
         ours = f"heads.{head}."
         if vllm:
-            own += [(f"lm_heads.{head}.", f"{ours}lm_head."), (f"blocks.{head}.", ours)]
+            renames += [(f"lm_heads.{head}.", f"{ours}lm_head."), (f"blocks.{head}.", ours)]
         else:
-            own += [(f"{head}.{layer}.linear.", f"{ours}layers.{layer}.") for layer in range(depth)]
-            own += [(f"{head}.{depth}.", f"{ours}lm_head."), (f"{head}.", ours)]
+            renames += [(f"{head}.{layer}.linear.", f"{ours}layers.{layer}.") for layer in range(depth)]
+            renames += [(f"{head}.{depth}.", f"{ours}lm_head."), (f"{head}.", ours)]
     prefixes, count_keys = ("medusa_heads.", "medusa_head."), ("medusa_num_heads", "num_heads")
     in_target = any(name.startswith(prefixes) for name in tensors)
     if not in_target:
         keys = "medusa_num_layers num_hidden_layers hidden_size vocab_size base_model_name_or_path".split()
         common.refuse_switches(TITLE, config, {*count_keys, *keys})
     below = [(prefix, "") for prefix in prefixes]
-    source = common.read(TITLE, tensors, config, below, own, in_target=in_target)
+    source = common.read(TITLE, tensors, config, below, renames, in_target=in_target)
     biased = any(name.endswith(".bias") for name in source.tensors)
     network = MedusaNetwork(len(heads), depth, **sizes, biased=biased)
     conventions = Conventions(hidden="post_norm", rope="none")

@@ -41,8 +41,8 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     common.check_fit(TITLE, {"hidden_size": hidden, "vocab_size": vocab}, target)
     steps = common.size(config, "n_predict", TITLE, Count)
     prefix = "speculator."
-    own = [(name, _ours(name)) for name in (name.removeprefix(prefix) for name in tensors)]
-    source = common.read(TITLE, tensors, config, ((prefix, ""),), own)
+    renames = [(name, _ours(name)) for name in (name.removeprefix(prefix) for name in tensors)]
+    source = common.read(TITLE, tensors, config, ((prefix, ""),), renames)
     if gated:
         _merge_gates(source)
     if tied:

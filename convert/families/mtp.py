@@ -50,7 +50,7 @@ NEXTN_KEY = "num_nextn_predict_layers"
 
 
 def _read_head(
-    title: str, origin: str, tensors: Tensors, config: Config, prefix: str, further: str, own: Prefixes
+    title: str, origin: str, tensors: Tensors, config: Config, prefix: str, further: str, renames: Prefixes
 ) -> PublishedTensors:
     """Return the tensors below `prefix`; experts are stacked and latent K and V split, as mlx-lm does.
 
@@ -65,7 +65,7 @@ def _read_head(
         )
     if any(name.startswith(further) for name in names):
         raise BadCheckpoint(f"{title} has several MTP layers: this version converts heads of one layer")
-    text, below = text_config(config), [(prefix + theirs, ours) for theirs, ours in own]
+    text, below = text_config(config), [(prefix + theirs, ours) for theirs, ours in renames]
     try:
         source = common.read(title, tensors, config, SPELLINGS, below, in_target=True)
         _stack_experts(source, int(text.get("num_experts") or text.get("n_routed_experts") or 0))
@@ -133,7 +133,7 @@ def _finish(
     sizes = {key: common.size(layer, key, source.title) for key in ("hidden_size", "vocab_size")}
     common.check_fit(source.title, sizes, target)
     _drop_copies(source, tensors)
-    own = sorted(source.tensors.keys() & COPIES.keys())
+    tables = sorted(source.tensors.keys() & COPIES.keys())
     written = common.config_of(
         model_type,
         CONVENTIONS,
@@ -142,8 +142,8 @@ def _finish(
         text_config=layer,
     )
     network = MTPNetwork(written, CONVENTIONS)
-    add_tables(network, own, sizes["hidden_size"], sizes["vocab_size"], sizes["vocab_size"])
-    notes = (*notes, f"own {', '.join(own)}") if own else notes
+    add_tables(network, tables, sizes["hidden_size"], sizes["vocab_size"], sizes["vocab_size"])
+    notes = (*notes, f"own {', '.join(tables)}") if tables else notes
     return common.finish(source, network, written, quantizable, notes)
 
 
@@ -160,12 +160,12 @@ def _recognizes_qwen(config: Config, names: Collection[str]) -> bool:
 def _convert_qwen(tensors: Tensors, config: Config, target: Config) -> Converted:
     prefix = "" if "pre_fc_norm_hidden.weight" in tensors else "mtp."
     origin, further = "Qwen/..., in full precision", f"{prefix}layers.1."
-    own = (
+    renames = (
         ("pre_fc_norm_embedding.", "norm_embedding."),
         ("pre_fc_norm_hidden.", "norm_hidden."),
         ("", ""),
     )
-    source = _read_head(QWEN_TITLE, origin, tensors, config, prefix, further, own)
+    source = _read_head(QWEN_TITLE, origin, tensors, config, prefix, further, renames)
     notes = _fold_norms(source)
     return _finish("qwen_mtp", source, tensors, config, target, notes)
 
@@ -229,7 +229,7 @@ def _convert_nextn(
         )
     depth = common.size(text, "num_hidden_layers", title)
     prefix, further = f"model.layers.{depth}.", f"model.layers.{depth + 1}."
-    own = (
+    renames = (
         ("enorm.", "norm_embedding."),
         ("hnorm.", "norm_hidden."),
         ("eh_proj.", "fc."),
@@ -238,7 +238,7 @@ def _convert_nextn(
         ("embed_tokens.", "embed_tokens."),
         ("", "layers.0."),
     )
-    source = _read_head(title, origin, tensors, config, prefix, further, own)
+    source = _read_head(title, origin, tensors, config, prefix, further, renames)
     return _finish(name, source, tensors, config, target)
 
 

@@ -19,9 +19,9 @@ from .common import Config, Converted, Tensors
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     """Convert a PARD drafter. Raises BadCheckpoint and Mismatch."""
     title, key, known = "the PARD drafter", "pard_token", ("llama", "qwen2", "qwen3")
-    kind = str(config.get("model_type"))
-    if kind not in known:
-        raise BadCheckpoint(f"{title} is a {kind} model: known are {', '.join(known)}")
+    model_type = str(config.get("model_type"))
+    if model_type not in known:
+        raise BadCheckpoint(f"{title} is a {model_type} model: known are {', '.join(known)}")
     vocab, mask = common.size(config, "vocab_size", title), common.size(config, key, title)
     if not 0 <= mask < vocab:
         raise BadCheckpoint(f"config.json of {title} has {key} {mask}, the model knows {vocab} tokens")
@@ -46,6 +46,6 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
         network: nn.Module = model_class(args_class.from_dict(layer))
     except LOADING_ERRORS as error:
         raise BadCheckpoint(
-            f"config.json of {title} describes no {kind}: {one_line(error)}; download it again"
+            f"config.json of {title} describes no {model_type}: {one_line(error)}; download it again"
         ) from error
     return common.finish(source, network, written)

@@ -100,12 +100,12 @@ _cross_entropy = mx.custom_function(_entropy_and_softmax)
 
 @_cross_entropy.vjp
 def _entropy_gradient(
-    given: tuple[mx.array, mx.array],
+    primals: tuple[mx.array, mx.array],
     cotangents: tuple[mx.array, mx.array],
     outputs: tuple[mx.array, mx.array],
 ) -> tuple[mx.array, mx.array]:
     """Return the gradients of the logits and, as zeros, of the target's probabilities."""
-    _, target = given
+    _, target = primals
     known = target.sum(axis=-1, keepdims=True)  # less than 1: the sample does not have all tokens
     gradient = cotangents[0][..., None] * (outputs[1] * known - target)
     return gradient, mx.zeros_like(target)

@@ -323,9 +323,9 @@ def _test(
                 if isinstance(result, Exception):
                     raise result
                 if result.kind == "draft":
-                    for each in (kinds[id], "all"):
-                        counts[each][0] += len(result.tokens)
-                        counts[each][1] += 1
+                    for key in (kinds[id], "all"):
+                        counts[key][0] += len(result.tokens)
+                        counts[key][1] += 1
                 done += result.finish_reason is not None
             progress.show(f"test at temperature {name}", done, len(prompts))
         if counts:  # else no answer was long enough for a draft

@@ -237,18 +237,18 @@ def context_length(config: Config) -> int | None:
         return stated
     if longest is None or "gemma3" in str(text.get("model_type", config.get("model_type"))):
         return longest
-    kind = str(text.get("model_type") or config.get("model_type"))
-    reached = [_reached(rope, longest, kind) for rope in stated_ropes(text).values()]
+    model_type = str(text.get("model_type") or config.get("model_type"))
+    reached = [_reached(rope, longest, model_type) for rope in stated_ropes(text).values()]
     return min(reached) if min(reached, default=longest) < longest else max([longest, *reached])
 
 
-def _reached(rope: Config, length: int, kind: str) -> int:
+def _reached(rope: Config, length: int, model_type: str) -> int:
     """Return the context that a rope reaches with exact frequencies, from a context of `length` tokens.
 
     Those of dynamic NTK change with the length of a text, which would depend on how it is read.
     """
     original = int(rope["original_max_position_embeddings"] or length)
-    if is_split(rope) and kind not in ALWAYS_LONG:
+    if is_split(rope) and model_type not in ALWAYS_LONG:
         return original
     return max(length, int(original * stretch_of(rope)))
 

@@ -53,6 +53,6 @@ def mlx_lm_module(model_type: str) -> str | None:
     if not module.isidentifier() or len(module) > 200:  # no name of a file
         return None
     package = importlib.util.find_spec("mlx_lm")
-    places = (package and package.submodule_search_locations) or ()
-    files = [Path(place) / "models" / f"{module}.py" for place in places]
+    folders = (package and package.submodule_search_locations) or ()
+    files = [Path(folder) / "models" / f"{module}.py" for folder in folders]
     return module if any(file.is_file() for file in files) else None

@@ -191,24 +191,24 @@ def default_folder() -> Path:
 
 
 def check_space(
-    name: str, missing: int, place: Path, way: str = "set HF_HOME to a folder on another disk"
+    name: str, missing: int, folder: Path, way: str = "set HF_HOME to a folder on another disk"
 ) -> None:
-    """Raise NoSpace unless `missing` bytes fit on the disk of `place` and a gigabyte stays free.
+    """Raise NoSpace unless `missing` bytes fit on the disk of `folder` and a gigabyte stays free.
 
     `way` is another way out, besides making room.
     """
     margin = 1.05  # for the file system's own data
-    free, needed = free_bytes(place), int(missing * margin) + 1_000_000_000
+    free, needed = free_bytes(folder), int(missing * margin) + 1_000_000_000
     if missing and free < needed:
         raise NoSpace(
-            f"{name} needs {human_bytes(needed)} on the disk of {place}, {human_bytes(free)} are free: "
+            f"{name} needs {human_bytes(needed)} on the disk of {folder}, {human_bytes(free)} are free: "
             f"make room there, or {way}"
         )
 
 
-def free_bytes(place: Path) -> int:
-    """Return the free bytes of the disk that holds `place`, which need not exist yet."""
-    existing = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that holds `path`, which need not exist yet."""
+    existing = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
     return shutil.disk_usage(existing).free
 
 

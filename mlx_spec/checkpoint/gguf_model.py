@@ -97,12 +97,12 @@ def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
 def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
     """Return the folder for the checkpoint of a GGUF file in its present state, among the converted pairs."""
     form = "" if q6k_bits is None else f" {q6k_bits}"
-    place = hashlib.sha256(os.fsencode(f"{file.resolve()}{form}")).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(f"{file.resolve()}{form}")).hexdigest()[:8]
     status = file.stat()
     version = 3  # of the folders written here: raise it when older ones must be written again
     identity = f"{version} {status.st_size} {status.st_mtime_ns}"
     # A character of a file's name takes up to four of the 255 bytes that the name of a folder may have.
-    name = f"{file.stem[:48]}-{place}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    name = f"{file.stem[:48]}-{digest}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     return default_folder() / name
 
 

@@ -94,7 +94,7 @@ def read_headers(folder: Path) -> Headers:
 
 
 def choose_files(
-    place: str, tensors: Mapping[str, Collection[str]], index: Mapping[str, Any]
+    source: str, tensors: Mapping[str, Collection[str]], index: Mapping[str, Any]
 ) -> tuple[list[str], list[str], str | None]:
     """Return the files of a model to read, the missing files, and the reason if none can be chosen.
 
@@ -121,23 +121,23 @@ def choose_files(
                 [],
                 [],
                 (
-                    f"{place} holds {shared} in {owner[shared]} and in {files[0]}, and no {INDEX} names "
+                    f"{source} holds {shared} in {owner[shared]} and in {files[0]}, and no {INDEX} names "
                     "one of them: remove the file that does not belong there"
                 ),
             )
     return sorted(chosen), sorted(missing if chosen else named), None
 
 
-def other_format(place: object, names: Collection[str]) -> str | None:
+def other_format(source: object, names: Collection[str]) -> str | None:
     """Return the error if the only weights are in formats that are not read; else None."""
     other_weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.h5")
     others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in other_weights))
     if not others or any(fnmatch(name, WEIGHTS) for name in others):
         return None
     if all(name.endswith(".gguf") for name in others):
-        return HOLDS_GGUF.format(place)
+        return HOLDS_GGUF.format(source)
     return (
-        f"{place} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: get a copy in that "
+        f"{source} holds {shortened(others)} but no {WEIGHTS}, and nothing else is read: get a copy in that "
         "format"
     )
 

@@ -179,8 +179,8 @@ def is_float(dtype: str) -> bool:
 def _group_size(stem: str, config: Config) -> int:
     """Return how many parameters of layer `stem` share a scale; a layer may have its own settings."""
     settings = config.get("quantization") or foreign_settings(config)
-    for own in (settings.get(stem), settings):
-        if isinstance(own, Mapping) and isinstance(size := own.get("group_size"), int):
+    for stated in (settings.get(stem), settings):
+        if isinstance(stated, Mapping) and isinstance(size := stated.get("group_size"), int):
             return size
     return DEFAULT_GROUP_SIZE
 
@@ -196,8 +196,8 @@ def _bits(settings: Config) -> int:
 
 def _mlx_precision(settings: Config) -> str:
     bits, mode = settings.get("bits"), settings.get("mode", "affine")
-    layers = [own["bits"] for own in settings.values() if isinstance(own, Mapping) and "bits" in own]
-    others = sorted({own for own in layers if own != bits})
+    layers = [layer["bits"] for layer in settings.values() if isinstance(layer, Mapping) and "bits" in layer]
+    others = sorted({layer for layer in layers if layer != bits})
     kind = f"{bits}-bit" if mode == "affine" else str(mode)
     mixed = f", some layers {' and '.join(map(str, others))}-bit" if others else ""
     return f"{kind} MLX, groups of {settings.get('group_size', DEFAULT_GROUP_SIZE)}{mixed}"

@@ -103,29 +103,29 @@ def repair_config(config: Config, tensors: Tensors | None = None) -> dict[str, A
     wrapped = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "gemma3n_text": "gemma3n"}
     if result.get("model_type") in wrapped and not isinstance(result.get("text_config"), dict):
         result = {**result, "model_type": wrapped[result["model_type"]], "text_config": dict(result)}
-    part = next((result[key] for key in TEXT_CONFIGS if isinstance(result.get(key), dict)), None)
-    for each in (result, part):
-        if each is not None:
-            _count(each)
-            _spread_rope(each)
-            if "num_local_experts" in each:  # of Qwen3 in transformers 5
-                each.setdefault("num_experts", each["num_local_experts"])
-    kind, text = str(result.get("model_type")), result if part is None else part
-    own = str(text.get("model_type") or TEXT_TYPES.get(kind, kind))
-    if part is not None and kind in TEXT_TYPES:
-        part.setdefault("model_type", TEXT_TYPES[kind])
+    nested = next((result[key] for key in TEXT_CONFIGS if isinstance(result.get(key), dict)), None)
+    for model in (result, nested):
+        if model is not None:
+            _count(model)
+            _spread_rope(model)
+            if "num_local_experts" in model:  # of Qwen3 in transformers 5
+                model.setdefault("num_experts", model["num_local_experts"])
+    model_type, text = str(result.get("model_type")), result if nested is None else nested
+    text_type = str(text.get("model_type") or TEXT_TYPES.get(model_type, model_type))
+    if nested is not None and model_type in TEXT_TYPES:
+        nested.setdefault("model_type", TEXT_TYPES[model_type])
     language = {name: info for name, info in (tensors or {}).items() if is_of_language(name)}
     _fill(text, _sizes(text, language))
-    _fill(text, {key: text[old] for key, old in RENAMED.get(own, {}).items() if old in text})
+    _fill(text, {key: text[old] for key, old in RENAMED.get(text_type, {}).items() if old in text})
     if "hidden_size" in text:  # a fragment of a config is not completed
-        _fill(text, DEFAULTS.get(own, {}))
-    if own in BY_TYPE:
-        BY_TYPE[own](text)
+        _fill(text, DEFAULTS.get(text_type, {}))
+    if text_type in BY_TYPE:
+        BY_TYPE[text_type](text)
     _tie(result, text, language)
     # Composite types whose vocabulary size mlx-lm reads from the top level.
     top_vocabulary = ("gemma3", "gemma4", "gemma4_unified")
-    if kind in top_vocabulary and part is not None and "vocab_size" in part:
-        result["vocab_size"] = part["vocab_size"]
+    if model_type in top_vocabulary and nested is not None and "vocab_size" in nested:
+        result["vocab_size"] = nested["vocab_size"]
     return result
 
 

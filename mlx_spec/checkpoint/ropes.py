@@ -59,10 +59,10 @@ def stated_ropes(text: Config) -> dict[str | None, dict[str, Any]]:
     parameters = _mapping(text.get("rope_parameters"))
     is_nested = any(isinstance(each, Mapping) for each in parameters.values())
     flat = _mapping(text.get("rope_scaling")) or parameters
-    given: Mapping[Any, Any] = parameters if is_nested else {None: flat}
+    stated: Mapping[Any, Any] = parameters if is_nested else {None: flat}
     longest = text.get("max_position_embeddings")
     ropes: dict[str | None, dict[str, Any]] = {}
-    for layers, each in given.items():
+    for layers, each in stated.items():
         if not isinstance(each, Mapping):
             continue
         rope = {"rope_theta": text.get("rope_theta"), **each}
@@ -160,11 +160,11 @@ def _yarn(rope: Config, dims: int, base: float) -> Rotation:
     original = float(rope["original_max_position_embeddings"])
     factor = float(rope.get("factor") or rope["max_position_embeddings"] / original)
 
-    def place(turns: float) -> float:
+    def dimension(turns: float) -> float:
         """Return the pair of dimensions that turns so often in the context of training."""
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)

@@ -132,10 +132,10 @@ def _is_neutral(key: str, text: Config) -> bool:
 def _is_written(value: Any, source: str) -> bool:
     """Return True if code has a value itself: the only one that its models have."""
     if isinstance(value, str):  # activations alone are known by names that code has, too
-        found, plain = _squashed(source), _squashed(value)
+        code, plain = _squashed(source), _squashed(value)
         known = (("swish", "silu"), ("silu", "silu"), ("gelu", "gelu"), ("relu", "relu"))
         name = next((name for part, name in known if part in plain), None)
-        return name is None or name in found
+        return name is None or name in code
     if not isinstance(value, float):  # code has integers for other reasons
         return False
     numbers = re.findall(r"(?<![\w.])\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)(?![\w.])", source)
@@ -153,11 +153,11 @@ def _short(value: Any, longest: int = 40) -> str:
 
 def source_of(module: ModuleType) -> str:
     """Return the code of a module of mlx-lm, and of the modules beside it that it imports."""
-    found, waiting = dict[str, str](), [Path(str(module.__file__))]
+    texts, waiting = dict[str, str](), [Path(str(module.__file__))]
     while waiting:
         file = waiting.pop()
-        if file.name not in found and file.is_file():
-            found[file.name] = file.read_text(encoding="utf-8")
-            names = re.findall(r"^from \.(\w+) import|^from \. import (\w+)", found[file.name], re.MULTILINE)
+        if file.name not in texts and file.is_file():
+            texts[file.name] = file.read_text(encoding="utf-8")
+            names = re.findall(r"^from \.(\w+) import|^from \. import (\w+)", texts[file.name], re.MULTILINE)
             waiting += [file.with_name(f"{a or b}.py") for a, b in names]
-    return "\n".join(found.values())
+    return "\n".join(texts.values())

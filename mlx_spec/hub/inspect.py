@@ -88,12 +88,12 @@ class ConvertedPair:
     @property
     def size(self) -> int:
         """Return the bytes of the weights of both."""
-        return sum(part.size for part in (self.target, self.drafter) if part)
+        return sum(half.size for half in (self.target, self.drafter) if half)
 
     @property
     def memory(self) -> MemoryNeed:
         """Return the memory of both once they are loaded."""
-        return total_need(part.memory for part in (self.target, self.drafter) if part)
+        return total_need(half.memory for half in (self.target, self.drafter) if half)
 
 
 def inspect(name: str) -> CheckpointInfo | ConvertedPair:
@@ -186,11 +186,11 @@ def _inspect_remote(name: str) -> CheckpointInfo:
         stored = api.parse_safetensors_file_metadata(name, file, revision=download.commit).tensors
         return {key: TensorInfo(t.dtype, tuple(t.shape), *t.data_offsets) for key, t in stored.items()}
 
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         try:
             for wanted in {"config.json", "tokenizer_config.json", INDEX} & download.sizes.keys():
-                api.hf_hub_download(name, wanted, revision=download.commit, local_dir=place)
+                api.hf_hub_download(name, wanted, revision=download.commit, local_dir=temporary)
             max_requests = 8  # headers requested from the Hub at the same time
             with ThreadPoolExecutor(max_requests) as pool:
                 parts = dict(zip(weights, pool.map(tensors_of, weights), strict=True))
@@ -301,7 +301,7 @@ def _targets_of(name: str, config: Config, needs: TargetShape) -> tuple[str, ...
 
 
 def _drafters_of(name: str, shape: TargetShape) -> tuple[str, ...]:
-    own = made_for(name)
+    published = made_for(name)
     made = [drafter for drafter, target in MADE_FOR.items() if target == name]
     same = [DRAFTERS[base] for base, known in SHAPES.items() if known == shape]
-    return tuple(dict.fromkeys([*([own] if own else []), *made, *same]))
+    return tuple(dict.fromkeys([*([published] if published else []), *made, *same]))

@@ -51,7 +51,7 @@ class Removal:
     name: str
     folder: Path
     size: int  # bytes that it frees
-    parts: Sequence[Path]  # in the order of removal
+    paths: Sequence[Path]  # in the order of removal
 
     def carry_out(self) -> None:
         """Remove the folder. Raises NotOurs if the disk does not allow it.
@@ -59,12 +59,12 @@ class Removal:
         If it is killed, no model lacks a file and looks whole: config.json and the revision go first.
         """
         try:
-            for part in self.parts:
-                if part.is_dir() and not part.is_symlink():
-                    (part / "config.json").unlink(missing_ok=True)
-                    shutil.rmtree(part)
+            for path in self.paths:
+                if path.is_dir() and not path.is_symlink():
+                    (path / "config.json").unlink(missing_ok=True)
+                    shutil.rmtree(path)
                 else:
-                    part.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
             self.folder.rmdir()
         except OSError as error:
             raise NotOurs(
@@ -74,8 +74,8 @@ class Removal:
 
 def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     """List the bundled pair, the pairs in `folders` and the default folder, and the cache."""
-    places = dict.fromkeys([*folders, default_folder()])
-    pairs = [pair for place in places for pair in _pairs_in(place)]
+    shelves = dict.fromkeys([*folders, default_folder()])
+    pairs = [pair for shelf in shelves for pair in _pairs_in(shelf)]
     repositories = [model for folder in _folders_in(cache_folder()) if (model := _repository(folder))]
     bundled = _described(DEMO, "bundled", demo.TARGET.parent, demo.TARGET)
     return [bundled, *pairs, *repositories]
@@ -116,8 +116,8 @@ def plan_removal(name: str) -> Removal:
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
     if not is_pair and not folder.is_dir():
         raise NotFound(f"{name} is not in the cache ({cache_folder()}): `mlx-spec models` lists what is")
-    parts = _parts(folder) if is_pair else sorted(folder.iterdir(), key=lambda part: part.name != "refs")
-    return Removal(name, folder, disk_size(folder), parts)
+    paths = _paths(folder) if is_pair else sorted(folder.iterdir(), key=lambda path: path.name != "refs")
+    return Removal(name, folder, disk_size(folder), paths)
 
 
 # --- listing
@@ -135,14 +135,14 @@ def _described(name: str, origin: Literal["bundled", "converted"], folder: Path,
 
 def _pairs_in(folder: Path) -> list[LocalModel]:
     """List `folder` if it is a pair, or the pairs directly in it."""
-    places = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
-    pairs = [place for place in places if (place / MANIFEST).is_file() and not place.name.startswith(".")]
+    candidates = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
+    pairs = [pair for pair in candidates if (pair / MANIFEST).is_file() and not pair.name.startswith(".")]
     try:
         packaged = smollm2_place()
     except NotFound:
         packaged = None
-    names = [SMOLLM2 if place == packaged else str(place) for place in pairs]
-    return [_described(n, "converted", place, place) for n, place in zip(names, pairs, strict=True)]
+    names = [SMOLLM2 if pair == packaged else str(pair) for pair in pairs]
+    return [_described(n, "converted", pair, pair) for n, pair in zip(names, pairs, strict=True)]
 
 
 def _repository(folder: Path) -> LocalModel | None:
@@ -176,10 +176,10 @@ def _snapshot(folder: Path) -> Path | None:
     """Return the snapshot of the main branch, or the newest one."""
     main = folder / "refs" / "main"
     if main.is_file():
-        place = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
-        if place.is_dir():
-            return place
-    return max(_folders_in(folder / "snapshots"), key=lambda place: place.stat().st_mtime, default=None)
+        snapshot = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+        if snapshot.is_dir():
+            return snapshot
+    return max(_folders_in(folder / "snapshots"), key=lambda snapshot: snapshot.stat().st_mtime, default=None)
 
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
@@ -196,7 +196,7 @@ def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
 def _folders_in(folder: Path) -> list[Path]:
     """Return the folders in `folder`, by name, and none if it cannot be read."""
     try:
-        return sorted(place for place in folder.iterdir() if place.is_dir())
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError:
         return []
 
@@ -221,30 +221,30 @@ def _last_used(folder: Path) -> float:
 # --- removal
 
 
-def _parts(folder: Path) -> list[Path]:
+def _paths(folder: Path) -> list[Path]:
     """Return the files of a converted pair. Raises NotOurs for other folders, or if it holds other files.
 
     pair.json is last, so that a pair stays recognizable if its removal is interrupted.
     """
-    place = folder.resolve()
-    if place.is_relative_to(demo.TARGET.parent.resolve()):
+    root = folder.resolve()
+    if root.is_relative_to(demo.TARGET.parent.resolve()):
         raise NotOurs(f"{folder} is part of mlx_spec: uninstall the package to remove it")
-    if place.is_dir() and not any(place.iterdir()):  # as a removal that was killed leaves it
+    if root.is_dir() and not any(root.iterdir()):  # as a removal that was killed leaves it
         return []
-    if not (place / MANIFEST).is_file():
+    if not (root / MANIFEST).is_file():
         raise NotOurs(f"{folder} holds no {MANIFEST}, so it is not a converted pair: remove it by hand")
-    manifest = read_object(place / MANIFEST)
+    manifest = read_object(root / MANIFEST)
     named = [manifest.get(role) for role in ("target", "drafter")]
-    parts = [place / part for part in named if isinstance(part, str)]
+    paths = [root / path for path in named if isinstance(path, str)]
     strange = [
-        part
-        for part in parts
-        if part.parent != place or part.name in ("", "..") or part.is_symlink() or part == place
+        path
+        for path in paths
+        if path.parent != root or path.name in ("", "..") or path.is_symlink() or path == root
     ]
     finder = ".DS_Store"  # The Finder leaves one in every folder that it shows.
-    expected = {finder, MANIFEST, *(part.name for part in parts)}
-    strange += [entry for entry in sorted(place.iterdir()) if entry.name not in expected]
-    if strange or not parts:
-        what = shortened([str(part) for part in strange]) or "no target"
+    expected = {finder, MANIFEST, *(path.name for path in paths)}
+    strange += [entry for entry in sorted(root.iterdir()) if entry.name not in expected]
+    if strange or not paths:
+        what = shortened([str(path) for path in strange]) or "no target"
         raise NotOurs(f"{folder} has {what} beside a converted pair: remove it by hand")
-    return [*parts, *(place / name for name in (finder, MANIFEST))]
+    return [*paths, *(root / name for name in (finder, MANIFEST))]

@@ -51,7 +51,7 @@ def locate(spec: PairSpec) -> Located:
     """
     resolved, drafter = resolve(spec.target), spec.drafter
     name = resolved.target
-    path, own = _from_manifest(name)
+    path, paired = _from_manifest(name)
     if drafter is not None and drafter.lower() in (LOOKUP, NONE):
         drafter = drafter.lower()
     elif drafter is not None:
@@ -61,7 +61,7 @@ def locate(spec: PairSpec) -> Located:
             raise NotFound(f"drafter: {error}; {WITHOUT}") from error
     else:
         published = made_for(name) or (None if "/" in spec.target else resolved.drafter)
-        drafter = own or published or LOOKUP
+        drafter = paired or published or LOOKUP
     is_named = spec.drafter is not None
     shown = name if name in (DEMO, SMOLLM2) and not is_named else drafter
     return Located(name, shown, path, drafter, is_named)
