@@ -35,7 +35,7 @@ from mlx_spec.prompt import text_prompt
 CASES = (
     "full lookup, full eagle3, full mtp, quantized same, quantized lookup, sliding other, sliding lookup, "
     "shared same, shared lookup, recurrent lookup, recurrent other, recurrent none, qwen pictures, "
-    "31b pictures"
+    "12b pictures"
 ).split(", ")
 
 
@@ -43,7 +43,7 @@ def pair_of(case: str) -> Pair:
     """Return a pair: its kind of caches and its drafter."""
     kind, drafter = case.split()
     if drafter == "pictures":
-        return spans.pair_of(kind, {"qwen": "mtp", "31b": "assistant"}[kind])
+        return spans.pair_of(kind, {"qwen": "mtp", "12b": "assistant"}[kind])
     if drafter not in ("eagle3", "mtp"):
         return make_pair(kind, drafter, K=3)
     plain = make_pair(kind, "none")
