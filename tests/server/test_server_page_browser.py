@@ -595,7 +595,7 @@ def test_an_answer_outlives_the_tab_that_shows_it(tab):
         visit(tab, url)
         tab.write("A")
         tab.press("Enter")
-        tab.until("document.querySelector('.turn > .answer')?.textContent === 'Half of'")
+        tab.until(f"{KEPT}.then((kept) => JSON.stringify(kept).includes('Half of'))")
         tab.crash()
         tab.call("Page.navigate", url=str(url))
         tab.until(f"document.querySelector('#state') && {READY}")

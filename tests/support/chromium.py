@@ -169,9 +169,9 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, expression: str, seconds: float = PATIENCE) -> None:
-        """Wait until an expression is true."""
+        """Wait until an expression, or what it promises, is true."""
         end = time.monotonic() + seconds
-        while not self.value(f"Boolean({expression})"):
+        while not self.value(f"(async () => Boolean(await ({expression})))()"):
             if time.monotonic() > end:
                 raise TimeoutError(expression)
             time.sleep(0.02)
