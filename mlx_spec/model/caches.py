@@ -243,7 +243,7 @@ class Caches:
         return CacheBlock(rows, layers)
 
     def slack(self, known: Mapping[Rows, CacheBlock]) -> int:
-        """Return the bytes that `trim` and `park` free if these blocks are known."""
+        """Return the bytes that `trim` and `drop_windows` free if these blocks are known."""
         freed = 0
         for cache in self.attention:
             columns, size = cache.columns, self.sizes[0]

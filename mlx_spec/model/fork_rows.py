@@ -24,15 +24,16 @@ class ForkRows:
     def __init__(self) -> None:
         self._copies: list[Copy] = []  # rows of another target that are not copied yet
         self._window_copies: list[Copy] = []  # of layers with a window; they come first
-        self._has_own_windows = False  # they are in no buffers that the origin of a fork writes
+        self._has_own_windows = False  # windows come from a rewind point, which the origin never writes
         self._followers = WeakSet[ForkRows]()  # forks that take rows from these caches one after the other
 
     def follow(self, origin: ForkRows, others: Iterable[Copy] = ()) -> list[Copy]:
-        """Let `copies` take the rows of a fork one array at a time from what its origin holds then.
+        """Let `copies` take the rows of a fork one array at a time.
 
-        The origin is in use: its next pass would copy whole buffers that are still referenced. Rows of
-        windows stay where they are until the origin moves them; of a rewind point, they stay. States are
-        shared. `copies` also makes the copies of `others`. Returns functions that copy.
+        The origin is in use: its next pass copies each buffer whole that something refers to. So a copy
+        refers to rows only when it is made. Windows that the origin is about to move are referred to just
+        before; those of a rewind point never move. States are shared. `copies` also makes the copies of
+        `others`. Returns a function for each array.
         """
         self._copies, self._window_copies = [], []
         mx.eval([state.arrays() for state in self._caches.recurrent])

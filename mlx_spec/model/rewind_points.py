@@ -253,6 +253,7 @@ class RewindPoints:
             size = [point.size, get_args(RewindReason).index(point.reason)]
             windows = [number for window, bounds in point.windows.items() for number in (window, *bounds)]
             blocks = [numbers[block] for block in point.blocks]
+            # "place" is the name in saved files.
             states[f"place{n}"] = CacheState(numbers={"size": size, "windows": windows, "blocks": blocks})
         return states
 

@@ -278,8 +278,8 @@ class LMTarget(ForkRows):
     def detach(self, shared_kv: SharedKV, lane: Lane) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
 
-        Until `attach`, only `count` may be called. `shared_kv` returns the K and V, and `lane` the place of
-        this target.
+        Until `attach`, only `count` may be called. `shared_kv` returns the K and V, `lane` the shared
+        caches and the lane of this target.
         """
         assert not self._uncommitted, "caches are detached after a commit"
         self._refer()
@@ -341,6 +341,7 @@ class LMTarget(ForkRows):
         size, rewind_points = min(size, self._last_reusable), self._rewind_points
         if size < self._size or self._rewind_points.parked is not None:
             point, kept = self._rewind_point(size)
+            self._refer()  # else copies would be made over what is restored
             self.hold_rows(kept)
             if not kept:
                 self.forget()

@@ -536,6 +536,27 @@ def test_a_fork_copies_windows_in_steps(kind: str, end: str) -> None:
     assert_same_logits(fork, fresh, other[-1])
 
 
+@pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent"])
+@pytest.mark.parametrize("copied", [0, 2])
+def test_a_fork_that_is_rewound_before_all_is_copied(kind: str, copied: int) -> None:
+    """Such as that of an answer that was cancelled, whose conversation goes on elsewhere."""
+    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(700), tiny.prompt(30, seed=11)
+    origin, fork, fresh = (LMTarget(model) for _ in range(3))
+    origin.pin_at([40], 700)
+    for start, end in ((0, 40), (40, 400), (400, 700)):
+        origin.prefill(prompt[start:end])
+    assert fork.fork_from(origin, 700, 40) == 700
+    fork.follow(origin)
+    copies = fork.copies()
+    mx.eval([next(copies, mx.array(0)) for _ in range(copied)])
+    kept = fork.rewind(45)
+    assert kept == 40
+    mx.eval(list(fork.copies()))
+    fork.prefill((prompt[kept:45] + other)[:-1])
+    fresh.prefill((prompt[:45] + other)[:-1])
+    assert_same_logits(fork, fresh, other[-1])
+
+
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent", "full"])
 def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     """Where it was told to, at its end and at an end of a chunk. Long answers and saved states keep them."""
