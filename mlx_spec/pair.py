@@ -69,11 +69,11 @@ class PairInfo:
 class Pair:
     """A target, its drafters and its tokenizer. Made by `load`.
 
-    All generations share the weights; each generation or session has its own caches. `policies` makes the
-    draft-length policy of every new sequence. `earlier` holds earlier answers by API key, for lookup.
+    All answers share the weights; each sequence has its own caches. `policies` makes the draft-length policy
+    of every new sequence. `earlier` holds earlier answers by API key, for lookup.
     """
 
-    measuring_s = 1.0  # that a measurement of costs takes; half of it if costs are known
+    measuring_s = 1.0  # seconds of a measurement of costs; half of them if costs are known
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class Pair:
         costs = yield from measure_costs(
             self.open(), text, self.info.vocab_size, policies.copying, watch, whole=context is not None
         )
-        known = None if again or policies.costs is None else policies.costs.table()  # answers correct them
+        known = None if again or policies.costs is None else policies.costs.table()  # corrected meanwhile
         if known is None or known.dearer(costs):
             policies.use(costs)
         else:

@@ -101,17 +101,17 @@ class PromptPace:
         rows, seconds = self._last_pass
         return now - self._deferred_since + unread * seconds / rows <= MAX_DEFERRAL_S
 
-    def read(self, step: PrefillStep, seconds: float, layers: int) -> None:
-        """Learn from a step of a prefill; a pass of `layers` layers may be one step."""
+    def read(self, step: PrefillStep, seconds: float, steps: int) -> None:
+        """Learn from a step of a prefill, whose passes have `steps` steps; one step may be a whole pass."""
         self.reading += seconds
         if not step.rows:
             self._expected = math.inf
             return
         pass_s = max(seconds, 1e-6) / step.share
-        expected_s = self.step_seconds(step.rows) * layers * step.share
+        expected_s = self.step_seconds(step.rows) * steps * step.share
         self._expected += expected_s or math.inf
         size = _size_of(step.rows)
-        self._steps[size].append(pass_s / layers * min(1.0, size / step.rows))
+        self._steps[size].append(pass_s / steps * min(1.0, size / step.rows))
         self._last_pass = step.rows, pass_s
 
     def end_round(self, goes_on: bool) -> None:

@@ -62,14 +62,9 @@ class Group:
         A pass of one sequence that fails is tried again once, without a draft. An error of a shared pass is
         raised, and so is an error of the second try. Drafters that take memory without end are turned off.
         """
+        held, self._drafting_took, self._before_drafts = mx.get_active_memory(), 0, None
         try:
-            held, self._drafting_took, self._before_drafts = mx.get_active_memory(), 0, None
             rounds = self._step(may_queue, may_probe)
-            if self._before_drafts is None:
-                self._suspect_drafters(max(mx.get_active_memory() - held, self._drafting_took))
-            else:
-                self._judge_drafters(self._beside_caches() - self._before_drafts)
-            return rounds
         except BaseException as error:
             if len(self.sequences) > 1:
                 raise
@@ -80,6 +75,11 @@ class Group:
             mx.clear_cache()  # the pass may have lacked memory
             sequence.reread()
             return self._step(False, False)
+        try:
+            self._weigh(held)
+        except BaseException as error:
+            caught(error)  # a pass in flight failed: the next round meets it, and this one is emitted
+        return rounds
 
     def _step(self, may_queue: bool, may_probe: bool) -> list[Round | Exception]:
         self._has_draft = False
@@ -360,6 +360,13 @@ class Group:
                     sequence.stop_drafting(caught(error))
         return done
 
+    def _weigh(self, held: int) -> None:
+        """Watch the memory of drafters after a round, before which the process held `held` bytes."""
+        if self._before_drafts is None:
+            self._suspect_drafters(max(mx.get_active_memory() - held, self._drafting_took))
+        else:
+            self._judge_drafters(self._beside_caches() - self._before_drafts)
+
     def _suspect_drafters(self, taken: int) -> None:
         """Count the bytes that a round took. Suspect drafters if caches do not account for them.
 
@@ -384,8 +391,9 @@ class Group:
         """
         sequences = [sequence for sequence in self.sequences if sequence.is_drafting]
         suspected = sum(sequence.draft_memory.suspected for sequence in sequences)
-        if max(grown, self._drafting_took) > max(suspected / 2, 2**20):
-            error = DraftsGrow(f"drafters keep {grown} bytes a round beside their caches")
+        taken = max(grown, self._drafting_took)
+        if taken > max(suspected / 2, 2**20):
+            error = DraftsGrow(f"drafters take {taken} bytes a round beside their caches")
             for sequence in sequences:
                 sequence.stop_drafting(error)
             mx.clear_cache()

@@ -88,13 +88,13 @@ def prefill(
                 mx.eval(array)
                 yield PrefillStep()
             continue
-        chunk, layers = (prompt[low:high], prompt.spans), target.prefill_parts
-        if layers > 1 and (in_parts() or (spans and target.reads_spans_whole)):
+        chunk, steps = (prompt[low:high], prompt.spans), target.prefill_parts
+        if steps > 1 and (in_parts() or (spans and target.reads_spans_whole)):
             for features in target.prefill_by_layers(*chunk, ends_prompt=high == end):
                 if features is None:
-                    yield PrefillStep(high - low, 1 / layers)
+                    yield PrefillStep(high - low, 1 / steps)
                     continue
-                yield from _observe_in_parts(drafters, prompt, read, features, high - low, 1 / layers)
+                yield from _observe_in_parts(drafters, prompt, read, features, high - low, 1 / steps)
             last = PrefillStep(ends_chunk=True)
         else:
             features = target.prefill(*chunk, ends_prompt=high == end)
@@ -118,7 +118,7 @@ def _observe_in_parts(
     share: float,
     most: int = 128,
 ) -> Generator[PrefillStep, None, None]:
-    """Show drafters the `features` of a chunk of `rows`, the last of which took a `share` of its pass.
+    """Show drafters the `features` of a chunk of `rows` rows. The step before took `share` of its pass.
 
     They get at most `most` rows in a step, for which `read` grows to the end of the chunk. If this is closed,
     they get all, because they must not fall behind the target.

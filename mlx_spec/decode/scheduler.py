@@ -230,13 +230,13 @@ class Batch:
 
     def _read_chunk(self, entry: Entry) -> None:
         """Read a chunk. If it comes in steps, take as many as fit, also of the next chunks."""
-        start, layers = self._clock(), entry.sequence.target.prefill_parts
+        start, steps = self._clock(), entry.sequence.target.prefill_parts
         most_s = self._pace.seconds() if self.is_decoding else MAX_PAUSE_S
         while True:
             began = self._clock()
             step = next(self._reading[entry], PrefillStep(ends_chunk=True))
             seconds = self._clock() - began
-            self._pace.read(step, seconds, layers)
+            self._pace.read(step, seconds, steps)
             is_part = step.share < 1 and not step.unobserved
             if is_part and self._pace.chunk() < step.rows and not entry.sequence.prompt.spans:
                 # On this device its steps take too long: it is read again in smaller chunks.
@@ -291,8 +291,8 @@ class Batch:
         for sequence, its_features in zip(sequences, features, strict=False):
             sequence.observe(sequence.history, its_features)
         mx.clear_cache()
-        layers = sequences[0].target.prefill_parts
-        self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, layers)
+        steps = sequences[0].target.prefill_parts
+        self._pace.read(PrefillStep(max(map(len, prompts)) * len(prompts)), self._clock() - start, steps)
         return chosen if features else []
 
     def _end_chunk(self, entry: Entry, seconds: float) -> None:

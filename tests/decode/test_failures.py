@@ -174,8 +174,8 @@ def test_drafters_that_take_memory_without_end_are_off(
 
     for calls in (4, 8, 8):  # the last one is weighed
         opened = [pair.open() for _ in PROMPTS[: 3 if is_batch else 1]]
-        for parts in opened:
-            parts.drafters = tuple(Growing(drafter, growing) for drafter in parts.drafters)
+        for sequence in opened:
+            sequence.drafters = tuple(Growing(drafter, growing) for drafter in sequence.drafters)
         found, errors = in_a_batch(pair, opened)
         assert not errors and [emitted(rounds) for rounds in found] == texts[: len(found)]
         assert {rounds[-1].reason for rounds in found} == {Reason.FAILED}
@@ -211,6 +211,22 @@ def test_passes_in_flight_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) 
         in_flight[0] = 0
     assert sequence.draft_error is None and sum(round.drafted for round in rounds) > 100
     assert sequence.draft_memory.most > 1 << 22, "it was suspected"
+
+
+def test_a_pass_in_flight_that_fails_while_memory_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round before it has its tokens, which must not be lost."""
+    pair, texts = make_pair("full"), texts_of("full")
+    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=len(texts[0]))
+    weighed = []
+
+    def fail(group: Group) -> int:
+        weighed.append(group)
+        raise RuntimeError("a pass in flight failed")
+
+    sequence.draft_memory.most = 1 << 16
+    sequence.draft_memory.suspected = 1.0
+    monkeypatch.setattr(Group, "_judge_drafters", lambda group, grown: fail(group))
+    assert emitted(list(decode(sequence))) == texts[0] and weighed
 
 
 def test_growth_of_caches_is_not_the_drafters() -> None:
