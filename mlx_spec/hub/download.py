@@ -42,7 +42,7 @@ class Download:
     revision: str | None  # as requested
     commit: str
     sizes: Mapping[str, int]  # bytes by file
-    hashes: Mapping[str, str]  # SHA-256 by file, of those that are large
+    hashes: Mapping[str, str]  # SHA-256 by file, of those in LFS
 
     @property
     def total(self) -> int:
@@ -67,7 +67,7 @@ class Download:
         return isinstance(try_to_load_from_cache(self.name, file, revision=self.commit), str)
 
     def _arrived(self, file: str) -> int:
-        """Return the bytes of a file that is not complete."""
+        """Return the bytes of an unfinished file that are here."""
         part = partial_file(self.folder, self.hashes[file]) if file in self.hashes else None
         return part.stat().st_size if part is not None and part.exists() else 0
 
@@ -76,8 +76,8 @@ def find(name: str, q6k_bits: int | None = None) -> Checkpoint:
     """Return a checkpoint, with its config.json read; download it if necessary.
 
     A folder of that name takes precedence over a complete snapshot in the cache; neither needs a network. A
-    line on stderr announces a download. Raises NotFound, BadCheckpoint for damaged files, or NoSpace before
-    it downloads.
+    line on stderr announces a download. `q6k_bits` as in `on_disk`. Raises NotFound, BadCheckpoint for
+    damaged files, or NoSpace before it downloads.
     """
     checkpoint = on_disk(name, q6k_bits)
     if checkpoint is None:

@@ -26,7 +26,10 @@ def partial_file(repository: Path, digest: str) -> Path:
 
 
 def check_arrived(arrived: Path, what: str, size: int, digest: str | None) -> None:
-    """Raise BadCheckpoint for a file that has not this size and SHA-256, and remove it."""
+    """Raise BadCheckpoint for a file of another size (bytes) or SHA-256, after removing it.
+
+    `what` names it in the error.
+    """
     real_size = arrived.stat().st_size
     problem = f"{real_size} bytes instead of {size}" if real_size != size else None
     if problem is None and digest is not None and (real := sha256(arrived)) != digest:
@@ -39,35 +42,38 @@ def check_arrived(arrived: Path, what: str, size: int, digest: str | None) -> No
 def download_blob(repository: Path, name: str, file: str, commit: str, size: int, digest: str) -> bool:
     """Download a file of the Hub, or the rest of it, to its blob, whose name is its SHA-256.
 
-    Return False if the hub gives it another ETag, so that huggingface_hub would name it otherwise. What
-    arrived is kept if a download breaks. Raises BadCheckpoint for damaged content; the errors of
-    huggingface_hub, of its HTTP library, of hf_xet and of the disk.
+    Return False if huggingface_hub has to download it: it names the file otherwise if the hub gives another
+    ETag, and has no blobs without symbolic links. What arrived is kept if a download breaks. Raises
+    BadCheckpoint for damaged content; the errors of huggingface_hub, of its HTTP library, of hf_xet and of
+    the disk.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get
+    from huggingface_hub.file_download import are_symlinks_supported, http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     url = hf_hub_url(name, file, revision=commit)
     metadata = get_hf_file_metadata(url, retry_on_errors=True)
-    if metadata.etag != digest:
+    if metadata.etag != digest or not are_symlinks_supported(repository.parent):
         return False
     part, blob = partial_file(repository, digest), repository / "blobs" / digest
-    # The lock that huggingface_hub takes, so only one process writes the file.
+    # The lock that huggingface_hub takes. Some network file systems ignore it: then two processes can spoil
+    # the part, which its SHA-256 shows.
     lock = repository.parent / ".locks" / repository.name / f"{digest}.lock"
     for folder in (part.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-        if blob.exists():  # another process was faster
+        if blob.exists():  # of another process, commit or program
+            check_arrived(blob, f"{file} of {name}", size, digest)
             return True
         try:
             with part.open("ab") as stream:
                 if stream.tell() > size:
                     stream.truncate(0)
                     stream.seek(0)
-                xet = metadata.xet_file_data
-                headers = build_hf_headers()
-                if xet is None or not _append_by_xet(
-                    stream, xet.file_hash, xet.refresh_route, size, headers, file
+                xet, headers, is_whole = metadata.xet_file_data, build_hf_headers(), stream.tell() == size
+                if not is_whole and (
+                    xet is None
+                    or not _append_by_xet(stream, xet.file_hash, xet.refresh_route, size, headers, file)
                 ):
                     http_get(
                         url,
@@ -107,7 +113,7 @@ def _append_by_xet(
         yield from group.download_stream(XetFileInfo(file_hash, size), start=start)
 
     with tqdm(desc=shown, total=size, initial=start, unit="B", unit_scale=True, disable=None) as progress:
-        for chunk in _read_in_thread(read()) if start < size else ():
+        for chunk in _read_in_thread(read()):
             stream.write(chunk)
             progress.update(len(chunk))
     return True

@@ -274,6 +274,26 @@ def test_a_part_that_is_damaged_goes(served: Hub, cache: Path) -> None:
     assert hub.find(E2B).check_weights() > 200_000 and partials(cache) == []
 
 
+def test_a_blob_of_another_program_is_checked(served: Hub, cache: Path) -> None:
+    """Another program, or a commit with the same file, may have left it; its size is right."""
+    weights = served.repositories[E2B] / "model.safetensors"
+    blob = hub.plan(E2B).folder / "blobs" / sha256(weights)
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(BadCheckpoint, match=f"instead of {blob.name} and was deleted: download it again"):
+        hub.find(E2B)
+    assert not blob.exists()
+
+
+def test_a_cache_without_links_has_each_file_once(
+    served: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.file_download, "are_symlinks_supported", lambda _: False)
+    folder = hub.find(E2B).folder
+    assert not (folder / "model.safetensors").is_symlink()
+    assert not list(cache.glob(f"*/blobs/{sha256(served.repositories[E2B] / 'model.safetensors')}*"))
+
+
 def test_ctrl_c(served: Hub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     served.breaks.clear()
     served.cut_after, served.cuts = 60_000, 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import itertools
 import json
@@ -429,6 +430,7 @@ def test_each_file_is_opened_once(
         return original(file, *arguments, **options)
 
     monkeypatch.setattr(io, "open", counted)
+    monkeypatch.setattr(builtins, "open", counted)
 
     def counts(place: Path) -> set[int]:
         names = ("config.json", ".safetensors", "pair.json")
