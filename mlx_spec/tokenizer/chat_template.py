@@ -158,8 +158,15 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = bounded_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)
+
+
+def _strftime_now(pattern: str, most: int = 2**10) -> str:
+    """Return the time of now. Raises TemplateLimit for a pattern of more than `most` characters."""
+    if len(pattern) > most:
+        raise TemplateLimit(f"a pattern of a time has more than {most} characters")
+    return datetime.now().strftime(pattern)
 
 
 class _Generation(jinja2.ext.Extension):

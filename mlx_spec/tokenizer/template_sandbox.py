@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -114,6 +114,7 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_shown, **options)
         del self.globals["lipsum"]  # texts at random, as many as it is asked for
+        self.globals["namespace"] = _Namespace
         bounded = {name: bounded_filter(name, made) for name, made in self.filters.items()}
         bounded |= {name: self.filters[name] for name in ("count", "d", "default", "length")}  # make nothing
         own = {"_step": _stepped, "_join": _joined, "_built": _checked}  # which only `_Bounding` writes
@@ -143,7 +144,7 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if type(obj) is str and attribute in self._of_texts:
             return getattr(obj, attribute)  # changes nothing, and no format needs to be wrapped
-        if type(obj) is Namespace and attribute[:1] != "_":
+        if type(obj) is _Namespace and attribute[:1] != "_":
             value = getattr(obj, attribute, None)
             if type(value) in (str, bool, int):  # no method that the sandbox would have to wrap or refuse
                 return value
@@ -153,18 +154,20 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a macro, a function or a method of a value."""
         budget = _budget.get()
         budget.spend()
-        budget.make(8 * (len(args) + len(kwargs)))  # whatever is called may keep them
+        budget.make(8 * len(args) + 64 * len(kwargs))  # whatever is called may keep them
         if type(__obj) is Macro:  # it is safe, and its output was counted
             kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)  # for functions with a context
             return __obj(__context.eval_ctx, *args, **kwargs)
         if type(__obj) is not BuiltinMethodType or not isinstance(owner := __obj.__self__, (str, bytes)):
-            if __obj is Namespace:
-                budget.make(sum(64 * len(each) for each in args if isinstance(each, dict)))
-            return _checked(super().call(__context, __obj, *args, **kwargs))
+            made = super().call(__context, __obj, *args, **kwargs)
+            # A view has no size of its own: those that hold each other twice would double when written out.
+            return _checked(list(made) if isinstance(made, (KeysView, ValuesView, ItemsView)) else made)
         kwargs.pop("_loop_vars", None), kwargs.pop("_block_vars", None)
         name = __obj.__name__
         if isinstance(owner, bytes) and name != "decode":
             raise TemplateLimit("a prompt is text, not bytes")
+        if name in ("encode", "decode") and {*args, *kwargs.values()} - {"utf-8", "utf8", "strict"}:
+            raise TemplateLimit("a prompt is text in UTF-8")  # other codecs take far longer
         if not _are_short(owner, args) or kwargs:
             if name == "join" and len(args) == 1:
                 args = (_listed(args[0]),)
@@ -216,6 +219,17 @@ class BoundedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_test(name, value, *args, **kwargs)
 
 
+class _Namespace(Namespace):
+    """A namespace whose values are counted. It shows none: they may hold each other many times."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a value may be called "self"
+        Namespace.__init__(*args, **kwargs)
+        _budget.get().make(64 * len(args[0]._Namespace__attrs))
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
 class _Bounding(NodeTransformer):
     """Adds to a template the checks that its operations do not pass otherwise."""
 
@@ -235,7 +249,7 @@ class _Bounding(NodeTransformer):
     def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Expr:
         """Bound what a list holds. Lists that hold each other twice grow without copies."""
         if isinstance(node, (nodes.List, nodes.Tuple)):
-            if all(isinstance(item, nodes.Const) for item in node.items[:17]) and len(node.items) < 17:
+            if len(node.items) <= 16 and all(isinstance(item, nodes.Const) for item in node.items):
                 return node  # such as the roles that a condition lists
             if isinstance(node, nodes.Tuple) and node.ctx != "load":
                 return node  # the names of a loop or an assignment

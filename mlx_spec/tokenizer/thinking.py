@@ -112,10 +112,14 @@ ANSWER_TAGS = (
 )
 
 
+_THINKING = re.compile(
+    rf"\s*(?:{'|'.join(f'{re.escape(tags.open)}.*?{re.escape(tags.close)}' for tags in TAGS)})\s*", re.DOTALL
+)
+
+
 def thinking_end(content: str) -> int:
     """Return the length of the thinking, tags and space included, with which an answer begins."""
-    around = "|".join(f"{re.escape(tags.open)}.*?{re.escape(tags.close)}" for tags in TAGS)
-    begun = re.match(rf"\s*(?:{around})\s*", content, re.DOTALL)
+    begun = _THINKING.match(content)
     return begun.end() if begun else 0
 
 

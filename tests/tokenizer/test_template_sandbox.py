@@ -72,6 +72,16 @@ HOSTILE = {
     "tuples in tuples": grown("(1,)", "(n.x, n.x)"),
     "tuples in an output": "{% set n = namespace(x=1) %}{% for a in range(60) %}{% set n.x = (n.x, n.x) %}"
     "{% endfor %}{{ n.x }}",
+    "namespaces in namespaces": "{% set n = namespace(x=1) %}{% for a in range(60) %}"
+    "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}" + RANGE * 2 + "{% endfor %}" * 2,
+    "views in dicts": grown("{}", "{'a': n.x.items(), 'b': n.x.items()}"),
+    "values in dicts": grown("{}", "{'a': n.x.values(), 'b': n.x.values()}"),
+    "namespaces of pairs": "{% set d = dict.fromkeys(range(99999)).items() | list %}" + kept("namespace(d)"),
+    "namespaces of names": "{% set d = {} %}"
+    + kept("namespace(" + ", ".join(f"a{i}=1" for i in range(200)) + ")"),
+    "a slow codec": RANGE
+    + "{% set x = ('aé' * 900) | list %}{% endfor %}{{ ('é' * 9000).encode('punycode') }}",
+    "widths of a time": "{{ strftime_now('%999d' * 3000000) }}",
     "namespaces of a dict": "{% set d = dict.fromkeys(range(99999)) %}" + kept("namespace(d)"),
     "outputs of blocks": "{% set b = 'a' * 900000 %}" + kept("t", "{% set t %}{{ b }}x{% endset %}"),
     "outputs of macros": "{% macro m() %}{{ 'a' * 900000 }}x{% endmacro %}" + kept("m()"),
