@@ -2,7 +2,7 @@
 
 A conversation of `--gigabytes` of K and V decodes, one token a round. The last one has windows as large as
 those of Gemma 4 12B instead. Another prompt with the same beginning forks it: between two rounds it copies
-one array of one layer. "At once" copies all of them between two rounds, as before. The model computes
+one array of one layer. "At once" copies all of them between two rounds. The model computes
 nothing: it writes rows of real size. "Round" is the longest round of the conversation meanwhile: it would
 copy whole buffers if the fork still referred to them. Memory is what the fork adds at its peak, over the
 bytes of its caches. Times are CPU times of the process, because this machine is shared. A step copies one

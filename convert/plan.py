@@ -1,4 +1,4 @@
-"""Say what a conversion reads, and how it converts each checkpoint. Nothing is computed."""
+"""Open and check what a conversion reads, and say how it converts each. No tensor is computed."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Features:
     hidden: tuple[mx.array, ...] = ()  # each [T, D], in the order of FeatureSpec.hidden_layers
     final_hidden: mx.array | None = None  # [T, D]
     shared_kv: Callable[[], Mapping[str, KVRows]] | None = None  # by attention type, committed rows only
-    rotary: RotaryPositions = field(default_factory=RotaryPositions)  # the target's
+    rotary: RotaryPositions = field(default_factory=RotaryPositions)  # of the target's rows
 
     def rows(self, low: int, high: int) -> Features:
         """Return the features of the rows from `low` up to `high`."""
@@ -207,7 +207,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and its log-probability. An emitted token also has the most likely tokens beside it."""
+    """A token and its log-probability. An emitted token also has the most likely ones at its position."""
 
     token: int
     token_bytes: bytes  # its text in UTF-8, perhaps a part of a character
@@ -231,7 +231,7 @@ class Round:
     kind: Literal["plain", "drained", "draft"]
     source: str | None = None  # a name for users of where the draft of a "draft" round is from
     nodes: int = 0  # draft tokens of a tree; 0 for a chain
-    ranks: tuple[int, ...] = ()  # for each accepted token of a tree: likelier guesses beside it
+    ranks: tuple[int, ...] = ()  # for each accepted token of a tree: likelier guesses at its position
     ahead: bool | None = None  # `Draft.ahead` of its draft
     seconds: float = 0.0  # from the start of the draft until all is committed
     reason: Reason = Reason.NO_DRAFTER
@@ -363,7 +363,7 @@ class Drafter(Observer, Protocol):
 
 @dataclass(frozen=True)
 class DraftCall:
-    """A draft that one sequence of several wants."""
+    """The arguments of `Drafter.draft` for one sequence."""
 
     drafter: Drafter
     history: Sequence[int]

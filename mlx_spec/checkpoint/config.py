@@ -75,7 +75,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return config.json as mlx-lm reads it; `model_type` may lack. Missing sizes come from the weights.
+        """Return config.json as mlx-lm reads it, perhaps without `model_type`. Weights give missing sizes.
 
         Raises NotFound if there is no config.json, BadCheckpoint if it is malformed or needs its own code.
         """
@@ -180,15 +180,15 @@ class Checkpoint:
             raise BadCheckpoint(f"{self.folder} {problem}")
 
 
-def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint and its config.json. Damaged weights are not an error. Raises as `config`."""
-    checkpoint = Checkpoint(folder, name)
+    checkpoint = Checkpoint(folder)
     _ = checkpoint.config
     return checkpoint
 
 
 def _check_config(folder: Path, config: Config) -> None:
-    """Raise BadCheckpoint if a config.json needs code of its own, or has values that nothing can mean."""
+    """Raise BadCheckpoint if a config.json needs code of its own, or has values that make no sense."""
     if config.get("model_file") is not None:
         raise BadCheckpoint(
             f"{folder} needs its own code ({config['model_file']}), which is never run: "

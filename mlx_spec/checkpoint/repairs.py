@@ -190,8 +190,8 @@ def _axis(tensors: Tensors, pattern: str | re.Pattern[str], axis: int = 0) -> in
 def _tie(config: dict[str, Any], text: dict[str, Any], tensors: Tensors) -> None:
     """Set `tie_word_embeddings` for mlx-lm.
 
-    The top level of a composite config decides, as in transformers, then its language model. It is tied, too,
-    if one of them says so and the weights have no head. If neither has the key, the weights decide.
+    The top level of a composite config decides, as in transformers, then its language model. The head is
+    tied, too, if one of them says so and the weights have no head. If neither has the key, weights decide.
     """
     key = "tie_word_embeddings"
     said = [value for part in (config, text) if (value := part.get(key)) is not None]

@@ -279,8 +279,8 @@ class Pard(DraftModel):
             parents += [len(outcome) - 1, *range(len(parents) + 1, len(parents) + call.limit)]
         logits = mx.split(self._write_tree(mx.concatenate(rows), parents), len(outcomes))
         return {
-            outcome: draw_rows(rows_of, call.history, call.sampler, outcome)
-            for outcome, rows_of in zip(outcomes, logits, strict=True)
+            outcome: draw_rows(its_logits, call.history, call.sampler, outcome)
+            for outcome, its_logits in zip(outcomes, logits, strict=True)
         }
 
     @classmethod

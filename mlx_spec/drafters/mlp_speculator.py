@@ -86,15 +86,15 @@ class MLPSpeculatorNetwork(nn.Module):
 
     def __call__(self, step: int, memory: Memory, token: mx.array) -> tuple[mx.array, Memory]:
         """Return logits [1, V] after `token` [1], and the memory for the next step."""
-        table = min(step, len(self.emb) - 1)
-        embedded = mx.tile(self.emb[table](token), (1, self.gates))
+        index = min(step, len(self.emb) - 1)
+        embedded = mx.tile(self.emb[index](token), (1, self.gates))
         mixed = self.proj[min(step, len(self.proj) - 1)](memory[0]) + self._weight * embedded
-        memory = self.next_memory(mixed, memory[1], table)
-        return self.head[table](memory[0]), memory
+        memory = self.next_memory(mixed, memory[1], index)
+        return self.head[index](memory[0]), memory
 
-    def next_memory(self, mixed: mx.array, cell: mx.array, table: int) -> Memory:
+    def next_memory(self, mixed: mx.array, cell: mx.array, index: int) -> Memory:
         """Return the memory after a step, from the sum of its projected state and its embedded token."""
-        return nn.gelu(self.ln[table](mixed)), cell
+        return nn.gelu(self.ln[index](mixed)), cell
 
     @staticmethod
     def open(checkpoint: Checkpoint, config: Config, target_config: Config) -> DrafterSource:
@@ -116,10 +116,10 @@ class LSTMSpeculatorNetwork(MLPSpeculatorNetwork):
         super().__init__(sizes)
         self.cell_ln = [ShiftedNorm(sizes.inner_size) for _ in self.ln]
 
-    def next_memory(self, mixed: mx.array, cell: mx.array, table: int) -> Memory:
+    def next_memory(self, mixed: mx.array, cell: mx.array, index: int) -> Memory:
         forget, remember, out, candidate = mx.split(mixed, 4, axis=-1)
-        cell = cell * mx.sigmoid(forget) + nn.gelu(self.cell_ln[table](candidate)) * mx.sigmoid(remember)
-        return nn.gelu(self.ln[table](cell)) * mx.sigmoid(out), cell
+        cell = cell * mx.sigmoid(forget) + nn.gelu(self.cell_ln[index](candidate)) * mx.sigmoid(remember)
+        return nn.gelu(self.ln[index](cell)) * mx.sigmoid(out), cell
 
 
 class ShiftedNorm(nn.Module):

@@ -19,9 +19,8 @@ class References:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._pointers: dict[str, str] = {}  # absolute URI of a resource or an anchor -> its pointer
-        self._bases = dict(
-            self._walk(root, "#", "")
-        )  # pointer -> the URI that its references are relative to
+        # Pointer -> the URI that its references are relative to.
+        self._bases = dict(self._walk(root, "#", ""))
 
     def target(self, reference: str, pointer: str) -> str | None:
         """Return the pointer to what a reference at `pointer` names; None if it is not within the schema."""

@@ -1,6 +1,6 @@
 """Draft lengths of sequences that share a pass: one plan for all of them, an account for each.
 
-If the longest draft has K tokens, a pass of B sequences computes B * (K + 1) rows, padding included. It costs
+If the longest draft has D tokens, a pass of N sequences computes N * (D + 1) rows, padding included. It costs
 as much as these rows of one sequence, corrected by the rounds of this batch. The more sequences there are,
 the more a draft token costs: lengths fall to 0 as the batch fills.
 

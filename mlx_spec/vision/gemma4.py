@@ -171,11 +171,11 @@ class VisionModel(nn.Module):
         """Return the average over each square of a grid, standardized, [rows * columns, D]."""
         rows, columns = grid
         squares = x.astype(mx.float32).reshape(rows, pool, columns, pool, -1).mean(axis=(1, 3))
-        rows_of = squares.reshape(rows * columns, -1).astype(x.dtype).astype(mx.float32)
-        rows_of = rows_of * math.sqrt(self._width)  # exceeds the range of float16
+        averages = squares.reshape(rows * columns, -1).astype(x.dtype).astype(mx.float32)
+        averages = averages * math.sqrt(self._width)  # exceeds the range of float16
         if self._standardizes:
-            rows_of = (rows_of - self.std_bias.astype(mx.float32)) * self.std_scale.astype(mx.float32)
-        return rows_of.astype(x.dtype)
+            averages = (averages - self.std_bias.astype(mx.float32)) * self.std_scale.astype(mx.float32)
+        return averages.astype(x.dtype)
 
 
 class Projection(nn.Module):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from support import tiny
 from support.lossless import plain
+from support.shared_caches import hooked
 
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch, Entry
@@ -50,8 +51,8 @@ class Entries:
             return RunningSequence(LMTarget(MODEL), (), FixedPolicy(0), sampler, prompt, COUNT)
 
         self.seconds[name] = []
-        entry = Entry(name[0])
-        vars(entry).update({"begin": begin, "on_progress": self.seconds[name].append} | hooks)
+        hooks = {"begin": begin, "on_progress": self.seconds[name].append} | hooks
+        entry = hooked(Entry(name[0]), **hooks)
         self.names[self.batch.enter(entry)] = name
 
     def step(self) -> None:

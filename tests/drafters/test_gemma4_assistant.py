@@ -94,7 +94,7 @@ def write_in_pieces(target: LMTarget, ids: list[int]) -> Features:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pair", [*VARIANTS, TRAINED[0]])
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
 def test_target(pair, case):
     facts, tensors = golden(pair, case)
     target = LMTarget(load(pair)[0], Gemma4Assistant.needs)
@@ -106,7 +106,7 @@ def test_target(pair, case):
 
 @pytest.mark.parametrize("write", [write_whole, write_in_pieces])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pair", [*VARIANTS, TRAINED[0]])
+@pytest.mark.parametrize("pair", [*VARIANTS, *TRAINED])
 def test_three_steps(pair, case, write):
     facts, tensors = golden(pair, case)
     model, source = load(pair)

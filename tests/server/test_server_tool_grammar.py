@@ -9,6 +9,7 @@ import random
 import re
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from support import call_texts
 from support.vocabularies import marked
@@ -27,9 +28,6 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
-
-pytest.importorskip("llguidance")
-jsonschema = pytest.importorskip("jsonschema")
 
 Q = '<|"|>'
 SYNTAXES = tuple(call_texts.SYNTAX.values())

@@ -206,8 +206,9 @@ def drawn_excess(
     tokens = np.concatenate([np.array(draft.tokens) for draft in made])
     assert len(tokens) == drafts * (COUNT - 1)
     rows = np.concatenate([np.array(draft.probs, dtype=np.float64) for draft in made])
-    places = np.tile(np.arange(COUNT - 1), drafts)
-    return chi_square.conditional_excess(tokens, rows / rows.sum(-1, keepdims=True), places)
+    sums = rows.sum(-1, keepdims=True)
+    assert np.abs(sums - 1).max() < 1e-5
+    return chi_square.conditional_excess(tokens, rows / sums, np.tile(np.arange(COUNT - 1), drafts))
 
 
 def _made(source: DrafterSource) -> Drafter:

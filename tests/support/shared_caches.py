@@ -85,6 +85,14 @@ class Talks:
         return Prompt(tokens, spans, tuple(t for t in turns if held.whole(t) == t or t > size))
 
 
+def hooked(entry: Entry, **hooks: object) -> Entry:
+    """Give an entry other hooks or options, each in the place of one that it has."""
+    for name, hook in hooks.items():
+        assert hasattr(entry, name)
+        setattr(entry, name, hook)
+    return entry
+
+
 def serve(batch: Batch, cache: PrefixCache, pair: Pair, requests: Sequence[Served]) -> None:
     """Answer requests together. Each begins with what the prefix cache has, and waits where it should."""
     by_id = dict[int, Served]()
@@ -103,9 +111,8 @@ def serve(batch: Batch, cache: PrefixCache, pair: Pair, requests: Sequence[Serve
         cache.give_back(request.caches)
 
     for request in requests:
-        entry = Entry(park=True)
         hooks = {"begin": partial(begin, request), "waits": partial(cache.waits, request.prompt, 16)}
-        vars(entry).update(hooks)
+        entry = hooked(Entry(park=True), **hooks)
         by_id[batch.enter(entry)] = request
     while by_id:
         for id, result in batch.step():

@@ -285,7 +285,7 @@ class Job:
         self._counter = counter
         self._preparing: Future[PreparedRequest] | None = None  # None before and after preparing
         self._answer_in_turns = answer_in_turns
-        self._turns: Iterator[Event | None] | None = None  # None while choices answer
+        self._turns: Iterator[Event | None] | None = None  # None if choices answer
         self._queued_seconds = 0.0
         self._first_token_seconds: float | None = None
         self._longest_pause = 0.0  # seconds between two rounds of a choice

@@ -35,7 +35,7 @@ class ModelStatus:
     batch: tuple[int, ...]  # sequences in each pass of a round
     obstacle: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
-    places: int  # bytes of checkpoints, a part of `caches`
+    places: int  # bytes of rewind points, a part of `caches`
     prefix_cache: CacheCounters  # a copy
 
 

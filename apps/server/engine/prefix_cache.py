@@ -38,7 +38,7 @@ class CacheCounters:
     fork_seconds: float = 0.0  # of the host, which prepares the copies
     evicted: int = 0  # sequences that were dropped
     evicted_tokens: int = 0  # tokens of them that no other sequence had
-    dropped_places: int = 0  # checkpoints that were dropped for memory
+    dropped_places: int = 0  # rewind points that were dropped for memory
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Victim:
     worth: float  # tokens that its loss costs per byte, less if it was not used for long
     kept: Kept
     nbytes: int
-    part: Literal["slack", "sequence"] | RewindKey  # unused columns, all, or a checkpoint
+    part: Literal["slack", "sequence"] | RewindKey  # unused columns, all, or a rewind point
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PrefixCache:
 
     @property
     def places(self) -> int:
-        """Return the bytes of the checkpoints among them."""
+        """Return the bytes of the rewind points among them."""
         return sum({n: size for kept in self._kept for n, size in kept.target.pinned.items()}.values())
 
     @property
@@ -158,7 +158,7 @@ class PrefixCache:
         """Return True while more of a prompt will be in memory soon.
 
         A file with its beginning is checked on another thread, or its beginning is read for another prompt
-        that is at least `least` tokens ahead of what can be reused now. That one then leaves a checkpoint
+        that is at least `least` tokens ahead of what can be reused now. That one then leaves a rewind point
         where this one parts from it. Prompts are read one after the other in any case, so waiting takes no
         longer than reading both.
         """
@@ -290,7 +290,7 @@ class PrefixCache:
     def _victims(self, but: Kept | None, gone: Sequence[Kept] = ()) -> list[Victim]:
         """Return all that can be dropped, what is worth least first, once some sequences are gone.
 
-        Lent sequences lose only checkpoints.
+        Lent sequences lose only rewind points.
         """
         # In the order of their texts, each shares most with a neighbour.
         left = (kept for kept in self._kept if kept not in gone)
@@ -300,11 +300,11 @@ class PrefixCache:
         holders = Counter(number for kept in order for number in kept.target.pinned)
         by_block = defaultdict[int, set[object]](set)
         for kept in order:
-            checkpoints = kept.target.rewind_points
-            for point in checkpoints:
+            points = kept.target.rewind_points
+            for point in points:
                 for block in point.blocks:
                     by_block[id(block)].add(point.key)
-            for block in checkpoints.parked.blocks if checkpoints.parked is not None else ():
+            for block in points.parked.blocks if points.parked is not None else ():
                 by_block[id(block)].add(kept)
         victims, of_points = list[Victim](), dict[RewindKey, Victim]()
         for i, kept in enumerate(order):
@@ -383,7 +383,7 @@ class PrefixCache:
 
 
 def _bytes(kept: Iterable[Kept]) -> int:
-    """Return the bytes of sequences. Checkpoints that forks share are counted once."""
+    """Return the bytes of sequences. Rewind points that forks share are counted once."""
     total, seen = 0, set[int]()
     for one in kept:
         total += one.sequence.nbytes

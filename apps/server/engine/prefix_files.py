@@ -89,7 +89,7 @@ class StoredPrefix:
     reach: list[tuple[int, int]]  # ranges of sizes to which the target can be rewound
 
     def covers(self, other: StoredPrefix) -> bool:
-        """Return True if this sequence can be rewound to every place of the other one."""
+        """Return True if this sequence can be rewound to every rewind point of the other one."""
         return shared_prefix(self.tokens, other.tokens) == len(other.tokens) and all(
             any(low <= first and last <= high for low, high in self.reach) for first, last in other.reach
         )
