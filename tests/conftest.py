@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 from support import mac
 from support.forked import measure_shortly
 
@@ -22,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile(
+        "suite", deadline=None, derandomize=True, database=None
+    )  # the same cases in every run
+    settings.load_profile("suite")
     # Tests start dozens of Python processes. Without bytecode each would compile all modules again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
