@@ -214,10 +214,9 @@ class RewindPoints:
             if gap >= max(apart, size // 8) and is_wanted:
                 points.append(made)
         step = max(min(made.windows, default=apart), fewest_apart)  # then no row of an opening is missing
-        marks = (
-            range(-(-first // step) * step, min(size - 1, self._opening) + 1, step) if step < apart else ()
-        )
-        points += [added(at, "opening") for at in marks if at not in self.wanted]
+        marks = range(-(-first // step) * step, min(size, self._opening) + 1, step) if step < apart else ()
+        has_one = {point.size for point in points}
+        points += [added(at, "opening") for at in marks if at not in has_one]
         if points:
             mx.eval([point.arrays() for point in points])
             one = points[-1].nbytes

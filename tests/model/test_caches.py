@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -588,6 +589,16 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
                 one.prefill(other[:-1], ends_prompt=False)
             assert_same_logits(each, fresh, other[-1])
             each.commit(0)
+
+
+@pytest.mark.parametrize("chunks", [(512, 512, 176), (500, 524, 176), (300, 700, 200)], ids=str)
+def test_an_opening_keeps_the_same_points_however_it_is_cut(chunks: tuple[int, ...]) -> None:
+    """The length of a chunk follows from the speed of the machine."""
+    target, prompt = LMTarget(tiny.sliding()), tiny.prompt(1200)
+    target.pin_at([], 1200, 1100)
+    for end in itertools.accumulate(chunks):
+        target.prefill(prompt[target.size : end], ends_prompt=end == 1200)
+    assert [point.size for point in target.rewind_points] == [512, 1024, 1200]
 
 
 @pytest.mark.parametrize("kind", KINDS)
