@@ -62,9 +62,10 @@ test-mac: $(READY)-test
 lint: $(READY)-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	for platform in linux darwin; do \
-		$(PY) -m mypy mlx_spec --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
-	done
+	@$(MAKE) --no-print-directory -j 2 types-linux types-darwin
+
+types-%: $(READY)-test
+	$(PY) -m mypy mlx_spec --platform $* --cache-dir .mypy_cache/$*
 
 bench: $(READY)
 	@set -e; for script in $(wildcard $(BENCHMARKS:%=benchmarks/%.py)); do $(PY) $$script; done
