@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 import timeit
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -136,6 +138,23 @@ def test_a_fork_of_a_sequence_in_use(pair: Pair) -> None:
     emitted += [token for round in rounds for token in round.tokens]
     assert emitted == alone(pair, "full", one, 8, GREEDY)
     assert cache.counters.forks == 1
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_fork_that_is_cancelled_keeps_no_buffers_of_its_origin(pair: Pair, in_use: bool) -> None:
+    cache, start = cache_of(pair), text(1, 60)
+    origin = cache.take(one := text_prompt(start + text(2, 40)))
+    generate(pair, origin, one, 4)
+    if not in_use:
+        cache.give_back(origin)
+    fork = cache.take(text_prompt(start + text(3, 30)))
+    assert cache.counters.forks == 1
+    held = weakref.ref(origin.target.caches.full[0].buffers[0])
+    cache.give_back(fork)
+    cache.forget(origin)
+    del origin, fork
+    gc.collect()
+    assert held() is None and len(cache) == 0
 
 
 def test_without_room_for_a_fork_the_sequence_is_taken_over(pair: Pair) -> None:

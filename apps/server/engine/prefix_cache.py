@@ -135,11 +135,15 @@ class PrefixCache:
         return kept.sequence
 
     def give_back(self, sequence: CachedSequence) -> None:
-        """Keep a lent sequence with the tokens that it has now."""
+        """Keep a lent sequence with the tokens that it has now.
+
+        A fork that was cancelled before its copies were made is dropped: it has its origin's tokens
+        only, and keeps the buffers that they are in.
+        """
         kept = next(kept for kept in self._kept if kept.sequence is sequence)
         self._kept.remove(kept)
         self._change = object()
-        if sequence.identity.size:
+        if sequence.identity.size and not sequence.target.has_copies:
             kept.is_lent, kept.used = False, self._prompts
             self._kept.append(kept)
             if self.files is not None:
