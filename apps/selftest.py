@@ -26,14 +26,13 @@ from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt
 from mlx_spec.sampling import GREEDY, Sampling
 from mlx_spec.tokenizer import Tokenizer
-from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 from mlx_spec.vision.conversation import conversation_prompt, prepared
 
 from .bench import Question, arm, chat_questions
@@ -59,7 +58,7 @@ LONG, QUICK = Effort(60.0, 4, 64), Effort(15.0, 2, 32)
 # --- answers
 
 
-class ScriptedDrafter(SequenceDrafter):
+class ScriptedDrafter(Drafter):
     """Drafts the rest of `truth`. With a vocabulary size, one token of a draft is wrong.
 
     The wrong token moves one position further with each draft; after the last position one draft is right.

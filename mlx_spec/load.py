@@ -118,7 +118,6 @@ class Opened:
 
     @property
     def info(self) -> PairInfo:
-        """Return the facts that programs show."""
         from mlx_spec.pair import PairInfo
 
         drafter = self.drafter and self.drafter.checkpoint
@@ -146,7 +145,6 @@ class Opened:
 
 
 def _open(located: Located, target: Checkpoint, ranks: Ranks | None) -> Opened:
-    """Open tokenizer, drafter and vision tower of a target."""
     from mlx_spec.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(target)

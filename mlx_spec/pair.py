@@ -26,7 +26,7 @@ from mlx_spec.device import memory_for_models, resident
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.earlier import EarlierAnswers, ring_tokens
 from mlx_spec.drafters.lookup import MatchRange
-from mlx_spec.drafters.model_free import for_request
+from mlx_spec.drafters.per_request import for_request
 from mlx_spec.errors import DraftsGrow, InvalidValue, NoVision, PromptTooLong, SpecError, caught
 from mlx_spec.model.hooks import parts_of
 from mlx_spec.model.probe import check_rows
@@ -135,7 +135,6 @@ class Pair:
         return pair
 
     def with_policies(self, policies: AdaptivePolicies | FixedPolicy) -> Pair:
-        """Return a pair with the same drafters and another choice of draft lengths."""
         return self.with_drafters(self._drafters, policies)
 
     @property
@@ -150,7 +149,6 @@ class Pair:
 
     @property
     def vision_or_reason(self) -> Vision | NoVision:
-        """Return the reader of pictures, or the reason why there is none."""
         return self._vision
 
     @property
@@ -376,7 +374,6 @@ class Pair:
 
     @cached_property
     def batch_support(self) -> BatchSupport:
-        """Return whether sequences of this target can share passes."""
         return probe_batch(self._model, self.rows) if self._ranks is None else self._ranks.batch_support()
 
     def _target(self) -> LMTarget:

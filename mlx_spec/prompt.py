@@ -31,7 +31,6 @@ class LazyRows:
 
     @property
     def are_computed(self) -> bool:
-        """Return True if all steps have been done."""
         return self._rows is not None
 
     def steps(self) -> Iterator[mx.array]:
@@ -42,7 +41,6 @@ class LazyRows:
             self._rows = rows
 
     def __call__(self) -> mx.array:
-        """Return the rows."""
         for _ in self.steps():
             pass
         assert self._rows is not None
@@ -61,7 +59,6 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Return the position after its last row."""
         return self.start + self.count
 
 

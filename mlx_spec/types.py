@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import mlx.core as mx
 
+from mlx_spec.errors import InvalidValue
 from mlx_spec.prompt import RotaryPositions
 
 FinishReason = Literal["stop", "length"]
@@ -325,19 +326,27 @@ class Observer(Protocol):
 
 
 class Drafter(Observer, Protocol):
-    """Guesses the tokens after the pending one. Holds the state of one sequence."""
+    """Guesses the tokens after the pending one. Holds the state of one sequence.
+
+    The defaults are for a drafter that has no caches and reads nothing of the target.
+    """
 
     needs: FeatureSpec
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of its caches."""
+        return 0
 
     def missing(self, size: int) -> int:
         """Return how many of the first `size` positions it lacks and cannot process without features."""
+        return 0
 
     def state(self) -> CacheState:
         """Return the state of its caches between two answers. Raises InvalidValue if it cannot be saved."""
+        if self.nbytes:
+            raise InvalidValue(f"the drafter {type(self).__name__} cannot save its caches")
+        return CacheState()
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a drafter of the same kind. This one must be new."""
@@ -345,8 +354,14 @@ class Drafter(Observer, Protocol):
     def follow(self, origin: Drafter) -> list[Copy]:
         """Refer no more to arrays of an origin that is in use, whose state this one has restored.
 
-        Returns what copies the rest later; nothing if computing the state ends the copies.
+        Returns what copies the rest later; nothing if computing the state ends the copies, as in
+        small caches.
         """
+        return []
+
+    def proposals(self) -> tuple[Drafter, ...]:
+        """Return the drafters among which a policy chooses, each with its own belief: by default itself."""
+        return (self,)
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         """Let a drafter that copies text copy these, too, in the next answer. Called before its prefill."""
@@ -356,6 +371,7 @@ class Drafter(Observer, Protocol):
 
     def draft_batch(self, calls: Sequence[DraftCall]) -> list[Draft]:
         """Return the drafts of several sequences, whose drafters are of this kind and share its weights."""
+        return [call.drafter.draft(call.history, call.limit, call.sampler) for call in calls]
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Begin to draft for the likely outcomes of a draft that is about to be verified. Do not wait."""

@@ -22,7 +22,6 @@ from mlx_spec.checkpoint import drafter_families
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.drafters import DrafterSource, open_drafter
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import AttentionCache, Columns, LayerCache
 from mlx_spec.model.target import LMTarget
@@ -30,7 +29,7 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.sampling import LogitsProcessor, Sampling, sampling
 from mlx_spec.sampling.candidates import FILTERS, Filter, by_scores
-from mlx_spec.types import Draft, Features, FeatureSpec, Round, Sampler
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Round, Sampler
 
 
 def pair_of(model: Any, *sources: DrafterSource) -> Pair:
@@ -113,7 +112,7 @@ def test_filters_in_any_order_keep_the_likeliest_and_their_own(order, monkeypatc
 # --- a drafter
 
 
-class Bigram(SequenceDrafter):
+class Bigram(Drafter):
     """Drafts the token that followed the last one of the history before."""
 
     needs = FeatureSpec()

@@ -18,13 +18,23 @@ import mlx.core as mx
 
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.checkpoint.writer import write_safetensors
-from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.sampling import Sampling
 from mlx_spec.sampling.softmax import log_total
-from mlx_spec.types import SLIDING, Draft, Features, FeatureSpec, KVRows, Sampler, TargetParts, no_draft
+from mlx_spec.types import (
+    SLIDING,
+    Draft,
+    Drafter,
+    Features,
+    FeatureSpec,
+    KVRows,
+    Sampler,
+    TargetParts,
+    no_draft,
+)
 
 from .prompts import TrainingPrompt, bundled_prompt, encode
 
@@ -67,7 +77,7 @@ class AnswerRequest:
     sampling: Sampling
 
 
-class Recorder(SequenceDrafter):
+class Recorder(Drafter):
     """A drafter that drafts nothing and keeps the target's rows of one answer."""
 
     needs = NEEDS

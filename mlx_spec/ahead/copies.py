@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from mlx_spec.drafters.draft_model import BranchCall, Branches, DraftModel
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.grammar import read_tokens
-from mlx_spec.types import no_draft
+from mlx_spec.types import Drafter, no_draft
 
 
 class DrafterCopy(Protocol):
@@ -24,7 +23,7 @@ class DrafterCopy(Protocol):
 class LocalCopy:
     """A copy of a drafter on this machine."""
 
-    def __init__(self, drafter: SequenceDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     @property

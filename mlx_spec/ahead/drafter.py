@@ -29,7 +29,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_spec.ahead.copies import DrafterCopy, LocalCopy
 from mlx_spec.drafters.draft_model import BranchCall, Branches
-from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
+from mlx_spec.drafters.drafter import DrafterSource, DrafterWrapper
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
@@ -60,7 +60,6 @@ class AheadThread:
         atexit.register(self._end)
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job after those before it."""
         self._jobs.put(job)
 
     def _work(self) -> None:

@@ -17,7 +17,7 @@ from mlx_spec.ahead.copies import LocalCopy
 from mlx_spec.ahead.drafter import check_ahead
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters.draft_model import BranchCall, Branches
-from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.target import LMTarget
 from mlx_spec.sampling import Sampling

@@ -37,7 +37,6 @@ class Answer:
         return self.stream.ended or self.statistics.finish_reason is not None
 
     def count_prefill(self, seconds: float) -> None:
-        """Add seconds that the prefill took."""
         self.statistics = replace(self.statistics, prefill_seconds=self.statistics.prefill_seconds + seconds)
 
     def add(self, round: Round, seconds: float = 0.0) -> list[TextPart]:

@@ -215,7 +215,6 @@ class RunningSequence:
 
     @property
     def can_share_prefill(self) -> bool:
-        """Return True if one pass may read its prompt and others."""
         reads_spans = any(span.end > self.target.size for span in self.prompt.spans)
         is_free = self._read_prompt is None and self._last_step.ends_chunk
         # Kernels depend on the rows of a pass: in half precision, K and V must not depend on other prompts.
@@ -248,12 +247,10 @@ class RunningSequence:
         return rows if self._attention is None else self._attention.longest_pass(start, rows)
 
     def begin(self) -> None:
-        """Begin the answer: the prompt has been read."""
         self.try_drafting(partial(self.policy.begin, self._request_drafters), None)
         self.draft_memory.counted = self.target.nbytes
 
     def end(self) -> None:
-        """End the answer, whether or not it is complete."""
         if self._on_end is not None and self._emitted:
             try:
                 self._on_end(self.history[-self._emitted :])
@@ -297,7 +294,6 @@ class RunningSequence:
 
     @property
     def is_drafting(self) -> bool:
-        """Return True if it has drafters, and none of them failed."""
         return bool(self._drafters)
 
     @property
@@ -327,7 +323,6 @@ class RunningSequence:
 
     @property
     def emitted(self) -> int:
-        """Return the number of tokens of the answer so far."""
         return len(self.history) - len(self.prompt)
 
     @property
@@ -336,12 +331,10 @@ class RunningSequence:
         return mx.array(self.history[-1:], dtype=mx.int32)
 
     def draft_call(self, choice: DraftChoice) -> DraftCall:
-        """Return the call that asks a drafter for the draft of a choice."""
         drafter = self._drafters[choice.drafter_index]
         return DraftCall(drafter, self.history, choice.limit, self._drafting)
 
     def draft(self, choices: Sequence[DraftChoice]) -> Draft:
-        """Return the draft of the first drafter that has one."""
         for choice in choices:
             call = self.draft_call(choice)
             draft = self.checked(call.drafter.draft(call.history, call.limit, call.sampler), choice)
@@ -364,7 +357,6 @@ class RunningSequence:
         return self.sampler.draw(logits, self.history, drafted, exact=exact)[0]
 
     def until_stop(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to the first stop token."""
         return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in self._stop), tokens)
 
     def emit(self, tokens: list[int], features: Features) -> Ending:

@@ -101,7 +101,6 @@ class Batch:
 
     @property
     def begun(self) -> int:
-        """Return the number of sequences that read their prompt or decode."""
         return len(self._reading) + len(self._decoding)
 
     @property
@@ -111,7 +110,6 @@ class Batch:
 
     @property
     def group_sizes(self) -> list[int]:
-        """Return the number of sequences in each pass of a step."""
         return [len(group.sequences) for group in self._groups]
 
     @property
@@ -130,7 +128,6 @@ class Batch:
         return self.enter(entry)
 
     def enter(self, entry: Entry) -> int:
-        """Add an entry. Return its id."""
         entry.id = next(self._ids)
         self._entries[entry.id] = entry
         self._waiting.append(entry)

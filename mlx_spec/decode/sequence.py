@@ -56,7 +56,6 @@ class CachedSequence:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches, with the drafters' caches."""
         return self.target.nbytes + sum(drafter.nbytes for drafter in self.drafters)
 
     @property
@@ -180,7 +179,6 @@ class CachedSequence:
         return shared_prefix(self._identity, prompt.identity)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Record the tokens that an answer emitted."""
         self._emitted += tokens
 
     def truncate(self, length: int) -> None:

@@ -20,7 +20,6 @@ class Positions:
     accepted: tuple[int, ...] = ()  # [i]: rounds that had more than i accepted
 
     def plus(self, more: Positions) -> Positions:
-        """Return the sums by position."""
         return Positions(_sums([self.drafted, more.drafted]), _sums([self.accepted, more.accepted]))
 
 
@@ -71,7 +70,6 @@ class Statistics:
 
     @property
     def read_tokens(self) -> int:
-        """Return the tokens of the prompt that were read."""
         return self.prompt_tokens - self.reused_tokens
 
     @property

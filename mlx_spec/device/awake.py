@@ -33,7 +33,6 @@ class Awake:
             )
 
     def release(self) -> None:
-        """Let the Mac sleep."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

@@ -182,18 +182,15 @@ class Ranks:
         return self._count
 
     def batch_support(self) -> BatchSupport:
-        """Return whether sequences of the target can share passes."""
         with self.announce("batch_support"):
             return probe_batch(self.model)
 
     def open_target(self, needs: FeatureSpec, kv_bits: int | None, rows: RowClass) -> RankTarget:
-        """Return a new target with empty caches on all ranks."""
         target = RankTarget(self, needs, kv_bits=kv_bits)
         target.rows = rows
         return target
 
     def open_batch(self, needs: FeatureSpec, *, takes_drafts: bool, rows: RowClass) -> RankTargetBatch:
-        """Return a new batch of targets on all ranks."""
         targets = RankTargetBatch(self, needs, takes_drafts=takes_drafts)
         targets.rows = rows
         return targets

@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import create_attention_mask
 
 from mlx_spec.drafters.checkpoint import CONFIG, KEY, POST_NORM, PRE_NORM, Conventions, own_parts
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.layer_caches import capacity_for
-from mlx_spec.types import CacheState, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import CacheState, Draft, Drafter, Features, FeatureSpec, Sampler, TargetParts, no_draft
 
 
 class DrafterCache:
@@ -50,7 +50,7 @@ class DrafterCache:
         self.size, self.offset = min(self.size, size), position
 
 
-class ConditionedDrafter(SequenceDrafter, ABC):
+class ConditionedDrafter(Drafter, ABC):
     """Drafts with layers over the target's hidden states. Keeps the rows of one sequence.
 
     The first rows are in the caches; the last ones still wait to be written. When the target goes back to an
@@ -213,7 +213,7 @@ def network_source(
     network: nn.Module,
     needs: FeatureSpec,
     vocab_size: int,
-    drafter_class: Callable[..., SequenceDrafter] = ChainDrafter,
+    drafter_class: Callable[..., Drafter] = ChainDrafter,
     *options: object,
 ) -> DrafterSource:
     """Return the source of drafters `drafter_class(network, parts, needs, *options)`.

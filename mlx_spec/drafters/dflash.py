@@ -24,7 +24,7 @@ from mlx_spec.checkpoint.config import Checkpoint, text_config
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.drafters.checkpoint import CONFIG, Count, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, network_source
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource
+from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource
 from mlx_spec.drafters.layers import (
     LAYER_CONFIG,
     DrafterAttention,
@@ -91,7 +91,6 @@ class DFlashNetwork(nn.Module):
         self._softcap = config.written.get("final_logit_softcapping") if "lm_head" in self else None
 
     def make_layer(self, config: LayerConfig, index: int, view: View) -> DrafterLayer:
-        """Return layer `index`."""
         return DrafterLayer(config, BlockAttention(config, index, view))
 
     def append_context(self, rows: mx.array, caches: Sequence[DrafterCache]) -> None:

@@ -16,7 +16,7 @@ from mlx_spec.checkpoint.config import Checkpoint, vocab_size
 from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter, draw_rows
+from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource, draw_rows
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.grammar import read_tokens
 from mlx_spec.model.read import read_model
@@ -111,7 +111,7 @@ class BranchCall:
         return outcome if follows and history[:start] == self.history else None
 
 
-class DraftModel(SequenceDrafter):
+class DraftModel(Drafter):
     """Drafts one sequence with its own model and caches."""
 
     needs = FeatureSpec()
@@ -178,7 +178,6 @@ class DraftModel(SequenceDrafter):
 
     @property
     def can_branch(self) -> bool:
-        """Return True if its model reads trees."""
         return self._model.tree_obstacle is None
 
     def draft_branches(self, call: BranchCall) -> Branches:

@@ -71,7 +71,6 @@ class TextRing:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes."""
         return self._text.nbytes + sum(table.nbytes for table in self._tables.values())
 
     def add(self, tokens: Sequence[int] | NDArray[np.int32]) -> None:
@@ -144,7 +143,6 @@ class EarlierAnswers:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rings."""
         return sum(ring.nbytes for ring in self._rings.values())
 
     def ring(self, key: str) -> TextRing:

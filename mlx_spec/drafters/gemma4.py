@@ -32,13 +32,14 @@ from mlx_spec.drafters.checkpoint import (
     required,
     widened,
 )
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import (
     FULL,
     SLIDING,
     Draft,
     DraftCall,
+    Drafter,
     Features,
     FeatureSpec,
     KVRows,
@@ -382,7 +383,7 @@ class Centroids(nn.Module):
 # --- the drafter
 
 
-class Gemma4Assistant(SequenceDrafter):
+class Gemma4Assistant(Drafter):
     """Drafts one sequence. Keeps the newest features of the target and nothing else."""
 
     # The hidden state before the last prompt token says nothing about the answer. So the first token comes
@@ -399,7 +400,6 @@ class Gemma4Assistant(SequenceDrafter):
         self.length = 0  # of the history that the features belong to
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Keep the newest row of `features`, of the position before the last token of `history`."""
         self.features, self.length = None, len(history)
         if features.final_hidden is not None:  # None for a prompt
             self.features = Features(final_hidden=features.final_hidden[-1:], shared_kv=features.shared_kv)

@@ -10,9 +10,18 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.tokenizer import common_prefix
-from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, EarlierTexts, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import (
+    MAX_DRAFT_TOKENS,
+    Draft,
+    Drafter,
+    EarlierTexts,
+    Features,
+    FeatureSpec,
+    Sampler,
+    no_draft,
+)
 
 MAX_MATCH = 32  # tokens of a match that are compared
 # The proposals of lookup, and the match lengths that each drafts from.
@@ -20,7 +29,7 @@ RANGES = {"lookup": (6, MAX_MATCH), "lookup, a few tokens": (2, 5), "lookup, one
 MAX_TAIL = 64  # tokens compared to notice that the history was replaced
 
 
-class Lookup(SequenceDrafter):
+class Lookup(Drafter):
     """Copies what followed the longest earlier match of the last tokens.
 
     In the conversation it is found as in LZ77 compressors. A table has the latest place after the last few
@@ -42,8 +51,7 @@ class Lookup(SequenceDrafter):
         self._last_match: tuple[int, list[int], tuple[EarlierTexts | None, int, int]] | None = None
         self._forget()
 
-    def proposals(self) -> tuple[SequenceDrafter, ...]:
-        """Return a drafter for each range of match lengths."""
+    def proposals(self) -> tuple[Drafter, ...]:
         return tuple(MatchRange(self, *lengths) for lengths in RANGES.values())
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
@@ -151,7 +159,7 @@ def _match_length(history: Sequence[int], place: int, last: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(before, last, strict=False)) if a != b), len(before))
 
 
-class MatchRange(SequenceDrafter):
+class MatchRange(Drafter):
     """Drafts from matches of `low` to `high` tokens. All ranges of a sequence share one lookup."""
 
     needs = FeatureSpec()

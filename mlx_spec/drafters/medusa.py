@@ -26,11 +26,20 @@ from mlx_spec.drafters.checkpoint import (
     load_weights,
     required,
 )
-from mlx_spec.drafters.drawing import DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.tree import Tree, TreeTemplate, tree_of, tree_template
 from mlx_spec.sampling import likeliest
-from mlx_spec.types import MAX_DRAFT_TOKENS, Draft, Features, FeatureSpec, Sampler, TargetParts, no_draft
+from mlx_spec.types import (
+    MAX_DRAFT_TOKENS,
+    Draft,
+    Drafter,
+    Features,
+    FeatureSpec,
+    Sampler,
+    TargetParts,
+    no_draft,
+)
 
 
 class MedusaNetwork(nn.Module):
@@ -142,7 +151,7 @@ class GuessRates:
         return [*accumulate((accepted / judged for accepted, judged in self._first), mul)]
 
 
-class Medusa(SequenceDrafter):
+class Medusa(Drafter):
     """Drafts chains for one sequence. Keeps the newest hidden state of the target and its last draft."""
 
     def __init__(self, network: MedusaNetwork, needs: FeatureSpec, rates: GuessRates) -> None:
@@ -154,7 +163,6 @@ class Medusa(SequenceDrafter):
         self._last: tuple[int, Draft] | None = None  # the last draft, and the history it was made for
 
     def observe(self, history: Sequence[int], features: Features) -> None:
-        """Keep the newest row of `features`, of the position before the last token of `history`."""
         if self._last is not None:
             length, draft = self._last
             parents = draft.parents or tuple(range(draft.tokens.size))

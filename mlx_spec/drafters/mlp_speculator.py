@@ -30,9 +30,9 @@ from mlx_spec.drafters.checkpoint import (
     read_fields,
     required,
 )
-from mlx_spec.drafters.drawing import DraftBuilder, DrafterSource, SequenceDrafter
+from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource
 from mlx_spec.errors import BadCheckpoint
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 
 EPS = 1e-6
 Memory = tuple[mx.array, mx.array]  # the state that a head reads, and the cell of an LSTM, [1, I] each
@@ -69,14 +69,9 @@ class MLPSpeculatorNetwork(nn.Module):
         self.proj = [nn.Linear(size, self.gates * inner, bias=False) for size in inputs]
         self.ln = [ShiftedNorm(inner) for _ in range(count)]
         self.head = [nn.Linear(inner, vocab, bias=False) for _ in range(count)]
-        self._steps, self._scaled = steps, sizes.scaled
+        self.steps, self._scaled = steps, sizes.scaled
         kept = 0.5 ** (0.5 / steps)  # the first state is half of the last one
         self._weight = math.sqrt((1 - kept**2) * inner / 2) / kept  # of an embedding
-
-    @property
-    def steps(self) -> int:
-        """Return how many tokens a draft can have."""
-        return self._steps
 
     def begin(self, hidden: mx.array) -> Memory:
         """Return the memory before the first step for a hidden state [1, D] of the target."""
@@ -133,7 +128,7 @@ class ShiftedNorm(nn.Module):
         return mx.fast.rms_norm(x, self.weight, EPS) + self.bias
 
 
-class MLPSpeculator(SequenceDrafter):
+class MLPSpeculator(Drafter):
     """Drafts for one sequence. Keeps the newest hidden state of the target."""
 
     needs = FeatureSpec(final_hidden=True, prompt_hidden=False)  # the first token comes without a draft

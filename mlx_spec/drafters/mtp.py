@@ -29,7 +29,7 @@ from mlx_spec.drafters.checkpoint import (
     required,
 )
 from mlx_spec.drafters.conditioned import ChainDrafter, DrafterCache, check_conventions, network_source
-from mlx_spec.drafters.drawing import DrafterSource
+from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.rotary import multi_axis_rope

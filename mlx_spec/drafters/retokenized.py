@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.drafters.draft_model import MAX_UNWRITTEN, DraftModel, VocabularySizes, vocab_size_of
-from mlx_spec.drafters.drawing import DrafterSource, DrafterWrapper
+from mlx_spec.drafters.drafter import DrafterSource, DrafterWrapper
 from mlx_spec.errors import Mismatch
 from mlx_spec.grammar import read_tokens
 from mlx_spec.sampling import Sampling

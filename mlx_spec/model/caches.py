@@ -7,9 +7,10 @@ the last lane moves to a lane that becomes free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,7 +57,7 @@ class Caches:
         self._lanes = lanes
         self._groups: list[int] = []  # layers of each cache of the model: 0 if it is one, not a list
         self._columns: dict[int | None, Columns] = {}  # by window
-        self.readers: list[Callable[[], Callable[[], None] | None]] = []  # weak: they refer to window rows
+        self.readers = WeakSet[Any]()  # of type `ForkRows`: they have not copied all rows of windows
 
     @classmethod
     def of_model(cls, model: nn.Module, kv_bits: int | None = None) -> Caches:
@@ -85,7 +86,6 @@ class Caches:
 
     @property
     def attention(self) -> list[AttentionCache]:
-        """Return the caches of attention layers."""
         return [layer for layer in self.layers if isinstance(layer, AttentionCache)]
 
     @property
@@ -100,7 +100,6 @@ class Caches:
 
     @property
     def recurrent(self) -> list[RecurrentCache]:
-        """Return the caches of recurrent layers."""
         return [layer for layer in self.layers if isinstance(layer, RecurrentCache)]
 
     @property
@@ -114,7 +113,6 @@ class Caches:
         return any(window and columns.reach > window for window, columns in self._columns.items())
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays, to evaluate or to count."""
         return [array for layer in self.layers for array in layer.arrays()]
 
     # --- passes
@@ -171,7 +169,6 @@ class Caches:
 
     @property
     def has_windows(self) -> bool:
-        """Return True if some layers drop old rows."""
         return any(window is not None for window in self._columns)
 
     def first_size(self) -> int:
@@ -439,10 +436,9 @@ class Caches:
 
     def _call_readers(self) -> None:
         """Let forks refer to rows of windows before these move or are dropped."""
-        for reader in self.readers:
-            if (refer := reader()) is not None:
-                refer()
-        self.readers = []
+        for fork in list(self.readers):
+            fork.refer_to_windows()
+        self.readers.clear()
 
     def _rearrange(self, columns: Columns, lanes: int, count: int, first: list[int], used: int) -> None:
         if columns.window is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -17,8 +17,8 @@ Lane = Callable[[], tuple[Caches, int]]
 class ForkRows:
     """The part of a target that copies rows of its origin, and lets forks copy its own."""
 
-    _caches: Caches
-    _size: int
+    caches: Caches
+    size: int
     _lane: Lane | None  # returns the batch's caches and the lane, while it has them
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class ForkRows:
         `others`. Returns a function for each array.
         """
         self._copies, self._window_copies = [], []
-        mx.eval([state.arrays() for state in self._caches.recurrent])
+        mx.eval([state.arrays() for state in self.caches.recurrent])
         for copies, caches, copy in (
-            (self._copies, self._caches.full, self._followed),
-            (self._window_copies, self._caches.windowed, self._followed_window),
+            (self._copies, self.caches.full, self._followed),
+            (self._window_copies, self.caches.windowed, self._followed_window),
         ):
             for layer, cache in enumerate(caches):
                 for number, made in enumerate(cache.buffers):
@@ -51,14 +51,14 @@ class ForkRows:
         if self._copies or self._window_copies:
             origin._followers.add(self)
         if self._window_copies and not self._has_own_windows:
-            origin._caches.readers.append(WeakMethod(self._refer_to_windows))
+            origin.caches.readers.add(self)
         self._copies += others  # those come before full attention: until all are made, this target has copies
         return [lambda: next(self.copies(), mx.array(0))] * (len(self._copies) + len(self._window_copies))
 
     def _followed(self, origin: ForkRows, layer: int, number: int) -> mx.array:
         """Return a buffer with the rows that the origin has now, not computed."""
-        caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
-        cache, size = self._caches.full[layer], self._caches.sizes[0]
+        caches, lane = (origin.caches, 0) if origin._lane is None else origin._lane()
+        cache, size = self.caches.full[layer], self.caches.sizes[0]
         rows = caches.full_rows(lane, size)[layer][number]
         lanes, heads, count, dim = cache.buffers[number].shape
         free = mx.zeros((lanes, heads, count - size, dim), rows.dtype)
@@ -67,7 +67,7 @@ class ForkRows:
 
     def _followed_window(self, origin: ForkRows, layer: int, number: int) -> mx.array:
         """Return a copy of the rows of a window, which the origin has not moved yet, not computed."""
-        source, cache = origin._caches.windowed[layer], self._caches.windowed[layer]
+        source, cache = origin.caches.windowed[layer], self.caches.windowed[layer]
         low = cache.columns.first[0] - source.columns.first[0]
         buffer, high = source.buffers[number], low + cache.columns.count
         # `mx.contiguous` returns a view of a buffer that is hardly larger.
@@ -77,16 +77,16 @@ class ForkRows:
 
     def hold_rows(self, size: int = 0) -> None:
         """Let forks refer to rows after the first `size` that they have not copied, before these are gone."""
-        for fork in [fork for fork in self._followers if fork._size > size]:
+        for fork in [fork for fork in self._followers if fork.size > size]:
             fork._refer()
             self._followers.discard(fork)
 
     def _refer(self) -> None:
         """Refer to the rows of an origin that are not copied yet, before something else reads them."""
-        self._refer_to_windows()
+        self.refer_to_windows()
         self._copies = [partial(_itself, copy()) for copy in self._copies]
 
-    def _refer_to_windows(self) -> None:
+    def refer_to_windows(self) -> None:
         """Refer to the rows of windows that are not copied yet, before their origin moves or drops them."""
         self._window_copies = [partial(_itself, copy()) for copy in self._window_copies]
 

@@ -143,7 +143,6 @@ class AttentionCache:
         return fresh
 
     def arrays(self) -> list[mx.array]:
-        """Return its buffers after the last pass."""
         return self.buffers
 
     def references(self, size: int) -> list[mx.array]:
@@ -156,7 +155,6 @@ class AttentionCache:
 
     @property
     def attention_type(self) -> str:
-        """Return the name of its attention in configurations."""
         return FULL if self.columns.window is None else SLIDING
 
     def update_and_fetch(
@@ -276,7 +274,6 @@ class QuantizedCache(AttentionCache):
         self.group_size = 64
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
-        """Write [B, H, T, D] and return the columns that the lanes see, packed."""
         self.group_size = _group_size(keys.shape[-1], values.shape[-1])
         quantized = [mx.quantize(rows, group_size=self.group_size, bits=self.bits) for rows in (keys, values)]
         self._write([array for packed in quantized for array in packed])
@@ -296,30 +293,24 @@ class RecurrentCache(ArraysCache):
         self.restore([None] * arrays)
 
     def fresh(self, columns: Callable[[int | None], Columns]) -> Self:
-        """Return a cache of this kind without a state."""
         fresh = copy.copy(self)
         fresh.restore([None] * len(self.cache))
         return fresh
 
     def references(self, size: int) -> list[mx.array]:
         """Return the committed state; none before any row."""
-        return [array for array in self._committed if array is not None]
+        return [array for array in self.committed if array is not None]
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays after the last pass; none before any row."""
         state: Any = self.cache
         return [array for array in state if array is not None]
 
-    @property
-    def committed(self) -> list[mx.array | None]:
-        """Return the state before the uncommitted rows."""
-        return self._committed
-
     def restore(self, saved: Sequence[mx.array | None]) -> None:
         """Return to a saved state. It counts as committed."""
         state: Any = list(saved)  # the base class has no types
         self.cache = state
-        self._committed = list(saved)
+        self.committed = list(saved)  # the state before the uncommitted rows
 
     def begin(self, rows: Sequence[int], T: int) -> None:
         """Prepare a pass of T rows in each lane. Rows after the first `rows` of a lane are padding."""
@@ -329,9 +320,9 @@ class RecurrentCache(ArraysCache):
     def settle(self, keep: Sequence[bool]) -> None:
         """Commit the last pass of each lane if `keep`, else return to the state before it."""
         if all(keep) or not any(keep):
-            self.restore(self.cache if all(keep) else self._committed)
+            self.restore(self.cache if all(keep) else self.committed)
             return
-        kept, committed = mx.array(list(keep)), [array for array in self._committed if array is not None]
+        kept, committed = mx.array(list(keep)), [array for array in self.committed if array is not None]
         self.restore([_by_lane(kept, *pair) for pair in zip(self.arrays(), committed, strict=True)])
 
     def join(self, lone: RecurrentCache) -> None:
@@ -343,13 +334,13 @@ class RecurrentCache(ArraysCache):
     def copy(self, lone: RecurrentCache, lane: int) -> None:
         """Give the cache of one sequence the committed state of a lane."""
         lane_of = slice(lane, lane + 1)
-        lone.restore([state if state is None else mx.contiguous(state[lane_of]) for state in self._committed])
+        lone.restore([state if state is None else mx.contiguous(state[lane_of]) for state in self.committed])
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Keep these lanes in this order, in the state after the last pass and in the committed one."""
-        order, committed = mx.array(list(lanes), dtype=mx.int32), self._committed
+        order, committed = mx.array(list(lanes), dtype=mx.int32), self.committed
         self.restore([state[order] for state in self.arrays()])
-        self._committed = [None if state is None else state[order] for state in committed]
+        self.committed = [None if state is None else state[order] for state in committed]
 
 
 LayerCache = AttentionCache | RecurrentCache

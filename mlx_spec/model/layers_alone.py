@@ -97,7 +97,6 @@ class RandomRows:
     window: int | None
 
     def plain(self, base: int) -> mx.array:
-        """Return the rows of plain passes of `base` rows."""
         return mx.concatenate([self._rows(row, base)[:1] for row in range(self.queries.shape[2] - 1)])
 
     def agrees(self, T: int, plain: mx.array, *, has_mask: bool = False) -> bool:

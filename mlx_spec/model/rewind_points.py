@@ -35,12 +35,10 @@ class CacheBlock:
     layers: list[Arrays]  # by layer, empty for layers of another kind
 
     def arrays(self) -> list[mx.array]:
-        """Return its arrays."""
         return [array for layer in self.layers for array in layer if array is not None]
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the bytes of its arrays."""
         return sum(array.nbytes for array in self.arrays())
 
 
@@ -71,7 +69,6 @@ class RewindPoint:
         return not self.is_state and all(at <= self.size and at == step_below(at) for at in oldest)
 
     def joined(self, later: RewindPoint) -> RewindPoint:
-        """Return a point with the rows of both."""
         blocks = {(b.rows[0] or 0, step_below(b.rows[1])): b for b in (*self.blocks, *later.blocks)}
         windows = {
             w: (first, oldest, later.size - first, r) for w, (first, oldest, _, r) in self.windows.items()
@@ -92,7 +89,6 @@ class RewindPoint:
         return replace(self, size=end, windows=windows, blocks=tuple(blocks))
 
     def arrays(self) -> list[mx.array]:
-        """Return its arrays."""
         return [array for block in self.blocks for array in block.arrays()]
 
     def layers(self) -> list[Arrays]:
@@ -258,7 +254,6 @@ class RewindPoints:
 
     @classmethod
     def load(cls, state: CacheState) -> RewindPoints:
-        """Return the points of a state."""
         blocks, points, numbers = dict[int, CacheBlock](), list[RewindPoint](), state.numbers
         for n in itertools.takewhile(lambda n: f"@{n}.rows" in numbers, itertools.count(1)):
             window, low, high = numbers[f"@{n}.rows"]
@@ -275,7 +270,6 @@ class RewindPoints:
         return cls(points)
 
     def drop(self, size: int) -> None:
-        """Drop the point at a size."""
         self._points, self._reach = [point for point in self._points if point.size != size], None
 
     def core(self) -> set[CacheBlock]:

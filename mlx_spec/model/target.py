@@ -56,8 +56,9 @@ class LMTarget(ForkRows):
         self.parts = parts_of(model)
         super().__init__()
         self.forget()
-        self._recurrent = bool(self._caches.recurrent)
-        if self._needs.shared_kv and self._recurrent:
+        # Its state follows one path, and rollback needs a rewind point.
+        self.is_recurrent = bool(self.caches.recurrent)
+        if self._needs.shared_kv and self.is_recurrent:
             raise NotRewindable(
                 "this drafter reads the target's K/V and this target is recurrent: use a drafter made for it"
             )
@@ -65,26 +66,17 @@ class LMTarget(ForkRows):
     def forget(self) -> None:
         """Hold no tokens, also after a pass that failed: what it wrote is not known."""
         self.hold_rows()
-        self._caches = Caches.of_model(self._model, self._kv_bits)
-        self._size = 0
+        self.caches = Caches.of_model(self._model, self._kv_bits)
+        self.size = 0
         self._from_prompt = 0  # how many of the first tokens were written as a prompt
-        self._rotary = RotaryPositions()
+        self.rotary = RotaryPositions()  # beside pictures
         self._replay = mx.array([], dtype=mx.int32)  # committed tokens that no committed pass has written
         self._uncommitted: list[mx.array] = []  # tokens of each uncommitted forward pass
         self._captured: list[list[mx.array]] = []  # by forward pass, by capture: [T, D]
-        self._rewind_points = RewindPoints()
+        self.rewind_points = RewindPoints()  # that `rewind` can return to after rows are gone
         self._batch_kv: SharedKV | None = None  # returns K and V while a batch has the caches
         self._lane = None  # returns the batch's caches and the lane, while it has them
         self._copies, self._window_copies, self._has_own_windows = [], [], False
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def rotary(self) -> RotaryPositions:
-        """Return the rotary positions beside pictures."""
-        return self._rotary
 
     @property
     def uncommitted(self) -> int:
@@ -93,39 +85,29 @@ class LMTarget(ForkRows):
     @property
     def is_in_pass(self) -> bool:
         """Return True between two layers of a pass that reads a prompt: its rows cannot be copied."""
-        return bool(self._caches.uncommitted) and not self._uncommitted
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Return True if its state follows one path, and rollback needs a rewind point."""
-        return self._recurrent
+        return bool(self.caches.uncommitted) and not self._uncommitted
 
     @property
     def most_rows(self) -> int:
         """Return the most rows of the next pass, so that it has the bits of plain decoding."""
-        return self.rows.most_rows(self._size) - self._replay.size
-
-    @property
-    def caches(self) -> Caches:
-        """Return the caches, to look at them."""
-        return self._caches
+        return self.rows.most_rows(self.size) - self._replay.size
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the caches, with rewind points."""
-        return sum(array.nbytes for array in self._caches.arrays()) + sum(self.pinned.values())
+        return sum(array.nbytes for array in self.caches.arrays()) + sum(self.pinned.values())
 
     @property
     def pinned(self) -> dict[int, int]:
         """Return the bytes of the arrays that only rewind points have, by a number that forks share."""
-        present = {id(array) for array in self._caches.arrays()}
-        blocks = self._rewind_points.blocks().values()
+        present = {id(array) for array in self.caches.arrays()}
+        blocks = self.rewind_points.blocks().values()
         return {id(b): b.nbytes for b in blocks if b.arrays() and id(b.arrays()[0]) not in present}
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one token in the caches that keep every position."""
-        buffers = [b for c in self._caches.attention if c.columns.window is None for b in c.buffers]
+        buffers = [b for c in self.caches.attention if c.columns.window is None for b in c.buffers]
         return sum(buffer.nbytes // buffer.shape[2] for buffer in buffers)
 
     @property
@@ -147,7 +129,7 @@ class LMTarget(ForkRows):
     @property
     def prefill_parts(self) -> int:
         """Return the number of parts of `prefill_by_layers`, 1 if a prompt is read in whole passes only."""
-        return len(self._caches.layers) + 1
+        return len(self.caches.layers) + 1
 
     def prefill_by_layers(
         self, tokens: Sequence[int], spans: Sequence[Span] = (), *, ends_prompt: bool = True
@@ -158,12 +140,12 @@ class LMTarget(ForkRows):
         """
         features, points = self._begin_prefill(tokens, spans, ends_prompt)
         try:
-            for cache in self._caches.layers:  # its arrays depend on the layers before, which run first
+            for cache in self.caches.layers:  # its arrays depend on the layers before, which run first
                 mx.eval(cache.arrays())
                 yield None
             yield self._end_prefill(len(tokens), features, points, ends_prompt)
         finally:
-            if self._caches.uncommitted:
+            if self.caches.uncommitted:
                 self.commit(0)
 
     def _begin_prefill(
@@ -175,16 +157,16 @@ class LMTarget(ForkRows):
         """
         rows, points = mx.array(list(tokens), dtype=mx.int32), list[RewindPoint]()
         if spans:  # of a text, nothing is kept that has any
-            self._rotary = RotaryPositions.of(self._sight, spans)
-        start, low = self._size, 0
+            self.rotary = RotaryPositions.of(self._sight, spans)
+        start, low = self.size, 0
         ends = (
-            cuts(self._rewind_points.wanted, start, start + len(tokens), spans, ends_prompt)
-            if self._recurrent
+            cuts(self.rewind_points.wanted, start, start + len(tokens), spans, ends_prompt)
+            if self.is_recurrent
             else []
         )
         for size, reason in ends:
             self._write(rows[low : size - start], reads_prompt=True, spans=spans)
-            points.append(self._caches.rewind_point(size, reason))
+            points.append(self.caches.rewind_point(size, reason))
             low = size - start
         self._write(rows[low:], reads_prompt=True, spans=spans)
         if not self._needs.prompt_hidden:
@@ -196,7 +178,7 @@ class LMTarget(ForkRows):
     ) -> Features:
         """Evaluate and commit a chunk. Return its features."""
         hidden = [*features.hidden, *([] if features.final_hidden is None else [features.final_hidden])]
-        mx.eval([point.arrays() for point in points], self._caches.arrays(), hidden)
+        mx.eval([point.arrays() for point in points], self.caches.arrays(), hidden)
         self.count(count, reads_prompt=True)
         self._commit_all()
         self.keep_rewind_points(count, points, ends_prompt=ends_prompt)
@@ -207,37 +189,31 @@ class LMTarget(ForkRows):
 
         Other prompts are expected to part from it in its `opening`: the tokens before the end of a turn.
         """
-        self._rewind_points.pin_at(sizes, length, opening)
+        self.rewind_points.pin_at(sizes, length, opening)
 
     def keep_rewind_points(
         self, count: int, points: Sequence[RewindPoint] = (), *, ends_prompt: bool = True, apart: int = 1024
     ) -> None:
         """Keep `points`, the wanted ones among the last `count` tokens, and perhaps one at the end."""
-        if self._recurrent or self._caches.has_windows:
-            first = max(self._caches.first_size(), self._size - count + 1)
-            sizes, make = (first, self._size), self._caches.rewind_point
-            self._rewind_points.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
-
-    @property
-    def rewind_points(self) -> RewindPoints:
-        """Return the points that `rewind` can return to after rows are gone."""
-        return self._rewind_points
+        if self.is_recurrent or self.caches.has_windows:
+            first = max(self.caches.first_size(), self.size - count + 1)
+            sizes, make = (first, self.size), self.caches.rewind_point
+            self.rewind_points.keep(points, sizes, make, self.row_bytes, ends_prompt, apart)
 
     def drop_rewind_point(self, size: int) -> None:
-        """Drop the rewind point at a size."""
-        self._rewind_points.drop(size)
+        self.rewind_points.drop(size)
 
     def slack(self) -> int:
         """Return the bytes that `trim` frees."""
-        return self._caches.slack(self._rewind_points.blocks())
+        return self.caches.slack(self.rewind_points.blocks())
 
     def trim(self) -> None:
         """Free buffers that no token needs, and rows that rewind points have. `rewind` gives them back."""
         self._refer()
-        if self._caches.has_windows and not self._recurrent and self._rewind_points.parked is None:
-            self._rewind_points.park(self._caches.drop_windows(self._rewind_points.blocks()))
-        self._caches.trim()
-        mx.eval(self._caches.arrays(), [point.arrays() for *_, point in self._rewind_points.reach()])
+        if self.caches.has_windows and not self.is_recurrent and self.rewind_points.parked is None:
+            self.rewind_points.park(self.caches.drop_windows(self.rewind_points.blocks()))
+        self.caches.trim()
+        mx.eval(self.caches.arrays(), [point.arrays() for *_, point in self.rewind_points.reach()])
 
     def verify(self, tokens: mx.array, *, early: bool = True) -> mx.array:
         """Write T uncommitted tokens and return logits [T, V]. A second call adds to the first.
@@ -260,11 +236,11 @@ class LMTarget(ForkRows):
         written = self.uncommitted
         assert 0 <= keep <= written, f"commit of {keep} rows, {written} uncommitted"
         features = self._features(keep)
-        self._size += keep
-        if self._recurrent and (keep < written or not keep):
+        self.size += keep
+        if self.is_recurrent and (keep < written or not keep):
             replay = mx.concatenate([self._replay, *self._uncommitted])[: self._replay.size + keep]
             self._drop_passes([0], replay)
-        elif self._recurrent:
+        elif self.is_recurrent:
             self._commit_all()
         else:
             self._drop_passes([keep], self._replay)
@@ -272,8 +248,8 @@ class LMTarget(ForkRows):
 
     def move_to(self, size: int) -> None:
         """Hold `size` tokens that nothing wrote, to check passes there; see `Caches.move_to`."""
-        self._caches.move_to(size)
-        self._size = size
+        self.caches.move_to(size)
+        self.size = size
 
     def detach(self, shared_kv: SharedKV, lane: Lane) -> Caches:
         """Return the caches for passes shared with other targets, with all committed tokens in them.
@@ -286,23 +262,23 @@ class LMTarget(ForkRows):
         if self._replay.size:
             self._write_replay()
         self._batch_kv, self._lane = shared_kv, lane
-        self._caches.shifts = [self._rotary.shift(self._size)]
-        return self._caches
+        self.caches.shifts = [self.rotary.shift(self.size)]
+        return self.caches
 
     def attach(self, replay: mx.array) -> Caches:
         """Return the detached caches. The caller fills them with all tokens except `replay`."""
         self._batch_kv, self._lane, self._replay = None, None, replay
-        return self._caches
+        return self.caches
 
     def count(self, tokens: int, *, reads_prompt: bool = False) -> None:
         """Count tokens that a shared or own pass committed."""
-        self._from_prompt += tokens if reads_prompt and self._from_prompt == self._size else 0
-        self._size += tokens
+        self._from_prompt += tokens if reads_prompt and self._from_prompt == self.size else 0
+        self.size += tokens
 
     @cached_property
     def tree_obstacle(self) -> str | None:
         """Return why this target cannot verify a tree of draft tokens exactly; None if it can."""
-        if self._recurrent:
+        if self.is_recurrent:
             return "its state is recurrent and follows one path"
         if self.rows.is_bitwise:
             return "the keys of a path lie apart, so its rows would not have the bits of plain decoding"
@@ -327,7 +303,7 @@ class LMTarget(ForkRows):
         """Keep these rows of a tree, a path from row 0 on, and drop the others. Return their features."""
         if list(rows) != list(range(len(rows))):
             index = mx.array(list(rows))
-            self._caches.keep_path(index)
+            self.caches.keep_path(index)
             self._captured = [[hidden[index] for hidden in captured] for captured in self._captured]
         return LMTarget.commit(self, len(rows))  # over several ranks this method is announced as a whole
 
@@ -338,22 +314,22 @@ class LMTarget(ForkRows):
         start.
         """
         assert not self._uncommitted, "rewind with uncommitted rows"
-        size, rewind_points = min(size, self._last_reusable), self._rewind_points
-        if size < self._size or self._rewind_points.parked is not None:
+        size, rewind_points = min(size, self._last_reusable), self.rewind_points
+        if size < self.size or self.rewind_points.parked is not None:
             point, kept = self._rewind_point(size)
             self._refer()  # else copies would be made over what is restored
             self.hold_rows(kept)
             if not kept:
                 self.forget()
             elif point is not None:
-                self._caches.restore(point)
-            written = self._caches.sizes[0]
-            self._caches.sizes = [min(kept, written)]
-            self._size, self._replay = kept, self._replay[: max(kept - written, 0)]
-        self._rewind_points = rewind_points.before(self._size)  # other tokens may follow
-        self._rotary = self._rotary.before(self._size)
-        self._from_prompt = min(self._from_prompt, self._size)
-        return self._size
+                self.caches.restore(point)
+            written = self.caches.sizes[0]
+            self.caches.sizes = [min(kept, written)]
+            self.size, self._replay = kept, self._replay[: max(kept - written, 0)]
+        self.rewind_points = rewind_points.before(self.size)  # other tokens may follow
+        self.rotary = self.rotary.before(self.size)
+        self._from_prompt = min(self._from_prompt, self.size)
+        return self.size
 
     def fork_from(self, origin: LMTarget, size: int, more: int) -> int:
         """Take over the tokens that `origin.rewind(size)` would keep. Return their number.
@@ -365,17 +341,17 @@ class LMTarget(ForkRows):
         point, kept = origin._rewind_point(min(size, origin._last_reusable))
         if not kept:
             return 0
-        caches, lane = (origin._caches, 0) if origin._lane is None else origin._lane()
+        caches, lane = (origin.caches, 0) if origin._lane is None else origin._lane()
         written = min(kept, caches.sizes[lane] if point is None else point.size)
-        self._caches.fork(
+        self.caches.fork(
             caches.full_rows(lane, written), point or caches.rewind_point(written), written, more
         )
         self._has_own_windows = point is not None
-        self._size, self._from_prompt = kept, min(origin._from_prompt, kept)
+        self.size, self._from_prompt = kept, min(origin._from_prompt, kept)
         self._replay = origin._replay[: kept - written]
-        self._rotary = origin._rotary.before(kept)
-        self._rewind_points = origin._rewind_points.before(kept)
-        self.compute_later(self._caches.arrays())
+        self.rotary = origin.rotary.before(kept)
+        self.rewind_points = origin.rewind_points.before(kept)
+        self.compute_later(self.caches.arrays())
         return kept
 
     def reach(self) -> list[tuple[int, int]]:
@@ -395,46 +371,46 @@ class LMTarget(ForkRows):
         Windows and states are not in these caches while a batch has them.
         """
         present = list[tuple[int, int, None]]()
-        if self._lane is None and self._rewind_points.parked is None:
-            present = [(self._caches.first_size(), self._size, None)]
-        elif not self._recurrent and not self._caches.has_windows:
-            present = [(0, self._size, None)]
-        return [*present, *self._rewind_points.reach()]
+        if self._lane is None and self.rewind_points.parked is None:
+            present = [(self.caches.first_size(), self.size, None)]
+        elif not self.is_recurrent and not self.caches.has_windows:
+            present = [(0, self.size, None)]
+        return [*present, *self.rewind_points.reach()]
 
     @property
     def _last_reusable(self) -> int:
         """Return the largest size to rewind to. If prompts see further, no generated token is reused."""
-        return self._from_prompt if self._caches.prompts_see_further else self._size
+        return self._from_prompt if self.caches.prompts_see_further else self.size
 
     def state(self) -> CacheState:
         """Return the content of the caches ("@0") and of the rewind points, all committed."""
         self._refer()
-        if (parked := self._rewind_points.parked) is not None:
-            self._caches.restore(parked)
-            self._rewind_points.park(None)
-        rotary = [number for span in self._rotary.before(self._size).spans for number in span]
+        if (parked := self.rewind_points.parked) is not None:
+            self.caches.restore(parked)
+            self.rewind_points.park(None)
+        rotary = [number for span in self.rotary.before(self.size).spans for number in span]
         replay = cast(list[int], self._replay.tolist())
-        numbers = {"size": [self._size, self._from_prompt], "replay": replay, "places": rotary}
-        points = self._rewind_points.state()
-        return CacheState.join({"all": CacheState(numbers=numbers), "@0": self._caches.state(), **points})
+        numbers = {"size": [self.size, self._from_prompt], "replay": replay, "places": rotary}
+        points = self.rewind_points.state()
+        return CacheState.join({"all": CacheState(numbers=numbers), "@0": self.caches.state(), **points})
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a target with the same model. This target must be new."""
         numbers = state.part("all").numbers
-        self._size, self._from_prompt = numbers["size"]
+        self.size, self._from_prompt = numbers["size"]
         self._replay = mx.array(numbers["replay"], dtype=mx.int32)
         of_span = iter(numbers["places"])
         spans = tuple(zip(of_span, of_span, of_span, strict=True))
-        self._rotary = RotaryPositions(self._sight.axes if self._sight else (), spans)
-        self._caches.load(state.part("@0"))
-        self._rewind_points = RewindPoints.load(state)
+        self.rotary = RotaryPositions(self._sight.axes if self._sight else (), spans)
+        self.caches.load(state.part("@0"))
+        self.rewind_points = RewindPoints.load(state)
 
     def _commit_all(self) -> None:
-        self._drop_passes([self._caches.uncommitted], self._replay[:0])
+        self._drop_passes([self.caches.uncommitted], self._replay[:0])
 
     def _drop_passes(self, keep: list[int], replay: mx.array) -> None:
         """Keep the first uncommitted rows of the caches, note the tokens to replay, forget the passes."""
-        self._caches.commit(keep)
+        self.caches.commit(keep)
         self._replay, self._uncommitted, self._captured = replay, [], []
 
     def _write_replay(self) -> None:
@@ -452,28 +428,28 @@ class LMTarget(ForkRows):
     ) -> mx.array:
         """Write `_replay`, tokens, and `padding` rows that are dropped."""
         self._refer()
-        first = self._replay.size and not self._caches.uncommitted
+        first = self._replay.size and not self.caches.uncommitted
         rows = mx.concatenate([self._replay, tokens]) if first else tokens
         before = rows.size - tokens.size
         if padding:
             rows = mx.concatenate([rows, *[tokens[-1:]] * padding])  # an MoE reads no other experts
-        start = self._caches.sizes[0] + self._caches.uncommitted
+        start = self.caches.sizes[0] + self.caches.uncommitted
         end = start + rows.size
         spans = spans_between(spans, start, end)
         blocks = blocks_of(self._sight, spans, start, end)
         in_all = self._sight is not None and self._sight.together == "all"
-        self._caches.shifts = [self._rotary.shift(start)]
-        self._caches.begin(rows.size, reads_prompt=reads_prompt, blocks=blocks, in_all=in_all)
+        self.caches.shifts = [self.rotary.shift(start)]
+        self.caches.begin(rows.size, reads_prompt=reads_prompt, blocks=blocks, in_all=in_all)
         views = None
         if tree is not None:
-            views = [TreeCacheView(cache, tree, self.uncommitted) for cache in self._caches.attention]
-        cache = self._caches.for_model(views)
+            views = [TreeCacheView(cache, tree, self.uncommitted) for cache in self.caches.attention]
+        cache = self.caches.for_model(views)
         if spans:
             assert self._sight is not None, "this target reads text alone"
-            logits = run_with_spans(self._model, self._sight, self._rotary, rows, start, spans, cache)
+            logits = run_with_spans(self._model, self._sight, self.rotary, rows, start, spans, cache)
         else:
             logits = self._model(rows[None], cache=cache)[0]
-        self._caches.drop(padding)
+        self.caches.drop(padding)
         end = before + tokens.size
         self._captured.append([outputs[0, before:end] for outputs in take_outputs(self._captures)])
         return logits[before:end] if before or padding else logits
@@ -483,10 +459,10 @@ class LMTarget(ForkRows):
             mx.concatenate(list(h))[:keep] if len(h) > 1 else h[0][:keep]
             for h in zip(*self._captured, strict=True)
         ]
-        return features_of(self._needs, hidden, self.shared_kv, self._rotary)
+        return features_of(self._needs, hidden, self.shared_kv, self.rotary)
 
     def shared_kv(self) -> Mapping[str, KVRows]:
         """Return K and V of the committed rows, also while others are uncommitted."""
         if self._batch_kv is not None:
             return self._batch_kv()
-        return {cache.attention_type: cache.rows(0, self._size) for cache in self._caches.unquantized}
+        return {cache.attention_type: cache.rows(0, self.size) for cache in self.caches.unquantized}

@@ -32,7 +32,6 @@ class SingleTarget:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches."""
         return self.target.nbytes
 
     @property
@@ -46,12 +45,10 @@ class SingleTarget:
         return self.target.rows.cost
 
     def verify(self, tokens: mx.array, sizes: Sequence[int], *, early: bool = True) -> mx.array:
-        """Write the tokens of the only sequence."""
         self.doubt = self.target.rows.doubt if tokens.size > 1 else None
         return self.target.verify(tokens, early=early)
 
     def commit(self, keep: Sequence[int]) -> list[Features]:
-        """Keep the first rows of the only block."""
         return [self.target.commit(keep[0])]
 
 
@@ -105,7 +102,6 @@ class TargetBatch:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the caches."""
         return sum(array.nbytes for array in self._caches.arrays())
 
     def states(self, index: int) -> list[list[mx.array]]:

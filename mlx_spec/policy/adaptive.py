@@ -194,7 +194,6 @@ class AdaptivePolicy:
         return (), Reason.COST if others else Reason.WAITING
 
     def choice(self, drafter: int, limit: int, ahead: bool = False) -> DraftChoice:
-        """Return the choice of a drafter, with its name."""
         return DraftChoice(drafter, limit, self._names[drafter], ahead)
 
     def _best(self, index: int, limit: int, costs: CostModel) -> tuple[int, float, bool]:
@@ -425,11 +424,9 @@ class FixedPolicy:
     def policy(
         self, clock: Clock = time.perf_counter, reach: object = None, available: object = None
     ) -> FixedPolicy:
-        """Return a policy for a new sequence, as `AdaptivePolicies.policy` does."""
         return FixedPolicy(self.length, self._reason, self._names, self._ahead, self._ratios, clock)
 
     def plain(self) -> FixedPolicy:
-        """Return the policy of a sequence whose drafters failed, as `AdaptivePolicies.plain` does."""
         return FixedPolicy(0, Reason.FAILED)
 
     def begin(self, request_drafters: Sequence[RequestDrafter] = ()) -> None:

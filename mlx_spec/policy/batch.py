@@ -158,7 +158,6 @@ class BatchPolicies(AdaptivePolicies):
         reach: Mapping[int, Reach] = MappingProxyType({}),
         available: Mapping[int, Available] = MappingProxyType({}),
     ) -> MemberPolicy:
-        """Return the policy of a new sequence."""
         return MemberPolicy(self, clock, reach, available)
 
     def most_running(self) -> int:

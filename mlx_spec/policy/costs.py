@@ -152,7 +152,6 @@ class CostModel:
         self.longest = max(self.longest, 2 * tokens)
 
     def drafting(self, drafter: int, tokens: int) -> float:
-        """Return the seconds that a draft takes."""
         return float(self.rounds(drafter)[tokens] - self.passes[tokens])
 
     def rounds(self, drafter: int) -> Floats:
@@ -160,7 +159,6 @@ class CostModel:
         return self._rounds[drafter] if drafter < len(self._rounds) else self.passes
 
     def seconds(self, drafter: int, tokens: int) -> float:
-        """Return the seconds of a round."""
         return float(self.rounds(drafter)[tokens])
 
     def measured(self, drafter: int, tokens: int) -> float:

@@ -60,7 +60,6 @@ class Penalties:
         return self._repetition == 1 and not self._presence and not self._frequency
 
     def fresh(self) -> Penalties:
-        """Return penalties that have counted nothing."""
         sizes = self._prompt_length, self._vocab_size
         return Penalties(self._repetition, self._presence, self._frequency, *sizes)
 

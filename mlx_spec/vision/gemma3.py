@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -105,14 +106,6 @@ class Siglip(nn.Module):
         self.post_layernorm = nn.LayerNorm(config["hidden_size"], eps=config["layer_norm_eps"])
 
 
-class Wrapped(nn.Module):
-    """The tower under the name that most checkpoints give it."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.vision_model = Siglip(config)
-
-
 class Projector(nn.Module):
     """Turns averages over squares of patches into rows of the language model."""
 
@@ -134,12 +127,12 @@ class Gemma3Tower(nn.Module):
     def __init__(self, config: Config, width: int) -> None:
         super().__init__()
         config = {**SIGLIP, **config}
-        self.vision_tower = Wrapped(config)
+        self.vision_tower = Siglip(config)
         self.multi_modal_projector = Projector(config["hidden_size"], width, config["layer_norm_eps"])
 
     def encode(self, pixels: Pixels, grid: Grid) -> Rows:
         """Compute the rows of a prepared picture, [rows * columns, D]; yield after some layers."""
-        tower, (rows, columns) = self.vision_tower.vision_model, grid
+        tower, (rows, columns) = self.vision_tower, grid
         x = tower.embeddings((mx.array(pixels).astype(mx.float32) / 255 - 0.5) / 0.5)
         x = yield from in_steps(tower.encoder.layers, x)
         x = tower.post_layernorm(x)
@@ -173,9 +166,8 @@ def _words(row: str, begin: str, end: str) -> Words:
 
 
 def _renamed(name: str, array: mx.array) -> tuple[str, mx.array]:
-    """Return a tensor in the layout of MLX, under the name that most checkpoints give it."""
-    if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model."):
-        name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    """Return a tensor in the layout of MLX, without a name that most checkpoints put around the tower."""
+    name = re.sub(r"^vision_tower\.vision_model\.", "vision_tower.", name)
     if name.endswith("patch_embedding.weight") and array.shape[-1] != 3:  # [D, 3, H, W] of torch
         array = array.transpose(0, 2, 3, 1)
     return name, array

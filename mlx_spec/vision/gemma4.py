@@ -281,17 +281,5 @@ def _words(row: str, begin: str, end: str) -> Words:
 
 
 _TOKENS = {"image_token": 258_880, "boi_token": 255_999, "eoi_token": 258_882}
-WITH_TOWER = Family(
-    Gemma4Tower,
-    partial(_patches, pools=True),
-    _sight,
-    _TOKENS,
-    _words,
-)
-WITHOUT_TOWER = Family(
-    Gemma4Embedder,
-    partial(_patches, pools=False),
-    _sight,
-    _TOKENS,
-    _words,
-)
+WITH_TOWER = Family(Gemma4Tower, partial(_patches, pools=True), _sight, _TOKENS, _words)
+WITHOUT_TOWER = Family(Gemma4Embedder, partial(_patches, pools=False), _sight, _TOKENS, _words)

@@ -16,7 +16,7 @@ from support.virtual_clock import CURVES, PLAIN_SECONDS
 from mlx_spec.decode.running import PREFILL_STEP
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.lookup import Lookup
-from mlx_spec.drafters.model_free import Prediction
+from mlx_spec.drafters.per_request import Prediction
 from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget

@@ -12,7 +12,7 @@ from support import lossless
 
 from mlx_spec.drafters.earlier import TextRing
 from mlx_spec.drafters.lookup import MAX_TAIL, Lookup
-from mlx_spec.drafters.model_free import Forced, GrammarFilter, Prediction, prediction_counts
+from mlx_spec.drafters.per_request import Forced, GrammarFilter, Prediction, prediction_counts
 from mlx_spec.types import Draft, Features, Sampler
 
 SAMPLER = lossless.GREEDY.sampler(1, 1000)

@@ -20,7 +20,7 @@ from support.schemas import CHOICES, NAME, Schema, either, record, several
 
 from mlx_spec.drafters.draft_model import DraftModel, VocabularySizes
 from mlx_spec.drafters.lookup import Lookup
-from mlx_spec.drafters.model_free import for_request
+from mlx_spec.drafters.per_request import for_request
 from mlx_spec.grammar import Grammar
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, AdaptivePolicy, Table

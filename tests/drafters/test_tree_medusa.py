@@ -15,9 +15,8 @@ from support.fitted import opened
 from support.logprobs import recorded
 
 from mlx_spec import load
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.medusa import GuessRates
-from mlx_spec.drafters.model_free import GrammarFilter
+from mlx_spec.drafters.per_request import GrammarFilter
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import Tree, tree_of, tree_template
 from mlx_spec.pair import Pair
@@ -35,7 +34,7 @@ def small(nodes: int, height: int = HEADS) -> Tree:
     return tree_template(nodes, RATES[:height]).tree(nodes)
 
 
-class Scripted(SequenceDrafter):
+class Scripted(Drafter):
     """Trees whose path of truth goes now by first guesses and now by others, and ends now and then."""
 
     needs = FeatureSpec()

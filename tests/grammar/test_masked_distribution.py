@@ -18,7 +18,7 @@ from support.grammars import byte_text, language, next_letters
 from support.lossless import Scripted
 
 from mlx_spec.drafters.lookup import Lookup
-from mlx_spec.drafters.model_free import GrammarFilter
+from mlx_spec.drafters.per_request import GrammarFilter
 from mlx_spec.grammar import Matcher
 from mlx_spec.grammar.matcher import compile_grammar
 from mlx_spec.model.target import LMTarget

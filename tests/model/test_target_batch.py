@@ -269,7 +269,7 @@ def test_few_tokens_are_written_again_after_many_rejections() -> None:
     block, rows = mx.array([1, 2, 3, 4, 5, 6]), list[int]()
     for _ in range(8):
         assert_close((batch.verify(block, [6]), lone.verify(block)))
-        rows += [batch._caches.uncommitted, lone._caches.uncommitted]
+        rows += [batch._caches.uncommitted, lone.caches.uncommitted]
         lone.commit(5)
         batch.commit([5])
     assert 16 < max(rows) <= MAX_REPLAY_TOKENS + 6

@@ -30,14 +30,13 @@ from mlx_spec.decode.loop import decode
 from mlx_spec.decode.sequence import CachedSequence, Reread
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.draft_model import VocabularySizes, draft_model_source
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.drafters.retokenized import retokenized_source
 from mlx_spec.errors import InvalidValue
 from mlx_spec.pair import Pair
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import Prompt, text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Round
+from mlx_spec.types import Drafter, Round
 
 GB = 10**9
 PROMPT = tiny.prompt(300)  # so long that the buffers of a window have moved
@@ -463,7 +462,7 @@ def test_a_restart_reads_a_prompt_once(
             assert counted["prefix_cache_forks_total"] == counted["prefix_cache_evicted_tokens_total"] == 0
     length = closed(events).usage.prompt_tokens
     assert cached == [0, length - 2] and answers[0] == answers[1]
-    monkeypatch.setattr(SequenceDrafter, "nbytes", 8)
+    monkeypatch.setattr(Drafter, "nbytes", 8)
     with working(settings) as served:  # one line, and it serves
         assert closed(answer(served, raw_request(prompt))).usage.cached_tokens == 0
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [

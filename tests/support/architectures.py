@@ -13,7 +13,6 @@ from mlx_lm.generate import generate_step
 from mlx_spec.decode.loop import generate
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
-from mlx_spec.drafters.drawing import SequenceDrafter
 from mlx_spec.errors import SpecError
 from mlx_spec.model.probe import check_rows
 from mlx_spec.model.target import LMTarget
@@ -21,7 +20,7 @@ from mlx_spec.model.target_batch import TargetBatch, probe_batch
 from mlx_spec.policy import FixedPolicy
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import Sampling
-from mlx_spec.types import Draft, Features, FeatureSpec, Sampler, no_draft
+from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, Sampler, no_draft
 from support.tiny import has_windows, make
 from support.tiny_configs import NOT_HERE, VOCAB
 
@@ -48,7 +47,7 @@ SEEDED = Sampling(temperature=0.9, seed=11)
 GREEDY = Sampling()
 
 
-class Guesses(SequenceDrafter):
+class Guesses(Drafter):
     """Drafts the truth: as a chain that is wrong now and then, or as a tree with wrong guesses beside it."""
 
     needs = FeatureSpec()

@@ -144,7 +144,7 @@ def compared(
 def differing_layers(target: LMTarget, other: LMTarget, end: int) -> int:
     """The number of layers whose K or V differ at a position before `end` that both hold."""
     differs = []
-    for ours, theirs in zip(target._caches.attention, other._caches.attention, strict=True):
+    for ours, theirs in zip(target.caches.attention, other.caches.attention, strict=True):
         start = max(ours.columns.oldest[0], theirs.columns.oldest[0])
         low, high = ([place - cache.columns.first[0] for cache in (ours, theirs)] for place in (start, end))
         pairs = zip(ours.buffers, theirs.buffers, strict=True)

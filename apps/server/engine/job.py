@@ -16,7 +16,7 @@ from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Entry, Result
 from mlx_spec.decode.sequence import CachedSequence
 from mlx_spec.decode.statistics import Statistics, added
-from mlx_spec.drafters.model_free import prediction_counts
+from mlx_spec.drafters.per_request import prediction_counts
 from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.prompt import text_prompt
 from mlx_spec.sampling import LogitsProcessor

@@ -9,13 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.errors import InvalidValue
 from mlx_spec.policy.ahead_costs import AheadCosts
 from mlx_spec.types import (
     CacheState,
     Copy,
     Draft,
-    DraftCall,
     Drafter,
     DraftingSampler,
     EarlierTexts,
@@ -26,44 +24,7 @@ from mlx_spec.types import (
 )
 
 
-class SequenceDrafter(Drafter):
-    """Defaults for a drafter that has no caches and reads nothing of the target."""
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    def missing(self, size: int) -> int:
-        return 0
-
-    def state(self) -> CacheState:
-        if self.nbytes:
-            raise InvalidValue(f"the drafter {type(self).__name__} cannot save its caches")
-        return CacheState()
-
-    def restore(self, state: CacheState) -> None:
-        """Do nothing: there are no caches."""
-
-    def follow(self, origin: Drafter) -> list[Copy]:
-        """Return nothing: the caches are small, and `restore` copies rows."""
-        return []
-
-    def proposals(self) -> tuple[SequenceDrafter, ...]:
-        """Return the drafters among which a policy chooses, each with its own belief: by default itself."""
-        return (self,)
-
-    def copy_from(self, earlier: EarlierTexts | None) -> None:
-        """Do nothing. A drafter that copies text also copies these from now on."""
-
-    def draft_batch(self, calls: Sequence[DraftCall]) -> list[Draft]:
-        """Return the drafts of several sequences, one after the other."""
-        return [call.drafter.draft(call.history, call.limit, call.sampler) for call in calls]
-
-    def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
-        """Do nothing. A drafter that works ahead begins here."""
-
-
-class DrafterWrapper(SequenceDrafter):
+class DrafterWrapper(Drafter):
     """Passes calls that it does not override on to another drafter."""
 
     def __init__(self, inner: Drafter) -> None:
@@ -102,7 +63,7 @@ class DrafterSource:
 
     name: str  # the family's name in JSON, which programs translate for users
     needs: FeatureSpec  # what its drafters read from the target
-    make: Callable[[TargetParts], SequenceDrafter]  # returns the drafter of one sequence
+    make: Callable[[TargetParts], Drafter]  # returns the drafter of one sequence
     network: Any = None  # its nn.Module; None without weights
     # Returns the expected accepted tokens that each further draft token adds; None if the policy learns them.
     reach: Callable[[], Sequence[float]] | None = None
@@ -145,7 +106,6 @@ class DraftBuilder:
         return token
 
     def draft(self) -> Draft:
-        """Return all tokens drawn so far."""
         return Draft(self._tokens[self._start :], mx.concatenate(self._probs) if self._probs else None)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_spec.drafters.drawing import DrafterWrapper, SequenceDrafter
+from mlx_spec.drafters.drafter import DrafterWrapper
 from mlx_spec.drafters.lookup import MAX_MATCH, Lookup
 from mlx_spec.grammar import Grammar, Matcher, read_tokens
 from mlx_spec.types import Draft, Drafter, Features, FeatureSpec, RequestDrafter, Sampler, no_draft
@@ -67,7 +67,7 @@ def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple
     return accepted, len(prediction) - accepted
 
 
-class Forced(SequenceDrafter):
+class Forced(Drafter):
     """Drafts the tokens that a grammar forces.
 
     The history belongs to one answer and starts with a prompt.
