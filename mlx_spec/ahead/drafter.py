@@ -21,20 +21,30 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_spec.ahead.copies import DrafterCopy, LocalCopy
-from mlx_spec.drafters.draft_model import BranchCall, Branches
+from mlx_spec.drafters.draft_model import BranchCall, Branches, DraftModel
 from mlx_spec.drafters.drafter import DrafterSource, DrafterWrapper
 from mlx_spec.errors import InvalidValue
+from mlx_spec.grammar import read_tokens
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy.ahead_costs import AheadCosts
-from mlx_spec.types import Draft, Drafter, DraftingSampler, Features, FeatureSpec, Sampler, TargetParts
+from mlx_spec.types import (
+    Draft,
+    Drafter,
+    DraftingSampler,
+    Features,
+    FeatureSpec,
+    Sampler,
+    TargetParts,
+    no_draft,
+)
 
 
 def fan_out(drafted: int, acceptance: float, mean: float) -> list[int]:
@@ -71,6 +81,41 @@ class AheadThread:
         self._is_ending = True
         self._jobs.put(lambda: None)
         self._thread.join()
+
+
+class DrafterCopy(Protocol):
+    """A copy of a drafter that drafts ahead of one sequence, on this machine or on another one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its caches on this machine."""
+
+    def draft_ahead(self, call: BranchCall, /) -> Branches:
+        """Return drafts for likely outcomes, or fewer if the call is cancelled meanwhile."""
+
+
+class LocalCopy:
+    """A copy of a drafter on this machine."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def nbytes(self) -> int:
+        return self._drafter.nbytes
+
+    def draft_ahead(self, call: BranchCall) -> Branches:
+        """Return drafts for likely outcomes.
+
+        Draft models serve several outcomes. Other drafters assume that the whole draft is accepted.
+        """
+        drafter = self._drafter
+        if isinstance(drafter, DraftModel) and drafter.can_branch:
+            return drafter.draft_branches(call)
+        history = [*call.history, *call.drafted]
+        guess = read_tokens(drafter.draft(history, 1, call.sampler).tokens)
+        draft = drafter.draft([*history, *guess], call.limit, call.sampler) if guess else no_draft()
+        return {(*call.drafted, *guess): draft} if draft.tokens.size else {}
 
 
 class Ahead(DrafterWrapper):

@@ -13,8 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.ahead.copies import LocalCopy
-from mlx_spec.ahead.drafter import check_ahead
+from mlx_spec.ahead.drafter import LocalCopy, check_ahead
 from mlx_spec.distributed.ranks import Ranks
 from mlx_spec.drafters.draft_model import BranchCall, Branches
 from mlx_spec.drafters.drafter import DrafterSource

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -313,6 +313,8 @@ class AdaptivePolicies:
     and saved there.
     """
 
+    policy_class: ClassVar[type[AdaptivePolicy]] = AdaptivePolicy
+
     def __init__(
         self,
         names: Sequence[str],
@@ -360,7 +362,7 @@ class AdaptivePolicies:
         draft token adds, for drafters that measure it themselves. `available` is for drafters that know the
         length of a draft before they make it.
         """
-        return AdaptivePolicy(self, clock, reach, available)
+        return self.policy_class(self, clock, reach, available)
 
     def plain(self) -> AdaptivePolicy:
         """Return the policy of a sequence whose drafters failed: it drafts nothing."""

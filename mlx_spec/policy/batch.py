@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ from mlx_spec.policy.adaptive import (
     TICK,
     AdaptivePolicies,
     AdaptivePolicy,
-    Available,
     Clock,
-    Reach,
 )
 from mlx_spec.policy.costs import EPSILON, CostModel, Floats, best_length, interpolate
 from mlx_spec.types import (
@@ -148,17 +145,11 @@ class MemberPolicy(AdaptivePolicy):
 class BatchPolicies(AdaptivePolicies):
     """Adaptive policies of a pair whose sequences may share passes."""
 
+    policy_class = MemberPolicy
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._passes = SharedPasses()
-
-    def policy(
-        self,
-        clock: Clock = time.perf_counter,
-        reach: Mapping[int, Reach] = MappingProxyType({}),
-        available: Mapping[int, Available] = MappingProxyType({}),
-    ) -> MemberPolicy:
-        return MemberPolicy(self, clock, reach, available)
 
     def most_running(self) -> int:
         """Return how many sequences may share passes so that each is at least half as fast as alone."""

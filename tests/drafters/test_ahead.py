@@ -31,8 +31,7 @@ from support.lossless import emitted
 from support.waiting import wait_until
 
 from mlx_spec.ahead import drafter as ahead
-from mlx_spec.ahead.copies import DrafterCopy, LocalCopy
-from mlx_spec.ahead.drafter import Ahead, AheadThread
+from mlx_spec.ahead.drafter import Ahead, AheadThread, DrafterCopy, LocalCopy
 from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
 from mlx_spec.decode import Batch
 from mlx_spec.decode.loop import generate
