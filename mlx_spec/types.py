@@ -350,6 +350,7 @@ class Drafter(Observer, Protocol):
 
     def restore(self, state: CacheState) -> None:
         """Take over the state of a drafter of the same kind. This one must be new."""
+        return
 
     def follow(self, origin: Drafter) -> list[Copy]:
         """Refer no more to arrays of an origin that is in use, whose state this one has restored.
@@ -365,6 +366,7 @@ class Drafter(Observer, Protocol):
 
     def copy_from(self, earlier: EarlierTexts | None) -> None:
         """Let a drafter that copies text copy these, too, in the next answer. Called before its prefill."""
+        return
 
     def draft(self, history: Sequence[int], limit: int, sampler: Sampler) -> Draft:
         """Return at most `limit` tokens that may follow `history`."""
@@ -375,6 +377,7 @@ class Drafter(Observer, Protocol):
 
     def prepare(self, history: Sequence[int], draft: Draft, sampler: DraftingSampler) -> None:
         """Begin to draft for the likely outcomes of a draft that is about to be verified. Do not wait."""
+        return
 
 
 @dataclass(frozen=True)
