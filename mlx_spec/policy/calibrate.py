@@ -48,11 +48,18 @@ class Stopwatch:
     left out if the result does not need it.
     """
 
-    def __init__(self, limit_s: float, token_s: float = 0.0, most_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        token_s: float = 0.0,
+        most_s: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         self.limit_s, self.token_s, self.most_s, self.spent_s = limit_s, token_s, most_s, 0.0
         self._passes: dict[int, float] = {}  # seconds by rows
         self._drafts: dict[int, dict[int, float]] = {}  # by drafter, seconds by draft tokens
-        self._last = time.perf_counter()
+        self._last = clock()
 
     @property
     def share(self) -> float:
@@ -66,12 +73,12 @@ class Stopwatch:
 
     def stop(self) -> None:
         """Count the time until now, before the caller goes on."""
-        now = time.perf_counter()
+        now = self._clock()
         self.spent_s, self._last = self.spent_s + now - self._last, now
 
     def go_on(self, pause_s: float = 1e-3) -> bool:
         """Go on after `stop`. Return False if more than `pause_s` have passed: that spoils a sample."""
-        now = time.perf_counter()
+        now = self._clock()
         paused, self._last = now - self._last, now
         return paused < pause_s
 
@@ -183,24 +190,6 @@ def _drafts(seconds: Mapping[Name, float], drafter: int, is_tree: bool) -> dict[
             other = seconds[k + 1] if is_tree else seconds["host"]
             costs[k] = max(seconds[drafter, k] - other, 0.0)
     return costs
-
-
-def measured(
-    target: LMTarget,
-    drafters: Sequence[Drafter],
-    history: Sequence[int],
-    vocab_size: int,
-    copying: Collection[int] = (),
-    limit_s: float = 1.0,
-) -> Table:
-    """Return the costs after `history`, measured as `measure` does, without pauses."""
-    measuring = measure(target, drafters, history, vocab_size, copying, Stopwatch(limit_s))
-    while True:
-        try:
-            next(measuring)
-        except StopIteration as done:
-            table: Table = done.value
-            return table
 
 
 def _lower_quartiles(

@@ -55,7 +55,7 @@ def test_pays_is_said_only_of_an_answer_that_is_faster():
         for text in ("code", "kinds", "useless", "switch"):
             device, policies = pair(curve)
             policy = policies.policy(device.clock)
-            for index in range(8):
+            for index in range(5):
                 tokens, seconds = 0, 0.0
                 for round in decode(policy, device, make_text(text, 96, [0, index]), 96).rounds:
                     if round.reason is Reason.PAYS:
@@ -219,8 +219,8 @@ def test_the_policy_finds_the_best_length(name, percent):
     device, policies = Device(curve), AdaptivePolicies(["mtp"])
     policies.use(curve.table())
     policy = policies.policy(device.clock)
-    decode(policy, device, make_text(f"ind{percent}", 1500, [1]), 1500)
-    rounds = decode(policy, device, make_text(f"ind{percent}", 1500, [2]), 1500).rounds
+    decode(policy, device, make_text(f"ind{percent}", 800, [1]), 800)
+    rounds = decode(policy, device, make_text(f"ind{percent}", 800, [2]), 800).rounds
     usual = Counter(round.drafted for round in rounds).most_common(1)[0][0]
     speeds = [speed(curve, percent / 100, length) for length in range(17)]
     assert speeds[usual] >= 0.97 * max(speeds)
@@ -232,8 +232,8 @@ def test_some_cells():
     chosen = [cell for index, cell in enumerate(recorded) if index % 61 == 0]
     ratios = []
     for cell in chosen:
-        for seed in (0, 1):
-            session = policy_sessions.run_session(cell, seed)
-            ratios.append(math.log(recorded[cell]["steps"][seed] / session.steps))
-            assert session.plain / session.steps >= policy_sessions.FLOORS["worst session"]
+        seed = len(ratios) % 2
+        session = policy_sessions.run_session(cell, seed)
+        ratios.append(math.log(recorded[cell]["steps"][seed] / session.steps))
+        assert session.plain / session.steps >= policy_sessions.FLOORS["worst session"]
     assert math.exp(statistics.mean(ratios)) >= 1.0

@@ -117,14 +117,14 @@ def test_the_policy_finds_the_best_length(name: str, count: int, together: bool)
     passes, rates = passes_of(name), [0.6, 0.7, 0.8, 0.9] * (count // 2)
     rates = rates[:count]
     adaptive = Simulation(rates, passes, table_of(passes), together=together)
-    adaptive.run(500)
+    adaptive.run(300)
     best = 1.0
     for length in (1, 2, 3, 4, 6, 8):
         fixed = Simulation(rates, passes, table_of(passes), together=together)
-        fixed.run(200, length)
+        fixed.run(120, length)
         best = max(best, fixed.speed)
     assert adaptive.speed > 0.94 * best
-    assert adaptive.depths[0] > 400 or adaptive.speed > 1.02
+    assert adaptive.depths[0] > 240 or adaptive.speed > 1.02
 
 
 def test_lengths_fall_as_the_batch_fills() -> None:

@@ -18,9 +18,15 @@ def likelihood(level, accepted, rejected):
     return LEVELS[level] ** accepted * (1 - LEVELS[level]) ** rejected
 
 
-def test_filter_is_bayes_rule(monkeypatch):
-    monkeypatch.setattr(DrafterStatistics, "learn", lambda self, belief: None)  # frequencies stay as they are
-    belief = Belief(DrafterStatistics())
+class Constant(DrafterStatistics):
+    """Frequencies that stay as they are."""
+
+    def learn(self, belief):
+        pass
+
+
+def test_filter_is_bayes_rule():
+    belief = Belief(Constant())
     for accepted, rejected, tokens in EVENTS:
         belief.update(accepted, rejected)
         belief.advance(tokens)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -21,10 +22,21 @@ from mlx_spec.types import Draft, no_draft
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
+def clock():
+    return SimpleNamespace(now=0.0)
+
+
+def measured(target, drafters, limit_s, copying=(), after=lambda following: None, **limits):
+    """Return the costs after a history, and call `after` between passes."""
+    watch = Stopwatch(limit_s, clock=lambda: target.clock.now, **limits)
+    measuring = calibrate.measure(target, drafters, [1, 2, 3], 8, copying, watch)
+    while True:
+        try:
+            following = next(measuring)
+        except StopIteration as done:
+            assert target.uncommitted == 0
+            return done.value
+        after(following)
 
 
 class SlowTarget:
@@ -74,8 +86,7 @@ class SlowDrafter:
 def test_sizes_are_measured_and_the_sequence_is_left_alone(clock):
     target = SlowTarget(clock, 0.001)
     drafters = [SlowDrafter(clock, 0.001), SlowDrafter(clock, 0.0), SlowDrafter(clock, 0.0, longest=0)]
-    table = calibrate.measured(target, drafters, [1, 2, 3], 8, copying={1}, limit_s=0.5)
-    assert target.uncommitted == 0
+    table = measured(target, drafters, 0.5, {1})
     assert {1, 2, 3, 5} <= set(table.verify)
     assert table.verify[5] == pytest.approx(5 * table.verify[1])
     assert table.draft[0][4] == pytest.approx(4 * table.draft[0][1])
@@ -107,7 +118,7 @@ class LoadedTarget(SlowTarget):
 )
 def test_the_error_of_costs_is_the_spread_of_their_ratios_in_turns(clock, load, least, most):
     """Without it the first answers showed "0.5 to 2.5 × plain speed" on a quiet machine, too."""
-    table = calibrate.measured(LoadedTarget(clock, load), [SlowDrafter(clock, 0.0)], [1, 2, 3], 8, {0}, 2.0)
+    table = measured(LoadedTarget(clock, load), [SlowDrafter(clock, 0.0)], 2.0, {0})
     assert least <= table.error <= most
     saved = asdict(table) | {"verify": {str(rows): s for rows, s in table.verify.items()}}
     assert Table.from_json(saved, 1).error == table.error
@@ -116,20 +127,20 @@ def test_the_error_of_costs_is_the_spread_of_their_ratios_in_turns(clock, load, 
 
 
 def test_few_turns_tell_no_error(clock):
-    table = calibrate.measured(SlowTarget(clock, 0.05), [SlowDrafter(clock, 0.01)], [1, 2, 3], 8, limit_s=0.2)
+    table = measured(SlowTarget(clock, 0.05), [SlowDrafter(clock, 0.01)], 0.2)
     assert table.error == UNKNOWN_ERROR
 
 
 def test_of_a_tree_the_pass_beyond_a_chain_counts_as_drafting(clock):
     drafter = SlowDrafter(clock, 0.001, is_tree=True)
-    table = calibrate.measured(SlowTarget(clock, 0.001), [drafter], [1, 2, 3], 8, limit_s=0.5)
+    table = measured(SlowTarget(clock, 0.001), [drafter], 0.5)
     assert {k: table.draft[0][k] for k in (1, 4)} == pytest.approx({1: 0.003, 4: 0.006})
 
 
 def test_a_big_model_gets_the_required_sizes_only(clock):
     """And its only sample of a size is not the first one, which pays for compilation."""
     target = SlowTarget(clock, 0.02, first=0.05)
-    table = calibrate.measured(target, [SlowDrafter(clock, 0.005)], [1, 2, 3], 8, limit_s=0.2)
+    table = measured(target, [SlowDrafter(clock, 0.005)], 0.2)
     assert {1, 2, 5} <= set(table.verify)
     assert len(table.verify) <= 5
     assert target.passes < 40
@@ -137,34 +148,25 @@ def test_a_big_model_gets_the_required_sizes_only(clock):
 
 
 def test_work_of_the_caller_between_passes_is_not_measured(clock):
-    target = SlowTarget(clock, 0.001)
-    alone = calibrate.measured(target, [SlowDrafter(clock, 0.001)], [1, 2, 3], 8, limit_s=0.3)
-    watch = calibrate.Stopwatch(0.3)
-    measuring = calibrate.measure(target, [SlowDrafter(clock, 0.001)], [1, 2, 3], 8, (), watch)
-    for passes in itertools.count():
-        try:
-            next(measuring)
-        except StopIteration as done:
-            assert done.value.plain == pytest.approx(alone.plain)
-            assert done.value.verify == pytest.approx(alone.verify)
-            break
-        clock.now += 0.5 * (passes % 7 == 0)  # a request is answered
-    assert target.uncommitted == 0
+    target, drafters, passes = SlowTarget(clock, 0.001), [SlowDrafter(clock, 0.001)], itertools.count()
+
+    def answer(following):
+        clock.now += 0.5 * (next(passes) % 7 == 0)  # a request
+
+    alone, beside = measured(target, drafters, 0.3), measured(target, drafters, 0.3, after=answer)
+    assert beside.plain == pytest.approx(alone.plain) and beside.verify == pytest.approx(alone.verify)
 
 
 @pytest.mark.parametrize("limit_s", [0.001, 2.0])
 def test_tokens_after_a_pause_are_not_counted(clock, limit_s):
     """Nothing was queued behind the token before. One of three samples is without a pause, at least."""
-    target, watch = SlowTarget(clock, 0.001), Stopwatch(limit_s)
-    measuring = calibrate.measure(target, [], [1, 2, 3], 8, (), watch)
-    while True:
-        try:
-            next(measuring)
-        except StopIteration as done:
-            assert done.value.plain == pytest.approx(0.001)
-            break
+    target = SlowTarget(clock, 0.001)
+
+    def pause(following):
         if target.uncommitted and not 8 <= target.passes < 12:  # passes of the third sample
             clock.now += 0.5
+
+    assert measured(target, [], limit_s, after=pause).plain == pytest.approx(0.001)
 
 
 def test_a_measurement_that_is_dropped_leaves_the_sequence_alone(clock):
@@ -172,7 +174,8 @@ def test_a_measurement_that_is_dropped_leaves_the_sequence_alone(clock):
     queued = 0
     for steps in range(1, 40):
         target = SlowTarget(clock, 0.001)
-        measuring = calibrate.measure(target, [], [1, 2, 3], 8, (), Stopwatch(0.5))
+        watch = Stopwatch(0.5, clock=lambda: clock.now)
+        measuring = calibrate.measure(target, [], [1, 2, 3], 8, (), watch)
         for _ in range(steps):
             next(measuring)
         queued += target.uncommitted
@@ -184,24 +187,26 @@ def test_a_measurement_that_is_dropped_leaves_the_sequence_alone(clock):
 @pytest.mark.parametrize(("drafted_s", "most_s", "drafts"), [(0.01, 0.2, {1, 4}), (0.045, 0.16, {1})])
 def test_a_pass_is_announced_and_none_is_longer_than_it_may_be(clock, drafted_s, most_s, drafts):
     """A request that came while a pass of many rows ran waited for seconds."""
-    target, drafter = SlowTarget(clock, 0.05), SlowDrafter(clock, drafted_s)
-    watch = Stopwatch(0.5, token_s=0.05, most_s=most_s)
-    measuring, before = calibrate.measure(target, [drafter], [1, 2, 3], 8, (), watch), clock.now
-    announced, longest = 0.0, 0.0
-    while True:
-        try:
-            following = next(measuring)
-        except StopIteration as done:
-            assert set(done.value.verify) == {1, 2, 3} and set(done.value.draft[0]) == drafts
-            break
-        took, before = clock.now - before, clock.now
-        assert took <= announced + 1e-9
-        announced, longest = following.seconds, max(longest, took)
-    assert 0.1 < longest <= most_s
+    target, drafter, announced, ends = (
+        SlowTarget(clock, 0.05),
+        SlowDrafter(clock, drafted_s),
+        [0.0],
+        [clock.now],
+    )
+
+    def note(following):
+        ends.append(clock.now)
+        assert ends[-1] - ends[-2] <= announced[-1] + 1e-9
+        announced.append(following.seconds)
+
+    table = measured(target, [drafter], 0.5, after=note, token_s=0.05, most_s=most_s)
+    assert set(table.verify) == {1, 2, 3} and set(table.draft[0]) == drafts
+    assert 0.1 < max(end - start for start, end in itertools.pairwise(ends)) <= most_s
 
 
 @pytest.mark.parametrize("token_s", [0.02, 0.15])
 def test_costs_of_a_slow_pair_are_checked_in_short_passes(clock, monkeypatch, token_s):
+    monkeypatch.setattr("mlx_spec.pair.Stopwatch", partial(Stopwatch, clock=lambda: clock.now))
     for run in (LMTarget.verify, LMTarget.prefill):
 
         def slow(self, tokens, *others, run=run, **options):

@@ -132,7 +132,7 @@ def test_a_pair_that_always_drafts_shows_its_gain_on_a_busy_machine(curve, fixed
 def test_beside_a_greedy_program_no_gain_is_far_off(curve, fixed, believed):
     """A deviation of few values was often by chance so small that a wrong gain was shown."""
     shown = []
-    for seed in range(20):
+    for seed in range(10):
         found = session(curve, "code", None, believed, seed, fixed, answers=30, tokens=30)
         shown += [
             answer.known_gain / true
