@@ -11,7 +11,7 @@ from itertools import accumulate, count
 import mlx.core as mx
 import pytest
 from support import random_sources, tiny
-from support.lossless import Scripted, plain
+from support.lossless import Scripted, plain, texts
 
 from mlx_spec.decode.running import RunningSequence
 from mlx_spec.decode.scheduler import Batch
@@ -131,7 +131,7 @@ def assert_texts_alone(
             return super().prefill(tokens, sizes)
 
     batch = Batch(lambda: Counted(model, needs), most, clock=lambda: next(times))
-    texts: dict[int, list[int]] = {}
+    said: dict[int, list[int]] = {}
     truths: dict[int, list[int]] = {}
     drafters, together, own = list[Mixed](), set[int](), 0
 
@@ -145,7 +145,7 @@ def assert_texts_alone(
         )
         parts = (target, [drafters[-1]], policy, sampler, text_prompt(PROMPTS[index]), COUNT, STOP)
         id = batch.add(RunningSequence(*parts), park=draw.random() < 0.5)
-        truths[id], texts[id] = truth, []
+        truths[id], said[id] = truth, []
 
     for i in range(most):
         add(ALIKE[i % len(ALIKE)])
@@ -154,12 +154,12 @@ def assert_texts_alone(
             for _ in range(draw.choice([1, 1, 3])):
                 add(draw.randrange(len(PROMPTS)))
         if step < steps and draw.random() < 0.05:
-            batch.remove(draw.choice(list(texts)))
+            batch.remove(draw.choice(list(said)))
         for id, round in batch.step():
             assert isinstance(round, Round), round
-            texts[id] += round.tokens
-            assert texts[id] == truths[id][: len(texts[id])], f"sequence {id} of {len(texts)}"
-            assert (round.finish_reason is not None) == (texts[id] == truths[id])
+            said[id] += round.tokens
+            assert said[id] == truths[id][: len(said[id])], f"sequence {id} of {len(said)}"
+            assert (round.finish_reason is not None) == (said[id] == truths[id])
         together |= set(batch.group_sizes)
         if not len(batch):
             break
@@ -172,7 +172,8 @@ def assert_texts_alone(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_is_that_alone(kind: str) -> None:
-    assert_texts_alone(kind, None, seed=1, most=4, steps=32)
+    steps = 32 if kind == "recurrent_moe" else 16  # until four decode together
+    assert_texts_alone(kind, None, seed=1, most=4, steps=steps)
 
 
 @pytest.mark.parametrize("kind", ["full", "recurrent"])
@@ -183,7 +184,7 @@ def test_one_argmax_chooses_the_tokens_of_all(kind: str) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_text_is_that_alone_with_drafters(name: str) -> None:
     kind = "shared" if name == "gemma4 assistant" else "sliding"
-    assert_texts_alone(kind, SOURCES[name](), seed=3, most=3, steps=14)
+    assert_texts_alone(kind, SOURCES[name](), seed=3, most=3, steps=10)
 
 
 class Failing(TargetBatch):
@@ -194,12 +195,9 @@ class Failing(TargetBatch):
 
 def test_prompts_whose_common_pass_fails_are_read_one_by_one() -> None:
     model, indexes = tiny.model_of("sliding"), ALIKE[:3]
-    batch, texts = Batch(lambda: Failing(model, FeatureSpec()), 3), [list[int]() for _ in indexes]
+    batch = Batch(lambda: Failing(model, FeatureSpec()), 3)
     for index in indexes:
         sampler = SAMPLINGS[0].sampler(len(PROMPTS[index]), 256)
         parts = (LMTarget(model), (), FixedPolicy(0), sampler, text_prompt(PROMPTS[index]), COUNT, STOP)
         batch.add(RunningSequence(*parts))
-    for id, round in batch.run():
-        assert isinstance(round, Round), round
-        texts[id] += round.tokens
-    assert texts == [alone("sliding", index, 0) for index in indexes]
+    assert texts(batch.run()) == {id: alone("sliding", index, 0) for id, index in enumerate(indexes)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from support import tiny
+from support.lossless import texts
 from support.pairs import make_pair, refused, save
 
 from mlx_spec.decode.statistics import Statistics
@@ -36,7 +37,7 @@ def statistics_of(pair: Pair, **options: object) -> Statistics:
 def test_the_class_is_measured_once(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mlx_spec.policy.saved_costs.folder", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = load(half, "none").rows
     assert "measuring what passes of" in capsys.readouterr().err
     assert first.most == MAX_DRAFT_TOKENS + 1 and first.doubt is None
@@ -85,16 +86,20 @@ def test_a_batch_says_when_it_leaves_the_class(shared: int, doubt: str | None) -
     assert max(each.drafted for each in together) == (3 if doubt is None else 8)
 
 
+SEEDED = Sampling(temperature=0.9, seed=5)
+
+
 @pytest.mark.parametrize(
-    ("found", "together"),
+    ("found", "together", "sampling"),
     [
-        (RowClass(base=2, limits=((0, 8),), shared=2), 2),
-        (RowClass(base=2, limits=((0, 8),), shared=12, edges=(30,)), 3),  # they part to cross it one by one
-        (RowClass(base=2, limits=((0, 8),)), 1),
-        (RowClass(doubt="one row a pass"), 1),
+        (RowClass(base=2, limits=((0, 8),), shared=2), 2, GREEDY),
+        # They part to cross it one by one.
+        (RowClass(base=2, limits=((0, 8),), shared=12, edges=(30,)), 3, GREEDY),
+        (RowClass(base=2, limits=((0, 8),), shared=12, edges=(30,)), 3, SEEDED),
+        (RowClass(base=2, limits=((0, 8),)), 1, SEEDED),
+        (RowClass(doubt="one row a pass"), 1, GREEDY),
     ],
 )
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, seed=5)])
 def test_a_batch_never_leaves_the_class_with_exact_on(
     found: RowClass, together: int, sampling: Sampling
 ) -> None:
@@ -108,10 +113,7 @@ def test_a_batch_never_leaves_the_class_with_exact_on(
     assert max(each.batch_size for _, each in rounds) == together
     if found.edges:
         assert min(each.batch_size for _, each in rounds[:-6]) == 1
-    texts: list[list[int]] = [[], [], []]
-    for index, each in rounds:
-        texts[index] += each.tokens
-    assert texts == alone
+    assert texts(rounds) == dict(enumerate(alone))
 
 
 @pytest.mark.parametrize(

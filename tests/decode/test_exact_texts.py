@@ -85,7 +85,7 @@ def test_no_bit_differs_with_the_kernels_of_a_chip(
     pair = pair_of(build)
     with kernels(chip):
         pair.rows = RowClass(base, ((0, 8),), 12, edges=(1024,))  # as test_row_class.py measures it
-        found = ways(pair, sampling, tokens, 20, 3 if tokens > 1000 else None)
+        found = ways(pair, sampling, tokens, 12, 3 if tokens > 1000 else None)
     assert [each for each in found if not each.is_equal] == []
     assert len(found) == (3 if tokens > 1000 else 8)
 
@@ -95,7 +95,7 @@ def test_bits_differ_without_row_classes() -> None:
     pair = pair_of(full)
     with kernels(M3):
         pair.rows = RowClass()
-        found = ways(pair, GREEDY, 40, 30, 4)
+        found = ways(pair, GREEDY, 40, 20, 4)
     assert not all(each.is_equal for each in found)
 
 
@@ -104,4 +104,4 @@ def test_no_bit_differs_on_a_cpu(dtype: mx.Dtype) -> None:
     """MLX's CPU kernels round a row alike in every pass. A difference would be our fault."""
     pair = pair_of(sliding, dtype, None)
     pair.rows = RowClass()
-    assert [each for each in ways(pair, SEEDED, 60, 20) if not each.is_equal] == []
+    assert [each for each in ways(pair, SEEDED, 60, 12) if not each.is_equal] == []

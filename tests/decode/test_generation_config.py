@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support import pairs, seeded_llama
+from support.lossless import texts
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.generation import read_generation_config
@@ -48,10 +49,8 @@ def test_suppressed_tokens_leave_one_argmax_and_hold_in_a_batch_and_with_a_seed(
     pair = opened(tmp_path, right["config"], "lookup")
     sequence = pair.prepare(pair.open(), seeded_llama.PROMPT, max_tokens=40)
     assert sequence.sampler.is_argmax
-    texts: dict[int, list[int]] = {0: [], 1: []}
-    for index, round in pair.generate_batch([seeded_llama.PROMPT] * 2, max_tokens=40):
-        texts[index] += round.tokens
-    assert texts[0] == texts[1] == right["tokens"]
+    together = texts(pair.generate_batch([seeded_llama.PROMPT] * 2, max_tokens=40))
+    assert together == dict.fromkeys(range(2), right["tokens"])
     plain = opened(tmp_path / "plain", right["config"])
     seeded = Sampling(temperature=1.5, seed=3)
     assert text(pair, seeded) == text(plain, seeded)

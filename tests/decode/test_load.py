@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -210,29 +211,68 @@ def test_missing_path(tmp_path: Path) -> None:
     assert f"no config.json in {tmp_path}" in refused(NotFound, tmp_path / "folder")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"model_type": "llama"', "config.json is not valid JSON"),
-        (
-            '{"model_type": "llama", "model_file": "own.py"}',
-            "needs its own code (own.py), which is never run",
-        ),
-        ('{"model_type": "nothing_known"}', "is of model_type nothing_known, which mlx-lm does not support"),
-        ('{"model_type": "new", "auto_map": {}}', "not support, and the code it brings is never run"),
-        ('{"model_type": "llama"}', "cannot be loaded as llama: "),
-        ('{"model_type": "olmo"}', "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
-        ('{"model_type": "llama", "text_config": []}', "has a text_config that is not an object"),
-        ('{"model_type": "llama", "max_position_embeddings": -5}', "has max_position_embeddings -5"),
-        (
-            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
-            "has 1000000000 layers, its weights are",
-        ),
-    ],
-)
-def test_config(target: Path, content: str, message: str) -> None:
-    (target / "config.json").write_text(content, encoding="latin-1")
-    assert message in refused(BadCheckpoint, target)
+Damage = Callable[[Path], object]
+NOT_NUMBERS = "the logits of this target are not numbers: its weights"
+UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
+
+
+def written(config: str) -> Damage:
+    return lambda folder: (folder / "config.json").write_text(config, encoding="latin-1")
+
+
+def renamed(name: str) -> Damage:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def edited(edit: Callable[[dict[str, mx.array]], object]) -> Damage:
+    return lambda folder: edit_tensors(folder, edit)
+
+
+def fails(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(rope_traditional="perhaps"))
+
+
+DAMAGED: list[tuple[Damage, str]] = [
+    (written('{"model_type": "llama"'), "config.json is not valid JSON"),
+    (
+        written('{"model_type": "llama", "model_file": "own.py"}'),
+        "needs its own code (own.py), which is never",
+    ),
+    (written('{"model_type": "nothing_known"}'), "model_type nothing_known, which mlx-lm does not support"),
+    (written('{"model_type": "new", "auto_map": {}}'), "not support, and the code it brings is never run"),
+    (written('{"model_type": "llama"}'), "cannot be loaded as llama: "),
+    (written('{"model_type": "olmo"}'), "cannot be loaded as olmo: "),  # importing mlx-lm's file for it exits
+    (written('{"model_type": "llama", "text_config": []}'), "has a text_config that is not an object"),
+    (written('{"model_type": "llama", "max_position_embeddings": -5}'), "has max_position_embeddings -5"),
+    (
+        written('{"model_type": "llama", "num_hidden_layers": 1000000000}'),
+        "has 1000000000 layers, its weights",
+    ),
+    (fails, "fails in its first pass as llama: "),
+    *(
+        (renamed(name), f"holds {name} but no model*.safetensors, and nothing else is read")
+        for name in ("pytorch_model.bin", "model.pt", "consolidated.safetensors")
+    ),
+    (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+    (edited(lambda tensors: tensors.pop(UP)), f"as llama: it lacks {UP}: get a copy"),
+    (edited(lambda tensors: tensors.update({UP: mx.zeros((2, 2))})), UP),
+    (
+        edited(lambda tensors: tensors.update({"extra": mx.zeros(1)})),
+        "mlx-lm does not know extra: get a copy",
+    ),
+    # All comparisons with logits that are not numbers passed, and every token was the first one.
+    (edited(lambda tensors: tensors.update({NORM: tensors[NORM] * math.nan})), NOT_NUMBERS),
+    (edited(lambda tensors: tensors.update({NORM: tensors[NORM] * math.inf})), NOT_NUMBERS),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGED)
+def test_a_damaged_target(target: Path, damage: Damage, words: str) -> None:
+    damage(target)
+    assert words in refused(BadCheckpoint, target)
+    if damage is fails:
+        assert words in refused(BadCheckpoint, target, "none")
+        assert "as llama with kv_bits 8: " in refused(BadCheckpoint, target, kv_bits=8)
 
 
 @pytest.mark.parametrize("layers", [{"num_hidden_layers": 0}, {"num_hidden_layers": 99}])
@@ -241,22 +281,6 @@ def test_layers_that_are_not_there(golden: Path, tmp_path: Path, layers: dict) -
     shutil.copytree(golden / "e2b" / "target", folder)
     edit_config(folder, lambda config: config["text_config"].update(layers))
     assert "cannot be loaded as gemma4: " in refused(BadCheckpoint, folder)
-
-
-@pytest.mark.parametrize("drafter", ["lookup", "none"])
-def test_a_model_that_fails_in_its_first_pass(target: Path, drafter: str) -> None:
-    edit_config(target, lambda config: config.update(rope_traditional="perhaps"))
-    assert "fails in its first pass as llama: " in refused(BadCheckpoint, target, drafter)
-    assert "as llama with kv_bits 8: " in refused(BadCheckpoint, target, drafter, kv_bits=8)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.safetensors"])
-def test_other_weights(target: Path, name: str) -> None:
-    (target / "model.safetensors").rename(target / name)
-    said = refused(BadCheckpoint, target)
-    assert f"holds {name} but no model*.safetensors, and nothing else is read" in said
-    (target / name).unlink()
-    assert "holds no weights" in refused(BadCheckpoint, target)
 
 
 @pytest.mark.parametrize(("place", "error"), [("folder", NotFound), ("checkpoint", BadCheckpoint)])
@@ -280,24 +304,6 @@ def test_gguf_beside_other_files(
     else:
         with pytest.raises(NotFound, match=sentence):
             inspect(str(name))
-
-
-def test_tensors_that_do_not_fit(target: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    edit_tensors(target, lambda tensors: tensors.pop(name))
-    assert f"as llama: it lacks {name}: get a copy" in refused(BadCheckpoint, target)
-    edit_tensors(target, lambda tensors: tensors.update({name: mx.zeros((2, 2))}))
-    assert name in refused(BadCheckpoint, target)
-    edit_tensors(target, lambda tensors: tensors.update({"extra.weight": mx.zeros(1)}))
-    assert "mlx-lm does not know extra.weight: get a copy" in refused(BadCheckpoint, target)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_numbers(target: Path, value: float) -> None:
-    """All comparisons with logits that are not numbers passed, and every token was the first one."""
-    name = "model.layers.0.input_layernorm.weight"
-    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name] * value}))
-    assert "the logits of this target are not numbers: its weights" in refused(BadCheckpoint, target)
 
 
 # --- pairs that do not fit

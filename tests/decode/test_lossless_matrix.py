@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.nn as nn
@@ -13,7 +13,7 @@ from support.grammars import byte_text
 from support.lossless import Guided, emitted, first_difference, lengths, plain, rounds
 from support.virtual_clock import CURVES, PLAIN_SECONDS
 
-from mlx_spec.decode.running import PREFILL_STEP
+from mlx_spec.decode.running import PREFILL_STEP, prefill
 from mlx_spec.drafters import DrafterSource
 from mlx_spec.drafters.lookup import Lookup
 from mlx_spec.drafters.per_request import Prediction
@@ -21,6 +21,7 @@ from mlx_spec.drafters.retokenized import Retokenized
 from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.policy import AdaptivePolicies, FixedPolicy
+from mlx_spec.prompt import text_prompt
 from mlx_spec.types import Drafter, DraftLengthPolicy, FeatureSpec
 
 PROMPT, COUNT = tiny.prompt(20), 20  # the window of sliding caches is 16
@@ -69,7 +70,7 @@ def policy_of(length: int | str) -> DraftLengthPolicy:
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_the_text_is_that_of_plain_decoding(
-    name: str, kind: str, published: dict[str, DrafterSource], monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, published: dict[str, DrafterSource]
 ) -> None:
     """The second turn goes on in the same caches, with another policy; its prompt comes in pieces.
 
@@ -90,7 +91,7 @@ def test_the_text_is_that_of_plain_decoding(
     guided, index = Guided(drafter), PAIRS.index((name, kind))
     for turn, (step, (prompt, answer)) in enumerate(zip((PREFILL_STEP, 7), turns, strict=True)):
         length = 4 if turn == index // 2 % 2 else VARYING[index % 2]
-        monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", step)
+        list(prefill(target, [guided], text_prompt(prompt), partial(int, step)))
         guided.truth = [*prompt, *answer]
         done = rounds(target, guided, policy_of(length), prompt, len(answer))
         assert emitted(done) == answer, f"{length}: {first_difference(emitted(done), answer)}"

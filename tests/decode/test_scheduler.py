@@ -12,7 +12,7 @@ from support import tiny
 from support.lossless import plain
 from support.shared_caches import hooked
 
-from mlx_spec.decode.running import RunningSequence
+from mlx_spec.decode.running import PREFILL_STEP, RunningSequence
 from mlx_spec.decode.scheduler import Batch, Entry
 from mlx_spec.errors import InvalidValue
 from mlx_spec.model.target import LMTarget
@@ -127,8 +127,7 @@ def test_an_entry_that_fails_ends_alone(hook: str) -> None:
     assert entries.texts == {"a": text(), "c": text()}
 
 
-def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
+def test_progress_is_reported_and_may_add_and_remove_entries() -> None:
     entries = Entries(4)
 
     def progress(name: str, seconds: float) -> None:
@@ -137,7 +136,7 @@ def test_progress_is_reported_and_may_add_and_remove_entries(monkeypatch: pytest
             entries.add("b", 1)
             entries.batch.remove(next(iter(entries.names)))
 
-    entries.add("a", 40, on_progress=partial(progress, "a"))
+    entries.add("a", 2 * PREFILL_STEP + 9, on_progress=partial(progress, "a"))
     entries.run()
     assert len(entries.seconds["a"]) == 3 and entries.seconds["b"] == [0.0]  # nothing was to be read
     assert entries.texts == {"b": text(1)}

@@ -14,7 +14,6 @@ from support.spans import golden as unread
 
 from mlx_spec.decode.loop import decode
 from mlx_spec.decode.running import PREFILL_STEP, RunningSequence, prefill
-from mlx_spec.errors import InvalidValue, NoVision
 from mlx_spec.model.target import LMTarget
 from mlx_spec.pair import Pair
 from mlx_spec.prompt import LazyRows, Prompt, text_prompt
@@ -258,27 +257,3 @@ def test_a_picture_that_is_dropped_between_layers_leaves_nothing(variant: str) -
     list(prefill(target, (), wanted.prompt, lambda: 8))
     row = target.verify(mx.array(wanted.prompt[-1:]))[0]
     assert float(mx.abs(row - wanted.logits).max()) < TOLERANCE
-
-
-# --- refusals
-
-
-def test_a_target_without_a_tower_says_why() -> None:
-    reason = NoVision("it is a text model")
-    pair, prompt = pair_of("31b", vision=reason), golden("31b", "one.0").prompt
-    for attempt in (
-        lambda: pair.generate(prompt, max_tokens=3),
-        lambda: pair.session().stream([{"type": "image", "image": file("a")}], max_tokens=3),
-        lambda: pair.vision,
-    ):
-        with pytest.raises(NoVision, match="this target reads no pictures: it is a text model"):
-            attempt()
-    assert pair.session().stream([{"type": "text", "text": "one"}], max_tokens=3)
-
-
-def test_a_prompt_that_ends_with_a_picture_is_refused() -> None:
-    pair, prompt = pair_of("31b"), golden("31b", "one.0").prompt
-    with pytest.raises(InvalidValue, match="ends with a picture: let text follow it"):
-        pair.generate(Prompt(prompt[: prompt.spans[0].end], prompt.spans), max_tokens=3)
-    with pytest.raises(InvalidValue, match="a part of a message must be"):
-        pair.session().stream([{"type": "image", "image": "a.png"}], max_tokens=3)

@@ -38,6 +38,15 @@ def normalised(weights: Array) -> Array:
     return np.asarray(weights / weights.sum(-1, keepdims=True))
 
 
+def without_replacement(q: Array, earlier: list[int]) -> Array:
+    """Return the distribution without the earlier guesses; if nothing is left, any other token."""
+    left = q.copy()
+    left[earlier] = 0
+    free = np.ones_like(q)
+    free[earlier] = 0
+    return normalised(left if left.sum() > 1e-6 else free)
+
+
 def trees(kind: str, V: int, K: int, seed: int) -> tuple[Levels, Levels]:
     """Return the distributions p, of depth K + 1, and q, of depth K."""
     rng = np.random.default_rng([KINDS.index(kind), V, K, seed])

@@ -96,6 +96,8 @@ def reference(sampling: Sampling, row: np.ndarray, history: Sequence[int], promp
         row[t] -= sampling.presence_penalty + sampling.frequency_penalty * generated.count(t)
     for t, bias in (sampling.logit_bias or {}).items():
         row[t] += bias
+    if len(generated) < sampling.min_tokens:
+        row[[t for t in sampling.late_tokens if t < len(row)]] = -np.inf
     p = np.exp((row - row.max()) / sampling.temperature)
     order = np.lexsort((np.arange(len(row)), -row))  # by score, then by id
     if sampling.top_k:

@@ -150,6 +150,15 @@ def emitted(done: Iterable[Round]) -> list[int]:
     return [token for round in done for token in round.tokens]
 
 
+def texts(results: Iterable[tuple[int, Round | Exception]]) -> dict[int, list[int]]:
+    """Return the tokens of each sequence of a batch, none of which may fail."""
+    found: dict[int, list[int]] = {}
+    for id, result in results:
+        assert isinstance(result, Round), result
+        found.setdefault(id, []).extend(result.tokens)
+    return found
+
+
 def plain(
     model: nn.Module,
     prompt: list[int],
