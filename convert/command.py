@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.cli.command import program
@@ -17,6 +17,9 @@ from mlx_spec.device import require_backend
 from mlx_spec.errors import SpecError
 
 from .options import ConversionOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from .selftest import SelfTestEffort
 
 
 @contextmanager
@@ -38,13 +41,13 @@ def long_run(out: Path, interrupted: str) -> Iterator[StageProgress]:
         progress.end()
 
 
-def run_conversion(options: ConversionOptions) -> int:
+def run_conversion(options: ConversionOptions, effort: SelfTestEffort | None = None) -> int:
     """Convert a pair, and print the figures of the self-test. Return the exit status."""
     require_backend()
     from .convert import convert
 
     with long_run(options.out, "interrupted, nothing was written") as progress:
-        manifest = convert(options, progress)
+        manifest = convert(options, progress, effort)
     print(
         "\n".join(
             [

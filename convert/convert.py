@@ -28,11 +28,13 @@ from .plan import (
     open_source,
     parse_quantization,
 )
-from .selftest import self_test
+from .selftest import SelfTestEffort, self_test
 from .write import write_manifest, write_pair
 
 
-def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, Any]:
+def convert(
+    options: ConversionOptions, progress: StageProgress, effort: SelfTestEffort | None = None
+) -> dict[str, Any]:
     """Convert a pair into the new folder `options.out`. Return the content of its pair.json.
 
     Raises SpecError, in one line, for a problem of the input, and OSError for a problem of the disk.
@@ -45,7 +47,7 @@ def convert(options: ConversionOptions, progress: StageProgress) -> dict[str, An
             drafter = read_checkpoint(folder / DRAFTER)
             open_drafter(drafter, pair[DRAFTER].config, plan.target.checkpoint.config)
         skipped = {"result": "not run", "why": "--no-self-test"}
-        test = skipped if options.skip_test else self_test(plan, progress)
+        test = skipped if options.skip_test else self_test(plan, progress, effort)
         progress.end()
         return write_manifest(folder, parts, options.dtype, test)
 

@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_spec.apps.selftest import QUICK
+from mlx_spec.apps.selftest import QUICK, Effort
 from mlx_spec.apps.selftest import self_test as lossless_test
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
 from mlx_spec.checkpoint.files import LOADING_ERRORS, human_bytes, one_line, shortened
@@ -45,12 +45,7 @@ from .plan import DRAFTER, TARGET, Conversion, ConversionPlan
 from .write import write_folder
 
 Floats = NDArray[np.float32]
-TEXT_LENGTH = 64  # tokens of each text
-
-MAX_PERPLEXITY_RATIO = 2.0  # of the converted target to the original
-
 K = 3  # draft tokens
-GENERATED = 48  # tokens after each prompt
 UNQUANTIZED = ".unquantized"  # folder of the drafter in our form without quantization, during the test
 
 
@@ -58,14 +53,29 @@ class SelfTestFailed(SpecError):
     """A converted pair that differs from its source."""
 
 
-def self_test(plan: ConversionPlan, progress: StageProgress) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SelfTestEffort:
+    """How much a self-test reads and writes, and what it tolerates."""
+
+    text_length: int = 64  # tokens of each text
+    prompts: Sequence[str] = tuple(PROMPTS)
+    questions: Sequence[str] = tuple(QUESTIONS)  # for a tokenizer with a chat template
+    generated: int = 48  # tokens after each prompt
+    comparison: Effort = QUICK  # of texts with drafts to plain ones
+    max_perplexity_ratio: float = 2.0  # of the converted target to the original
+
+
+def self_test(
+    plan: ConversionPlan, progress: StageProgress, effort: SelfTestEffort | None = None
+) -> dict[str, Any]:
     """Run all checks that apply. Return the figures for pair.json. Raises SelfTestFailed."""
+    effort = effort or SelfTestEffort()
     written = {role: read_checkpoint(plan.folder / role) for role in plan.conversions}
     original = None if plan.drafter is None else _original_drafter(plan, written[DRAFTER], progress)
     figures: dict[str, Any] = {"result": "passed", "tensors": _check_tensors(plan, written, progress)}
-    figures |= _check_target(plan, written[TARGET], progress)
+    figures |= _check_target(plan, written[TARGET], progress, effort)
     if original is not None:
-        figures |= _check_drafter(plan, written[DRAFTER], original, progress)
+        figures |= _check_drafter(plan, written[DRAFTER], original, progress, effort)
     shutil.rmtree(plan.folder / UNQUANTIZED, ignore_errors=True)
     return figures
 
@@ -97,9 +107,11 @@ def _check_tensors(
     return figures
 
 
-def _check_target(plan: ConversionPlan, written: Checkpoint, progress: StageProgress) -> dict[str, Any]:
+def _check_target(
+    plan: ConversionPlan, written: Checkpoint, progress: StageProgress, effort: SelfTestEffort
+) -> dict[str, Any]:
     source, dtype, reference = plan.target.checkpoint, plan.target.dtype, _reference_dtype(plan.target)
-    tokens = texts(source)
+    tokens = texts(source, effort.text_length)
     progress.stage("computing the original on built-in texts")
     original, expected = measure(source, reference, tokens)
     progress.stage("computing the converted target on the same texts")
@@ -115,7 +127,7 @@ def _check_target(plan: ConversionPlan, written: Checkpoint, progress: StageProg
             f"deviations, {tolerance:g} are tolerated: nothing was written; please report this"
         )
     ratio = converted / original
-    if not (math.isfinite(ratio) and ratio <= MAX_PERPLEXITY_RATIO):
+    if not (math.isfinite(ratio) and ratio <= effort.max_perplexity_ratio):
         raise SelfTestFailed(
             f"the perplexity of the converted target is {converted:.4g}, the original's is {original:.4g}: "
             "use more bits, smaller groups or another --dtype, or --no-self-test to have it nevertheless"
@@ -221,18 +233,18 @@ def load_lazily(checkpoint: Checkpoint, dtype: mx.Dtype | None) -> nn.Module:
     return model
 
 
-def texts(checkpoint: Checkpoint) -> mx.array:
-    """Return the built-in texts [B, S], cut to one length."""
+def texts(checkpoint: Checkpoint, most: int) -> mx.array:
+    """Return the built-in texts [B, S], cut to one length of at most `most` tokens."""
     tokenizer = read_tokenizer(checkpoint)
     encoded = [tokenizer.prompt_tokens(string) for string in TEXTS]
-    length = min(TEXT_LENGTH, *(len(tokens) for tokens in encoded))
+    length = min(most, *(len(tokens) for tokens in encoded))
     return mx.array([tokens[:length] for tokens in encoded])
 
 
-def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+def prompts(tokenizer: Tokenizer, effort: SelfTestEffort) -> list[list[int]]:
     """Return the tokens of the built-in prompts; with a chat template also of the questions."""
-    result = [tokenizer.prompt_tokens(string) for string in PROMPTS]
-    for question in QUESTIONS if tokenizer.chats else ():
+    result = [tokenizer.prompt_tokens(string) for string in effort.prompts]
+    for question in effort.questions if tokenizer.chats else ():
         with contextlib.suppress(InvalidValue):  # a template may need more than a question
             result.append(tokenizer.prompt([{"role": "user", "content": question}]))
     return result
@@ -276,17 +288,21 @@ class DraftedTexts:
 
 
 def _check_drafter(
-    plan: ConversionPlan, written: Checkpoint, original: Checkpoint, progress: StageProgress
+    plan: ConversionPlan,
+    written: Checkpoint,
+    original: Checkpoint,
+    progress: StageProgress,
+    effort: SelfTestEffort,
 ) -> dict[str, Any]:
     """Check the acceptance, and that the text does not change. Return figures. Raises SelfTestFailed."""
     progress.stage("drafting with the converted pair")
     target = plan.target.checkpoint
     pair = load(plan.folder / TARGET, written.folder, num_draft_tokens=K)
     info, tokenizer, policies = pair.info, pair.tokenizer, pair.policies
-    built_in = prompts(tokenizer)
-    ours = draft(pair, built_in)
-    other = _with_rope_of_target(pair, written, target.config, built_in)
-    lossless = _check_lossless(pair, target_shape(target.config).window, progress)
+    built_in = prompts(tokenizer, effort)
+    ours = draft(pair, built_in, effort.generated)
+    other = _with_rope_of_target(pair, written, target.config, built_in, effort.generated)
+    lossless = _check_lossless(pair, target_shape(target.config).window, effort.comparison, progress)
     del pair
     gc.collect()
     before, why_not = None, _why_not_before(plan)
@@ -294,7 +310,7 @@ def _check_drafter(
         progress.stage("drafting with the original pair")
         model = load_lazily(target, _reference_dtype(plan.target))
         source = open_drafter(original, original.config, target.config)
-        before = draft(Pair(info, tokenizer, model, [source], policies), built_in)
+        before = draft(Pair(info, tokenizer, model, [source], policies), built_in, effort.generated)
         del model, source
         gc.collect()
     tokens = Counter(token for continuation in ours.tokens for token in continuation)
@@ -304,7 +320,8 @@ def _check_drafter(
     if ours.first < floor:
         raise SelfTestFailed(
             f"the target accepts {ours.first:.0%} of the drafter's first tokens, {floor:.0%} are expected: "
-            f"{_cause(plan, original, floor, before, built_in)} (--no-self-test converts it nevertheless)"
+            f"{_cause(plan, original, floor, before, built_in, effort.generated)} "
+            "(--no-self-test converts it nevertheless)"
         )
     figures: dict[str, Any] = {"positions": ours.positions, "first": ours.first, "length": ours.length}
     if before is not None:
@@ -316,9 +333,11 @@ def _check_drafter(
     return {"acceptance": figures, "lossless": lossless}
 
 
-def _check_lossless(pair: Pair, window: int | None, progress: StageProgress) -> dict[str, int]:
+def _check_lossless(
+    pair: Pair, window: int | None, effort: Effort, progress: StageProgress
+) -> dict[str, int]:
     """Compare texts with drafts to plain texts, as the doctor does. Raises SelfTestFailed."""
-    test = lossless_test(pair, window, QUICK, progress)
+    test = lossless_test(pair, window, effort, progress)
     if test.comparisons and not test.passed:
         raise SelfTestFailed(f"{test.verdict}: nothing was written; please report this")
     prompts = len({comparison.prompt for comparison in test.comparisons})
@@ -327,7 +346,11 @@ def _check_lossless(pair: Pair, window: int | None, progress: StageProgress) -> 
 
 
 def _with_rope_of_target(
-    pair: Pair, drafter: Checkpoint, target: Mapping[str, Any], prompts: list[list[int]]
+    pair: Pair,
+    drafter: Checkpoint,
+    target: Mapping[str, Any],
+    prompts: list[list[int]],
+    generated: int,
 ) -> DraftedTexts | None:
     """Return what a drafter with a rotary embedding of its own drafts with the target's; else None.
 
@@ -338,7 +361,7 @@ def _with_rope_of_target(
         return None
     changed = {**config, KEY: {**config[KEY], "rope": "target"}}
     source = open_drafter(drafter, changed, target)
-    return draft(pair.with_drafters([source], pair.policies), prompts)
+    return draft(pair.with_drafters([source], pair.policies), prompts, generated)
 
 
 def _why_not_before(plan: ConversionPlan) -> str | None:
@@ -355,9 +378,11 @@ def _cause(
     floor: float,
     before: DraftedTexts | None,
     prompts: list[list[int]],
+    generated: int,
 ) -> str:
     """Return the likely cause of an acceptance below `floor`."""
-    precise = draft(load(plan.folder / TARGET, original.folder, num_draft_tokens=K), prompts)
+    pair = load(plan.folder / TARGET, original.folder, num_draft_tokens=K)
+    precise = draft(pair, prompts, generated)
     if precise.first >= floor:
         return f"quantizing the drafter cost it, {precise.first:.0%} without: use --drafter-bits 8 or none"
     if before is not None and before.first >= floor:
@@ -365,10 +390,10 @@ def _cause(
     return "likely the drafter of another target or version of it, or weights damaged by a conversion"
 
 
-def draft(pair: Pair, prompts: Sequence[list[int]]) -> DraftedTexts:
-    """Continue prompts greedily with K draft tokens a round."""
+def draft(pair: Pair, prompts: Sequence[list[int]], generated: int) -> DraftedTexts:
+    """Continue prompts greedily by `generated` tokens, with K draft tokens a round."""
     fixed = pair.with_policies(FixedPolicy(K))  # the policy of a loaded pair also decodes plain rounds
-    answers = [list(fixed.generate(prompt, max_tokens=GENERATED)) for prompt in prompts]
+    answers = [list(fixed.generate(prompt, max_tokens=generated)) for prompt in prompts]
     rounds = [round for answer in answers for round in answer if round.drafted]
     whole = [round.accepted for round in rounds if round.drafted == K]
     return DraftedTexts(

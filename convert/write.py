@@ -103,14 +103,16 @@ def _side_files(folder: Path) -> list[Path]:
     return sorted(f for f in files if not any(f.match(pattern) for pattern in left))
 
 
-def write_tensors(folder: Path, tensors: dict[str, mx.array], progress: StageProgress) -> None:
-    """Write `tensors` in files of at most 5 GiB with an index. Empties `tensors`.
+def write_tensors(
+    folder: Path, tensors: dict[str, mx.array], progress: StageProgress, file_gb: int = 5
+) -> None:
+    """Write `tensors` in files of at most `file_gb` GiB with an index. Empties `tensors`.
 
     Each tensor is computed when it is written and then freed, if the caller has no other reference to it or
     its inputs. Raises OSError, and BadCheckpoint for a source that cannot be read.
     """
     total = _size(tensors)
-    shards = make_shards(tensors)
+    shards = make_shards(tensors, file_gb)
     tensors.clear()
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import mlx.core as mx
 import pytest
@@ -42,10 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
     use_device()
 
 
-def pytest_collection_finish() -> None:
-    # A full collection, of which self-tests ask for three, walks what tests make, not all modules and tests.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and never walk them and the tests afterwards."""
+    gc.disable()
+    found = yield
+    gc.enable()
     gc.collect()
     gc.freeze()
+    return found
 
 
 @pytest.fixture(autouse=True)

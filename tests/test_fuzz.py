@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import mlx.core as mx
 import pytest
 from support import pairs, tiny
 from support.checkpoints import edit_config
+from support.refusals import refusal
 
 from mlx_spec.apps.server.protocols.stored_responses import ResponseStore
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
@@ -25,7 +25,6 @@ from mlx_spec.grammar.json_schema import enforced
 from mlx_spec.hub.inspect import inspect_stored
 from mlx_spec.model.read import read_model
 from mlx_spec.tokenizer import read_tokenizer
-from mlx_spec.tokenizer.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,7 +61,8 @@ def dead():
 def moved(): assert False, "it is read"
 limits = {long: {"cpu_seconds": 0}, large: {"megabytes": 100}}
 for read in (wrong, long, large, dead, moved, int):
-    tried = fuzz("x", reader(read, **limits.get(read, {})), count=2)
+    count = 1 if read is long else 2  # each takes two seconds
+    tried = fuzz("x", reader(read, **limits.get(read, {})), count=count)
     print(tried.inputs, *tried.findings, sep="|")
 """
 
@@ -75,28 +75,16 @@ def test_faults_are_found() -> None:
     )
     lines = [line for line in done.stdout.splitlines() if line]
     words = ("KeyError in wrong", "too much CPU", "it took", "SIGSEGV", "it is read", "")
-    assert len(lines) == len(words), done.stdout
+    assert [line[0] for line in lines] == ["2", "1", *"2222"], done.stdout
     for line, word in zip(lines, words, strict=True):
-        assert line.startswith("2") and word in line and bool(word) == ("|x 0 0: " in line), line
+        assert word in line and bool(word) == ("|x 0 0: " in line), line
 
 
 # --- findings
 
 
 def checkpoint(folder: Path) -> Path:
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "head_dim": 8,
-        "num_hidden_layers": 1,
-    }
-    return pairs.save(tiny.full(**sizes), folder)
-
-
-def refuse(error: type[Exception], read: Callable[[], object]) -> None:
-    with pytest.raises(error) as caught:
-        read()
-    assert "\n" not in str(caught.value)
+    return pairs.save(tiny.smallest(), folder)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -131,7 +119,7 @@ def test_files_beside_the_tokenizer(name: str, content: object, tmp_path: Path) 
     folder = checkpoint(tmp_path)
     (folder / name).write_text(json.dumps(content))
     if name.startswith("added"):
-        refuse(BadCheckpoint, lambda: read_tokenizer(read_checkpoint(folder)))
+        refusal(BadCheckpoint, lambda: read_tokenizer(read_checkpoint(folder)))
     else:
         assert read_tokenizer(read_checkpoint(folder)).generation.suppressed == frozenset()
 
@@ -141,22 +129,10 @@ def test_errors_are_one_line_whatever_they_quote() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "9" * 5000 + " }}", "{% break %}"]
-)
-def test_templates_that_do_not_compile(source: str) -> None:
-    refuse(BadCheckpoint, lambda: ChatTemplate(source, {}))
-
-
-def test_a_number_beyond_all_floats_in_a_template() -> None:
-    made = ChatTemplate("{{ 1e999 ~ messages }}", {})
-    refuse(InvalidValue, lambda: made.render([], thinking=None))
-
-
-@pytest.mark.parametrize(
     "schema", ["7", "[1]", '{"minItems": 1e999}', '{"dependentRequired": {"z": [[[]]]}}', '{"maximum": NaN}']
 )
 def test_schemas(schema: str) -> None:
-    refuse(InvalidValue, lambda: enforced(schema))
+    refusal(InvalidValue, lambda: enforced(schema))
 
 
 def test_bounds_that_no_float_holds() -> None:
@@ -178,7 +154,7 @@ def test_tensors_whose_names_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     mx.save_safetensors(str(file), {"abc": mx.zeros(3)})
     file.write_bytes(file.read_bytes().replace(b'"abc"', b'"\xed\xa0\x80"'))
-    refuse(BadCheckpoint, Checkpoint(tmp_path).tensors)
+    refusal(BadCheckpoint, Checkpoint(tmp_path).tensors)
 
 
 def test_a_token_beyond_31_bits(tmp_path: Path) -> None:
@@ -195,7 +171,7 @@ def test_recorded_answers(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     for metadata in ({}, {"kind": "x", "greedy": "True"}):
         mx.save_safetensors(str(file), {"hidden": mx.zeros(3)}, metadata)
-        refuse(BadCheckpoint, lambda: read_answer(file))
+        refusal(BadCheckpoint, lambda: read_answer(file))
     content = file.read_bytes().replace(b'"kind":"x"', b'"kind":"\xff"')
     file.write_bytes(content)
-    refuse(BadCheckpoint, lambda: read_answer(file))
+    refusal(BadCheckpoint, lambda: read_answer(file))

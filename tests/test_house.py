@@ -6,6 +6,7 @@ Each rule is a function of the sources that yields "place: problem".
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -169,13 +170,13 @@ class Source:
         return {name.removeprefix("mlx_spec").removeprefix(".") for name in ours} - {self.module}
 
 
-def read_sources() -> list[Source]:
-    """Return every Python file of the packages once; symlinks are not followed."""
+@pytest.fixture(scope="module")
+def sources() -> Iterator[list[Source]]:
+    """Every Python file of the packages once; symlinks are not followed."""
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return [Source(p.relative_to(ROOT).as_posix(), p.read_text()) for p in paths if p.resolve() == p]
-
-
-SOURCES = read_sources()
+    gc.disable()  # trees are a million objects, and a collection walks all that were made so far
+    yield [Source(p.relative_to(ROOT).as_posix(), p.read_text()) for p in paths if p.resolve() == p]
+    gc.enable()
 
 
 # --- rules of one file
@@ -281,8 +282,8 @@ FILE_RULES: tuple[Callable[[Source], Problems], ...] = (
 
 
 @pytest.mark.parametrize("rule", FILE_RULES, ids=lambda rule: rule.__name__)
-def test_every_file_keeps_the_rule(rule: Callable[[Source], Problems]) -> None:
-    problems = [problem for source in SOURCES for problem in rule(source)]
+def test_every_file_keeps_the_rule(rule: Callable[[Source], Problems], sources: list[Source]) -> None:
+    problems = [problem for source in sources for problem in rule(source)]
     assert not problems, "\n".join(["", *problems])
 
 
@@ -386,14 +387,16 @@ HOUSE_RULES: tuple[Callable[[Sequence[Source]], Problems], ...] = (
 
 
 @pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_the_rule(rule: Callable[[Sequence[Source]], Problems]) -> None:
-    problems = list(rule(SOURCES))
+def test_the_house_keeps_the_rule(
+    rule: Callable[[Sequence[Source]], Problems], sources: list[Source]
+) -> None:
+    problems = list(rule(sources))
     assert not problems, "\n".join(["", *problems])
 
 
-def test_imports_go_in_no_circle() -> None:
-    modules = frozenset(source.module for source in SOURCES)
-    graph = {source.module: source.imports(modules) for source in SOURCES}
+def test_imports_go_in_no_circle(sources: list[Source]) -> None:
+    modules = frozenset(source.module for source in sources)
+    graph = {source.module: source.imports(modules) for source in sources}
     TopologicalSorter(graph).prepare()  # raises CycleError
     folders = defaultdict(set)
     for module, imported in graph.items():
@@ -408,13 +411,13 @@ def _folder(module: str) -> str:
 
 def test_tests_need_no_file_that_only_linux_has() -> None:
     """macOS has no /dev/full and no /proc, so a test that names one says what it does there."""
+    missing = re.compile(r"/dev/full|/proc/")
     for path in (ROOT / "tests").rglob("*.py"):
-        if path.name not in ("test_house.py", "mac.py"):
-            for node in ast.parse(path.read_text()).body:
-                text = ast.unparse(node)
-                is_guarded = "exists()" in text or "sys.platform" in text
-                names = re.search(r"/dev/full|/proc/", text)
-                assert is_guarded or not names, f"{path}:{node.lineno} needs {names and names[0]}"
+        if path.name not in ("test_house.py", "mac.py") and missing.search(text := path.read_text()):
+            for node in ast.parse(text).body:
+                statement = ast.unparse(node)
+                is_guarded = "exists()" in statement or "sys.platform" in statement
+                assert is_guarded or not missing.search(statement), f"{path}:{node.lineno}"
 
 
 def test_no_test_imports_a_test_or_a_benchmark() -> None:
@@ -440,6 +443,6 @@ def test_the_tests_that_the_security_page_names_are_there() -> None:
     assert not missing, "\n".join(["", *missing])
 
 
-def test_sources_are_found() -> None:
-    assert {"types", "errors", "decode.round", "apps.cli", "convert"} <= {source.module for source in SOURCES}
-    assert not any(s.path.startswith(("mlx_spec/apps", "mlx_spec/convert")) for s in SOURCES)
+def test_sources_are_found(sources: list[Source]) -> None:
+    assert {"types", "errors", "decode.round", "apps.cli", "convert"} <= {source.module for source in sources}
+    assert not any(s.path.startswith(("mlx_spec/apps", "mlx_spec/convert")) for s in sources)

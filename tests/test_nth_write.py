@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import platformdirs
@@ -177,9 +176,7 @@ def test_a_new_folder(tmp_path: Path) -> None:
 
 
 def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
-    model = gguf_files.even(tiny.full(num_hidden_layers=1, **sizes))
-    file = gguf_files.write(tmp_path / "m.gguf", model, "llama")
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.even(tiny.smallest(32)), "llama")
     home = [tmp_path]
     monkeypatch.setattr(platformdirs, "user_data_path", lambda name: home[0] / name)
 

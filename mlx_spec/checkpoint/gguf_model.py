@@ -78,16 +78,17 @@ class Architecture:
     complete: Callable[[GGUF, Mapping[str, Any], Config], dict[str, Any]] | None = None
 
 
-def gguf_folder(file: Path, q6k_bits: int | None = None) -> Path:
+def gguf_folder(file: Path, q6k_bits: int | None = None, file_bytes: int = 4 << 30) -> Path:
     """Return the checkpoint of a GGUF file; write it if there is none for the file's present state.
 
     `q6k_bits` 16 keeps tensors of type Q6_K as floats, 8 quantizes them again. None means 8 on a GPU, which
     then reads fewer bytes, and 16 on a CPU, where weights become dense. Raises BadCheckpoint for a file that
-    cannot be read, NoSpace before anything is written.
+    cannot be read, NoSpace before anything is written. A weight file has about `file_bytes`, which are the
+    tensors that memory holds.
     """
     out = gguf_place(file, q6k_bits)
     if not out.is_dir():
-        _write(file, out, q6k_bits)
+        _write(file, out, q6k_bits, file_bytes)
         for stale in out.parent.glob(f"{escape(out.name.rpartition('-')[0])}-*"):
             if stale != out:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -106,7 +107,7 @@ def gguf_place(file: Path, q6k_bits: int | None = None) -> Path:
     return default_folder() / name
 
 
-def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
+def _write(file: Path, out: Path, q6k_bits: int | None, file_bytes: int) -> None:
     """Write the checkpoint of a file. Raises SpecError for all that a file or the disk can cause."""
     try:
         gguf = read_gguf(file)
@@ -129,7 +130,7 @@ def _write(file: Path, out: Path, q6k_bits: int | None) -> None:
                 write_json(target / "tokenizer_config.json", tokenizer_config)
                 write_json(target / "generation_config.json", {"eos_token_id": ends})
                 config |= {"gguf": file.name, "gguf_read": _bytes_read(gguf), "gguf_weights": _weights(gguf)}
-                config |= _write_weights(gguf, architecture, config, names, target, q6k_bits)
+                config |= _write_weights(gguf, architecture, config, names, target, q6k_bits, file_bytes)
                 write_json(target / "config.json", config)
                 test = {"result": "not run", "why": f"read from {file}"}
                 write_json(folder / MANIFEST, {"target": "target", "drafter": None, "self_test": test})
@@ -367,12 +368,9 @@ def _write_weights(
     names: Mapping[str, str],
     folder: Path,
     q6k_bits: int | None,
-    file_bytes: int = 4 << 30,
+    file_bytes: int,
 ) -> dict[str, Any]:
-    """Write all tensors. Return the keys of config.json that describe their types.
-
-    A weight file has about `file_bytes`, which are the tensors that memory holds.
-    """
+    """Write all tensors. Return the keys of config.json that describe their types."""
     import mlx.core as mx
 
     q6k_bits = q6k_bits or (16 if mx.default_device().type == mx.cpu else 8)

@@ -33,6 +33,7 @@ class Gap:
 
     @property
     def roundings(self) -> float:
+        """Return the distance in units of the type."""
         return self.logits / self.rounding
 
     def within(self, allowed: float) -> bool:

@@ -15,7 +15,6 @@ from mlx_spec.checkpoint.headers import INDEX, choose_files, read_headers
 from mlx_spec.checkpoint.quantizers import precision
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.convert.plan import open_source
-from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.inspect import inspect
 
 ONE, ALL = ["a", "b"], ["a", "b", "c", "d"]
@@ -250,35 +249,6 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("settings", "tensor", "name"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, f"{WEIGHT}.absmax", "bitsandbytes"),
-        ({"load_in_8bit": True}, WEIGHT, "bitsandbytes"),
-        (None, f"{WEIGHT}.absmax", "bitsandbytes"),
-        ({"quant_method": "gptq", "bits": 8}, "x.qweight", "to 8 bits by GPTQ"),
-        ({"quant_method": "gptq", "bits": 4}, "x.g_idx", "to 4 bits by GPTQ"),
-        ({"quant_method": "gptq"}, "x.qweight", "GPTQ"),
-        (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "x.weight_packed",
-            "compressed-tensors",
-        ),
-        ({"quant_method": "hqq"}, "x.W_q", "HQQ"),
-        ({"quant_method": "torchao", "quant_type": "int4"}, WEIGHT, "torchao"),
-        ({"quant_method": "fp8"}, WEIGHT, "FP8"),  # without scales
-        ({"quant_method": "some_new_one"}, WEIGHT, "some_new_one"),
-    ],
-)
-def test_quantizers_that_are_refused_by_name(tmp_path: Path, settings: Any, tensor: str, name: str) -> None:
-    config = LLAMA | ({} if settings is None else {"quantization_config": settings})
-    stored = read_checkpoint(sparse.checkpoint(tmp_path, config, {tensor: ("U8", (4, 4))}))
-    with pytest.raises(
-        BadCheckpoint, match=f"is quantized .*{name}, which MLX cannot read: get the model in full"
-    ):
-        stored.check_quantizer()
-
-
-@pytest.mark.parametrize(
     "settings",
     [
         None,
@@ -302,16 +272,3 @@ def test_the_settings_of_modelopt_may_have_their_own_file(tmp_path: Path) -> Non
     assert precision({}, read_checkpoint(stored).config) == "ModelOpt NVFP4"
     (stored / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "awq"}}))
     assert precision({}, read_checkpoint(stored).config) == "AWQ 4-bit"  # config.json counts first
-
-
-def test_an_adapter_names_its_base(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "base_model_name_or_path": "owner/model"}'
-    )
-    for read in (
-        read_checkpoint,
-        lambda folder: open_source(str(folder)),
-        lambda folder: inspect(str(folder)),
-    ):
-        with pytest.raises(NotFound, match="holds a LORA adapter of owner/model, not a model: merge them"):
-            read(tmp_path)

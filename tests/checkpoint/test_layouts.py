@@ -23,7 +23,6 @@ from mlx_spec.checkpoint.memory import memory_need
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.options import ConversionOptions
-from mlx_spec.drafters.draft_model import load_language_model
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.model.read import read_model
 
@@ -381,40 +380,10 @@ def test_fp8_is_dequantized_exactly(settings: Config, end: str, form: str, tmp_p
 # --- draft models that cannot be loaded
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "olmo"}, "as olmo: mlx-lm's file for it needs a package"),
-        ({"model_type": "new", "auto_map": {}}, "the code it brings is never run: use a model of another"),
-        ({"auto_map": {}}, "has no model_type, and the code it brings is never run"),
-    ],
-)
-def test_a_draft_model_that_cannot_be_loaded(config: Config, message: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "drafter", config, {"model.norm.weight": mx.ones(4)})
-    with pytest.raises(BadCheckpoint, match=message):
-        load_language_model(read_checkpoint(folder))
-
-
 # --- what mlx-lm does not read as the checkpoint means it
 
 ERNIE = B | {"model_type": "ernie4_5_moe", "use_bias": False, "moe_num_experts": 3, "moe_k": 2} | OWN
-MINICPM = B | {"model_type": "minicpm3", "dim_model_base": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8}
-MINICPM |= {"qk_rope_head_dim": 8, "kv_lora_rank": 8, "scale_depth": 1.0, "scale_emb": 1.0}
 ROUTER, UNKNOWN = "model.layers.1.mlp.moe_statics.e_score_correction_bias", "model.extra_mtp_block.weight"
-
-
-@pytest.mark.parametrize(
-    ("config", "keys"),
-    [
-        (MINICPM, "rope_scaling"),
-        *((B | {"model_type": kind}, ".*more") for kind in ("minimax", "mimo_v2_flash", "bailing_hybrid")),
-    ],
-    ids=lambda each: each["model_type"] if isinstance(each, dict) else each,
-)
-def test_a_config_that_mlx_lm_does_not_read(config: Config, keys: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "saved", config, {"model.embed_tokens.weight": mx.ones((V, 32))})
-    with pytest.raises(BadCheckpoint, match=f"as {config['model_type']}: config.json lacks {keys}: get a"):
-        read_model(read_checkpoint(folder))
 
 
 def test_a_router_without_its_bias_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

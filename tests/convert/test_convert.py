@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -187,12 +186,11 @@ def test_heads_inside_the_target_are_split_out(kind: str, tmp_path: Path) -> Non
     assert wide == {name for name in written if name.endswith("e_score_correction_bias")} != set()
 
 
-def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_files_of_weights(tmp_path: Path) -> None:
     """They have the names and the index that every reader expects."""
-    monkeypatch.setattr(write, "make_shards", partial(write.make_shards, max_file_size_gb=0))
     tensors = {"b.weight": mx.ones((2, 3)), "a.weight": mx.zeros(4), "c.weight": mx.full((1, 1), 7)}
     expected = {name: array.tolist() for name, array in tensors.items()}
-    write.write_tensors(tmp_path, tensors, StageProgress(io.StringIO()))
+    write.write_tensors(tmp_path, tensors, StageProgress(io.StringIO()), file_gb=0)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     owners = {"a.weight": names[1], "b.weight": names[0], "c.weight": names[2]}

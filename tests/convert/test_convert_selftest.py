@@ -15,16 +15,16 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gemma4 import Model as Gemma4
 from support.checkpoints import edit_config, edit_tensors
-from support.commands import run
-from support.drafting import GOLDEN, shorten
+from support.drafting import GOLDEN, SHORT
 from support.golden_pairs import converted, refusal
 
 import mlx_spec
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.lossless import allowed_roundings, logits_gap
 from mlx_spec.cli.progress import StageProgress
-from mlx_spec.convert import selftest
+from mlx_spec.convert.command import run_conversion
 from mlx_spec.convert.converted import convert_model
+from mlx_spec.convert.options import ConversionOptions
 from mlx_spec.convert.plan import Conversion, ConversionPlan, Quantization, open_source
 from mlx_spec.convert.selftest import SelfTestFailed, compare, self_test
 from mlx_spec.errors import BadCheckpoint
@@ -32,12 +32,6 @@ from mlx_spec.model.caches import Caches
 
 QUIET = StageProgress(io.StringIO())
 PAIR = "12b-trained"
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough to tell a trained drafter from a broken one."""
-    shorten(monkeypatch, 10, selftest.PROMPTS[1:3])
 
 
 def proved(pair: str | Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -71,8 +65,9 @@ def test_target_alone(tmp_path: Path) -> None:
 
 def test_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = GOLDEN / PAIR, tmp_path / "out"
-    asked = ["--drafter", str(folder / "assistant"), "-o", str(out), "--drafter-bits", "8"]
-    assert run("convert", str(folder / "target"), *asked) == 0
+    assistant = str(folder / "assistant")
+    asked = ConversionOptions(str(folder / "target"), out, assistant, drafter_bits="8")
+    assert run_conversion(asked, SHORT) == 0
     found = json.loads((out / "pair.json").read_text())["self_test"]
     target, drafter = found["tensors"]["target"], found["tensors"]["drafter"]
     assert target["quantized"] > 0 and 0.05 < target["error"] < 0.15 and drafter["error"] < 0.02
@@ -98,8 +93,8 @@ def test_a_drafter_with_a_rotary_base_of_its_own_is_measured_with_both(
     trained = GOLDEN / "trained"
     drafter, out = Path(shutil.copytree(trained / "eagle3", tmp_path / "drafter")), tmp_path / "out"
     edit_config(drafter, lambda config: config.update(rope_theta=3.0))
-    asked = ["--drafter", str(drafter), "-o", str(out), "-q", "none"]
-    assert run("convert", str(trained / "llama"), *asked) == 0
+    asked = ConversionOptions(str(trained / "llama"), out, str(drafter), "none")
+    assert run_conversion(asked, SHORT) == 0
     acceptance = json.loads((out / "pair.json").read_text())["self_test"]["acceptance"]
     assert acceptance["first"] < acceptance["first_with_rope_of_target"]
     shown = capsys.readouterr()
@@ -176,16 +171,16 @@ def test_other_logits(tmp_path: Path) -> None:
     converted(PAIR, out, drafter="none", dtype=None)
     edit_config(out / "target", lambda config: config["text_config"].update(sliding_window=4))
     with pytest.raises(SelfTestFailed, match="logits of the converted target differ"):
-        self_test(plan(out), QUIET)
+        self_test(plan(out), QUIET, SHORT)
 
 
-def test_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexity(tmp_path: Path) -> None:
     out = tmp_path / "out"
     ratio = proved(PAIR, out, drafter="none", quantization="8", dtype=None)["perplexity"]["ratio"]
     assert 0.9 < ratio < 1.1
-    monkeypatch.setattr(selftest, "MAX_PERPLEXITY_RATIO", ratio - 0.01)
+    strict = replace(SHORT, max_perplexity_ratio=ratio - 0.01)
     with pytest.raises(SelfTestFailed, match=r"perplexity of the converted target is .* use more bits"):
-        self_test(plan(out, Quantization(8, 64)), QUIET)
+        self_test(plan(out, Quantization(8, 64)), QUIET, strict)
 
 
 def test_text_that_is_not_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,27 +296,6 @@ def test_random_answers_match(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"enum": []}, "nothing matches it, because of #, which"),
-        (
-            of(v={"type": "string", "minLength": 3, "maxLength": 2}),
-            "nothing matches it, because of #/properties/v",
-        ),
-        ({**closed(), "required": ["z"]}, "nothing matches it, because of #/required: 'z' is not among"),
-        (of(next={"$ref": "#"}), "because of #/properties/next, which demands itself without end"),
-        ({"$ref": "#/$defs/none"}, "'#/\\$defs/none' is not within this schema"),
-        ({"type": "integer", "minimum": "1"}, "minimum at #: give a number"),
-        (of(v=5), "the schema at #/properties/v is not one"),
-        ({"const": "\ud83d"}, "half a character"),
-    ],
-)
-def test_what_nothing_matches_is_refused(schema: Any, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message):
-        enforceable(schema)
-
-
-@pytest.mark.parametrize(
     ("schema", "keyword", "place", "left"),
     [
         (of(v={"type": "array", "uniqueItems": True}), "uniqueItems", "#/properties/v", {"v": [1, 1]}),

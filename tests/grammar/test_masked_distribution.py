@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -27,16 +28,14 @@ from mlx_spec.types import Draft, Drafter, Sampler
 
 GENERATIONS = 120
 LETTERS = "abcdef"  # tokens 0 to 5; 6 and 7 end a text
-TEXT = byte_text({6: "<end>", 7: "<stop>"}, size=V, first=ord("a"))
 PATTERN = "[abe][abcd]{2}|d[ad]f|c{3,4}|fa*"
 NARROW = "[cdf]{3}"  # forbids half of what is drafted, so that fewer answers show the mistake
 
 
+@cache
 def sampling_of(pattern: str) -> Sampling:
-    return Sampling(1.0, grammar=compile_grammar("regex", pattern, TEXT, V, seconds=5.0))
-
-
-SAMPLING = sampling_of(PATTERN)
+    text = byte_text({6: "<end>", 7: "<stop>"}, size=V, first=ord("a"))
+    return Sampling(1.0, grammar=compile_grammar("regex", pattern, text, V, seconds=5.0))
 
 
 def masked(target: LMTarget, words: Collection[str], path: tuple[int, ...]) -> np.ndarray:
@@ -83,7 +82,7 @@ def matcher(sampling: Sampling) -> Matcher:
 
 
 def legal(drafter: Drafter) -> Drafter:
-    return GrammarFilter(drafter, matcher(SAMPLING), len(PROMPT))
+    return GrammarFilter(drafter, matcher(sampling_of(PATTERN)), len(PROMPT))
 
 
 class CutDrawn:
@@ -100,17 +99,18 @@ class CutDrawn:
         return Draft(draft.tokens[:keep], draft.probs[:keep])
 
 
-def test_drawn_drafts(expected: np.ndarray) -> None:
-    assert excess(expected, legal(draft_model()), unseeded(SAMPLING)) < 1
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "drawn": lambda: legal(draft_model()),
+    "not drawn": lambda: legal(Lookup(2, 8)),
+    "none": lambda: Scripted([]),
+}
 
 
-@pytest.mark.parametrize("drafter", [legal(Lookup(2, 8)), Scripted([])])
-def test_drafts_that_are_not_drawn_and_no_drafts(expected: np.ndarray, drafter: Drafter) -> None:
-    assert excess(expected, drafter, unseeded(SAMPLING)) < 1
-
-
-def test_seeded_drafts(expected: np.ndarray) -> None:
-    assert excess(expected, legal(draft_model()), seeded(SAMPLING)) < 1
+@pytest.mark.parametrize(("drafter", "noise"), [*((name, unseeded) for name in DRAFTERS), ("drawn", seeded)])
+def test_tokens_follow_the_masked_distribution(
+    drafter: str, noise: Callable[[Sampling], Callable[[int], Sampler]], expected: np.ndarray
+) -> None:
+    assert excess(expected, DRAFTERS[drafter](), noise(sampling_of(PATTERN))) < 1
 
 
 def test_drawn_drafts_cut_by_validity_are_caught() -> None:
@@ -125,5 +125,7 @@ def test_a_missing_grammar_is_caught(expected: np.ndarray) -> None:
 def test_a_draft_ends_with_the_first_forbidden_token() -> None:
     a, b, e, f = (LETTERS.index(letter) for letter in "abef")
     for drafted, kept in (([a, b, b], 3), ([a, b, e, a], 3), ([f, f, a], 2), ([7, a, a], 1)):
-        found = legal(Scripted([*PROMPT, *drafted])).draft(PROMPT, 4, SAMPLING.sampler(len(PROMPT), V))
+        found = legal(Scripted([*PROMPT, *drafted])).draft(
+            PROMPT, 4, sampling_of(PATTERN).sampler(len(PROMPT), V)
+        )
         assert found.tokens.tolist() == drafted[:kept]

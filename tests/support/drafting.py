@@ -11,16 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import pytest
 
 import mlx_spec
 from mlx_spec.apps.selftest import Effort
 from mlx_spec.checkpoint.config import read_checkpoint
 from mlx_spec.cli.progress import StageProgress
-from mlx_spec.convert import selftest
+from mlx_spec.cli.texts import PROMPTS
 from mlx_spec.convert.convert import convert
 from mlx_spec.convert.families import family_of
 from mlx_spec.convert.options import ConversionOptions
+from mlx_spec.convert.selftest import SelfTestEffort
 from mlx_spec.decode.loop import decode
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.target import LMTarget
@@ -125,28 +125,27 @@ QUESTIONS = ("What is the capital of", "The cat sat on", "def fib(n):")
 OTHER = ("What is the capital of Spain?", "Once upon a time")  # what follows the first questions
 
 
+# Short texts, and few and short continuations: enough to tell a trained drafter from a broken one.
+SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(10.0, 1, 8))
+
+
 def converted(
-    target: Path, drafter: Path | str, out: Path, shown: io.StringIO | None = None, **changes: Any
+    target: Path,
+    drafter: Path | str,
+    out: Path,
+    shown: io.StringIO | None = None,
+    effort: SelfTestEffort = SHORT,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Convert a pair, unquantized, in float32 and untested unless changed. Return its manifest."""
     asked = ConversionOptions(str(target), out, str(drafter), "none", None, "none", "float32", True)
-    return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()))
-
-
-def shorten(
-    patch: pytest.MonkeyPatch, generated: int, prompts: Sequence[str], *, seconds: float = 10.0
-) -> None:
-    """Let the self-test of a conversion read short texts and write few and short continuations."""
-    values = {"GENERATED": generated, "TEXT_LENGTH": 16, "PROMPTS": prompts, "QUESTIONS": ()}
-    for name, value in {**values, "QUICK": Effort(seconds, 1, 8)}.items():
-        patch.setattr(selftest, name, value)
+    return convert(replace(asked, **changes), StageProgress(shown or io.StringIO()), effort)
 
 
 def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
-    with pytest.MonkeyPatch.context() as patch:
-        shorten(patch, 8, selftest.PROMPTS[1:4:2], seconds=2.0)
-        return converted(target, drafter, out, skip_test=False)
+    effort = replace(SHORT, prompts=PROMPTS[1:4:2], generated=8, comparison=Effort(2.0, 1, 8))
+    return converted(target, drafter, out, effort=effort, skip_test=False)
 
 
 @cache

@@ -32,62 +32,12 @@ CPU_SECONDS = 5  # of one input; a loaded machine does not count
 MEGABYTES = 400  # that one input may take, besides the libraries
 PAGE = 4096
 
-NUMBERS = (
-    b"-1",
-    b"0",
-    b"1",
-    b"4294967296",
-    b"9223372036854775808",
-    b"-9223372036854775809",
-    b"1e308",
-    b"1e999",
-)
-NUMBERS += (
-    b"NaN",
-    b"-Infinity",
-    b"0.5",
-    b"9" * 30,
-    b"9" * 5000,
-    b"null",
-    b"true",
-    b'"7"',
-    b"[]",
-    b"{}",
-    b"[[1]]",
-)
+NUMBERS = b"-1 0 1 4294967296 9223372036854775808 -9223372036854775809 1e308 1e999 NaN -Infinity 0.5".split()
+NUMBERS += [b"9" * 30, b"9" * 5000, *b'null true "7" [] {} [[1]]'.split()]
 DEEP = 900, 100_000
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    3,
-    2**31,
-    2**63,
-    2**64,
-    -(2**63),
-    10**30,
-    1e308,
-    0.5,
-    -0.5,
-)
-VALUES += (
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "\0",
-    "../../x",
-    "\ud83d",
-    "a" * 70_000,
-    [],
-    {},
-    [[]],
-    [None],
-    [0] * 999,
-)
+VALUES: list[Any] = [None, True, False, 0, -1, 1, 3, *(2**n for n in (31, 63, 64)), -(2**63), 10**30, 1e308]
+VALUES += [0.5, -0.5, float("nan"), float("inf"), "", "x", "\0", "../../x", "\ud83d", "a" * 70_000]
+VALUES += [[], {}, [[]], [None], [0] * 999]
 WORDS = tuple(struct.pack("<Q", n) for n in (0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 5, 64, 10**6))
 
 

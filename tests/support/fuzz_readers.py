@@ -1,6 +1,6 @@
 """All that mlx_spec reads from strangers, for `support/fuzz.py`. Each function makes a reader in a folder.
 
-Models are imported by the functions: a process that has computed with MLX cannot be forked.
+Models are made by the functions: a process that has computed with MLX cannot be forked.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from mlx_spec.prompt import text_prompt
 from mlx_spec.session import Piece
 from mlx_spec.tokenizer import read_tokenizer
 from mlx_spec.vision.pictures import read_picture
+from support import gguf_files, pairs, tiny
 from support.fuzz import Reader, Valid
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, wörld 42"}]
@@ -62,20 +63,24 @@ def _json(value: Any) -> Valid:
 
 def _checkpoint(folder: Path, kind: str = "full") -> None:
     """Write a tiny checkpoint with a tokenizer."""
-    from support import pairs, tiny
-
-    small: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "head_dim": 8,
-        "num_hidden_layers": 1,
-    }
-    model = tiny.full(**small) if kind == "full" else pairs.MODELS[kind]
-    pairs.save(model, folder)
+    pairs.save(tiny.smallest() if kind == "full" else pairs.MODELS[kind], folder)
 
 
 def _valid(folder: Path, *names: str, form: str = "json") -> dict[str, Valid]:
     return {name: Valid((folder / name).read_bytes(), form) for name in names}
+
+
+def _reader(
+    folder: Path, files: Mapping[str, Valid], read: Callable[[Path, bytes], object], *rest: Any, **limits: Any
+) -> Reader:
+    """Return a reader of the files one by one, of which only a damaged one is read."""
+
+    def read_damaged() -> None:
+        for name, valid in files.items():
+            if (data := (folder / name).read_bytes()) != valid.content:
+                read(folder / name, data)
+
+    return Reader(files, read_damaged, *rest, **limits)
 
 
 # --- checkpoints
@@ -102,16 +107,12 @@ def config(folder: Path) -> Reader:
     kinds = ("full", "sliding", "recurrent", "shared")
     for kind in kinds:
         _checkpoint(folder / kind, kind)
-    names = [f"{kind}/config.json" for kind in kinds]
-    contents = {name: (folder / name).read_bytes() for name in names}
 
-    def read() -> None:
-        for name in names:
-            if (folder / name).read_bytes() != contents[name]:
-                inspect_stored(Checkpoint(folder / name.split("/")[0], "x"))
-                read_model(read_checkpoint(folder / name.split("/")[0]), lazy=True)
+    def read(file: Path, data: bytes) -> None:
+        inspect_stored(Checkpoint(file.parent, "x"))
+        read_model(read_checkpoint(file.parent), lazy=True)
 
-    return Reader(_valid(folder, *names), read)
+    return _reader(folder, _valid(folder, *(f"{kind}/config.json" for kind in kinds)), read)
 
 
 def generation(folder: Path) -> Reader:
@@ -146,8 +147,6 @@ def _use_tokenizer(folder: Path) -> None:
 
 def tokenizer(folder: Path) -> Reader:
     """tokenizer.json of three kinds, and the files beside it."""
-    from support import pairs
-
     pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", "H", "e", "l", "o", "▁H", "He", "ll"]
     spaces = FastTokenizer(
         models.BPE(
@@ -176,14 +175,7 @@ def tokenizer(folder: Path) -> Reader:
     files["bytes/tokenizer_config.json"] = _json(stated | {"chat_template": pairs.TEMPLATE})
     files["spaces/special_tokens_map.json"] = _json({"eos_token": role, "additional_special_tokens": ["<a>"]})
     files["spaces/added_tokens.json"] = _json({"<a>": 264, "<b>": 265})
-    contents = {name: valid.content for name, valid in files.items()}
-
-    def read() -> None:
-        for name, content in contents.items():
-            if (folder / name).read_bytes() != content:
-                _use_tokenizer(folder / name.split("/")[0])
-
-    return Reader(files, read)
+    return _reader(folder, files, lambda file, data: _use_tokenizer(file.parent))
 
 
 def sentencepiece(folder: Path) -> Reader:
@@ -269,15 +261,7 @@ def template(folder: Path) -> Reader:
 
 def gguf(folder: Path) -> Reader:
     """A GGUF file, as every `--target` reads it: header, tokenizer, config and weights."""
-    from support import gguf_files, tiny
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "head_dim": 16,
-        "num_hidden_layers": 1,
-    }
-    model = gguf_files.even(tiny.full(**sizes))
+    model = gguf_files.even(tiny.smallest(32))
     made = gguf_files.write(folder / "m.gguf", model, "llama", {"ffn": gguf_files.Quantization.Q8_0})
     os.environ["XDG_DATA_HOME"] = str(folder / "home")
 
@@ -330,7 +314,6 @@ def _described(folder: Path) -> None:
 def cache(folder: Path) -> Reader:
     """Files of `--cache-folder`. One that is not as it was written must not be used."""
     from mlx_spec.apps.server.engine import prefix_files
-    from support import pairs, tiny
 
     prefix_files.MIN_TOKENS = 64
     plain, tokens = pairs.make_pair("sliding", "same"), tiny.prompt(200)
@@ -368,22 +351,19 @@ def conversation(folder: Path) -> Reader:
     (kept,) = folder.glob("*.jsonl")
     kept = kept.rename(folder / "kept.jsonl")
     conversations.write(folder / "saved.json", talk)
-    contents = {file: file.read_bytes() for file in (kept, folder / "saved.json")}
 
-    def read() -> None:
-        for file, content in contents.items():
-            if file.read_bytes() != content:
-                found = conversations.read(file)
-                conversations.turns(found["messages"])
-                from mlx_spec.apps.chat.settings import from_values
+    def read(file: Path, data: bytes) -> None:
+        from mlx_spec.apps.chat.settings import from_values
 
-                from_values(found["settings"])
-                for message in found["messages"]:
-                    conversations.shown(message["content"])
-                conversations.write(folder / "again.json", found)
-                conversations.read(folder / "again.json")
+        found = conversations.read(file)
+        conversations.turns(found["messages"])
+        from_values(found["settings"])
+        for message in found["messages"]:
+            conversations.shown(message["content"])
+        conversations.write(folder / "again.json", found)
+        conversations.read(folder / "again.json")
 
-    return Reader(_valid(folder, "kept.jsonl", form="lines") | _valid(folder, "saved.json"), read)
+    return _reader(folder, _valid(folder, kept.name, form="lines") | _valid(folder, "saved.json"), read)
 
 
 def answers(folder: Path) -> Reader:
@@ -490,14 +470,7 @@ def picture(folder: Path) -> Reader:
     grey = io.BytesIO()
     Image.fromarray(shades.astype(np.uint16) * 200).save(grey, "PNG")
     files["picture.grey"] = Valid(grey.getvalue())
-    contents = {name: valid.content for name, valid in files.items()}
-
-    def read() -> None:
-        for name, content in contents.items():
-            if (data := (folder / name).read_bytes()) != content:
-                read_picture(data)
-
-    return Reader(files, read, megabytes=650)
+    return _reader(folder, files, lambda file, data: read_picture(data), megabytes=650)
 
 
 FUNCTION = {
@@ -585,20 +558,16 @@ def body(folder: Path) -> Reader:
         ),
     }
     files = {name: _json(value) for name, (value, _, _) in forms.items()}
-    contents = {name: valid.content for name, valid in files.items()}
 
-    def read() -> None:
-        for name, content in contents.items():
-            if (data := (folder / name).read_bytes()) == content:
-                continue
-            _, kind, parse = forms[name]
-            try:
-                request = parse(parsing._validated(data, kind), "m")
-            except ValidationError as error:
-                raise parsing._first_problem(error) from error
-            parsing.check_limits(request, Limits())
+    def read(file: Path, data: bytes) -> None:
+        _, kind, parse = forms[file.name]
+        try:
+            request = parse(parsing._validated(data, kind), "m")
+        except ValidationError as error:
+            raise parsing._first_problem(error) from error
+        parsing.check_limits(request, Limits())
 
-    return Reader(files, read, (Failure,), megabytes=600)
+    return _reader(folder, files, read, (Failure,), megabytes=600)
 
 
 def schema(folder: Path) -> Reader:
@@ -621,18 +590,15 @@ def schema(folder: Path) -> Reader:
     }
     lists |= {"items": {"allOf": [{"minimum": 0}, {"type": ["integer", "null"]}]}, "uniqueItems": True}
     files = {"tool": _json(FUNCTION["parameters"]), "logic": _json(more), "list": _json(lists)}
-    contents = {name: valid.content for name, valid in files.items()}
 
-    def read() -> None:
-        for name, content in contents.items():
-            if (data := (folder / name).read_bytes()) != content:
-                text = data.decode("utf-8", "replace")[: Limits.schema_bytes]
-                found = parsing.parse_object(text)
-                if found is not None:
-                    read_schema(found)
-                enforced(text)
+    def read(file: Path, data: bytes) -> None:
+        text = data.decode("utf-8", "replace")[: Limits.schema_bytes]
+        found = parsing.parse_object(text)
+        if found is not None:
+            read_schema(found)
+        enforced(text)
 
-    return Reader(files, read, (Failure,))
+    return _reader(folder, files, read, (Failure,))
 
 
 READERS: dict[str, Callable[[Path], Reader]] = {

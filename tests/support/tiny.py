@@ -51,6 +51,12 @@ recurrent, recurrent_moe = partial(make, "recurrent"), partial(make, "recurrent_
 sliding = partial(make, "sliding", scale=0.25)
 
 
+def smallest(width: int = 16) -> nn.Module:
+    """Return a model of one layer, which is written and read in no time."""
+    sizes = {"hidden_size": width, "intermediate_size": width, "head_dim": width // 2}
+    return make("full", num_hidden_layers=1, **sizes)
+
+
 def shared(seed: int = 0, scale: float = 0.2, pattern: str = "sfsf") -> nn.Module:
     """Return a Gemma 4 with these layers, sliding and full ones."""
     layers = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in pattern]

@@ -118,19 +118,8 @@ TEMPLATES = {
     + "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
     "numbers": LOOP % ("<a>{{ loop.index }}" + SAID),
 }
-TEXTS = [
-    "a",
-    "user",
-    "ok",
-    "x y\nz",
-    "",
-    "/no_think",
-    "model:",
-    "<a>user:",
-    "long text\n\nwith lines",
-    "<think>a</think>b",
-    "\U00020005",
-]
+TEXTS = ["x y\nz", "", "long text\n\nwith lines", "\U00020005"]
+TEXTS += "a user ok /no_think model: <a>user: <think>a</think>b".split()
 
 
 def outcome(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Any:
@@ -158,14 +147,14 @@ def test_prompts_and_lost_texts_are_those_of_a_fresh_check(name: str) -> None:
 
 def test_a_turn_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation of 1,000 turns was rendered twice and tokenized whole at each turn."""
-    rendered, encoded, render = list[int](), list[int](), ChatTemplate.render
+    rendered, encoded = list[int](), list[int]()
 
-    def counted(self: ChatTemplate, messages: Sequence[Any], **options: Any) -> str:
-        rendered.append(len(messages))
-        return render(self, messages, **options)
+    class Counted(ChatTemplate):
+        def render(self, messages: Sequence[Any], **options: Any) -> str:
+            rendered.append(len(messages))
+            return super().render(messages, **options)
 
-    monkeypatch.setattr(ChatTemplate, "render", counted)
-    tokenizer = Tokenizer(odd(), ChatTemplate(TEMPLATES["all"], {}), ())
+    tokenizer = Tokenizer(odd(), Counted(TEMPLATES["all"], {}), ())
     encode = tokenizer._encodings._encode
     monkeypatch.setattr(
         tokenizer._encodings, "_encode", lambda text: encoded.append(len(text)) or encode(text)
@@ -183,26 +172,3 @@ def test_a_turn_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(InvalidValue):  # the template does not show it
         tokenizer.prompt(messages, scope="me", tools=tools)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "n.__class__",
-        "n._Namespace__attrs",
-        "m.__class__",
-        "m.clear()",
-        "''.__class__",
-        "n.f('{0.__class__}')",
-    ],
-)
-def test_the_sandbox_still_refuses(text: str) -> None:
-    source = (
-        "{% set n = namespace(a='x', f='{0.__class__}'.format) %}{% for m in messages %}{{ n.a }}{{ m.role }}"
-    )
-    template = ChatTemplate(source + "{{ m.none }}{{ " + text + " }}{% endfor %}", {})
-    try:
-        shown = template.render([{"role": "user"}], thinking=None)
-    except InvalidValue:
-        return
-    assert shown == "xuser"

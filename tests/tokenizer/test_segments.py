@@ -12,20 +12,7 @@ from support.vocabularies import MARKED
 from mlx_spec.tokenizer.segments import Segment, Segmenter, SegmentText
 from mlx_spec.tokenizer.thinking import as_letters
 
-FRAGMENTS = [
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "<",
-    "/think>",
-    "</thi",
-    " ",
-    "\n",
-    "a",
-    "b",
-    "👍",
-]
+FRAGMENTS = [*"<think> </think> <answer> </answer> < /think> </thi a b 👍".split(), " ", "\n"]
 SEGMENTS = [Segment("answer", fresh=True), Segment("thinking", fresh=True, trim=True), Segment("answer")]
 
 

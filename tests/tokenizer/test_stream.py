@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
+from support.streams import joined, logprobs_of, round_of, said, streamed, texts
 from support.vocabularies import DEMO, GEMMA, GOLDEN, QWEN, SAMPLES, TEXTS, byte_level, random_text
 
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
@@ -14,7 +14,6 @@ from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.detokenizer import Detokenizer
 from mlx_spec.tokenizer.stream import AnswerStream, TextPart, TokenText
 from mlx_spec.tokenizer.thinking import Markers
-from mlx_spec.types import Round, TokenLogprob
 
 WORDS = "request requests quest rest stop stopped the end ending of it all café 👍 日本 "
 _WORDS = byte_level([WORDS] * 20, [QWEN.open, QWEN.close], size=332)
@@ -29,21 +28,6 @@ def token_id(tokenizer: Tokenizer, name: str) -> int:
     found = tokenizer.token_id(name)
     assert found is not None
     return found
-
-
-def round_of(tokens: Sequence[int], accepted: int = 0, source: str | None = None) -> Round:
-    return Round(list(tokens), accepted, accepted, "draft", source=source)
-
-
-def logprobs_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[TokenLogprob]:
-    """Return one for each token, told apart by its value."""
-    return [TokenLogprob(t, tokenizer.token_bytes(t), -i / 8) for i, t in enumerate(tokens)]
-
-
-def said(tokenizer: Tokenizer, source: str, prompt: str | None = "", **options: Any) -> list[tuple[str, str]]:
-    """Return the kinds and the texts of the answer `source`."""
-    begun = None if prompt is None else tokenizer.encode(prompt)
-    return texts(streamed(AnswerStream(tokenizer, begun, **options), tokenizer, tokenizer.encode(source)))
 
 
 # --- whole characters
@@ -125,48 +109,6 @@ def test_calls_are_read_only_between_tokens_of_the_vocabulary() -> None:
 
 
 # --- nothing depends on the rounds
-
-
-def grouped(tokens: Sequence[int], draw: random.Random | None) -> list[Round]:
-    """Group tokens in rounds of random lengths, drafted and plain; without `draw`, one by one."""
-    rounds, rest = [], list(tokens)
-    while rest:
-        size = 1 if draw is None else min(draw.randint(1, 6), len(rest))
-        accepted = size - 1 if draw is None or draw.random() < 0.8 else size
-        rounds.append(round_of(rest[:size], accepted, draw and draw.randint(0, 1)))
-        rest = rest[size:]
-    return rounds
-
-
-def streamed(
-    answer: AnswerStream, tokenizer: Tokenizer, tokens: Sequence[int], draw: random.Random | None = None
-) -> list[TextPart]:
-    parts, given, logprobs = [], 0, logprobs_of(tokenizer, tokens)
-    for round in grouped(tokens, draw):
-        parts += answer.read(round, logprobs[given : given + len(round.tokens)])
-        given += len(round.tokens)
-    return parts + answer.end()
-
-
-Joined = tuple[str, int | None, str, tuple[TokenLogprob, ...], bool]
-
-
-def joined(parts: Sequence[TextPart]) -> list[Joined]:
-    """Join neighbours of one kind and call: kind, call, text, logprobs, closed."""
-    found: list[Joined] = []
-    for part in parts:
-        assert "".join(span.text for span in part.spans) == part.text
-        assert part.text or part.kind == "call"
-        if found and found[-1][:2] == (part.kind, part.call):
-            kind, call, text, logprobs, _ = found.pop()
-            found.append((kind, call, text + part.text, logprobs + part.logprobs, part.closed))
-        else:
-            found.append((part.kind, part.call, part.text, part.logprobs, part.closed))
-    return found
-
-
-def texts(parts: Sequence[TextPart]) -> list[tuple[str, str]]:
-    return [(kind, text) for kind, _, text, _, _ in joined(parts)]
 
 
 def random_answer(name: str, draw: random.Random) -> list[int]:

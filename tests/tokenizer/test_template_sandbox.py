@@ -152,3 +152,26 @@ def test_texts_of_users_are_no_formats() -> None:
     )
     rendered = ChatTemplate(source, {}).render([{"role": "user", "content": text}], thinking=False)
     assert rendered == text * 2
+
+
+ESCAPES = (
+    "n.__class__",
+    "n._Namespace__attrs",
+    "m.__class__",
+    "m.clear()",
+    "''.__class__",
+    "n.f('{0.__class__}')",
+)
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_the_sandbox_still_refuses(text: str) -> None:
+    source = (
+        "{% set n = namespace(a='x', f='{0.__class__}'.format) %}{% for m in messages %}{{ n.a }}{{ m.role }}"
+    )
+    template = ChatTemplate(source + "{{ m.none }}{{ " + text + " }}{% endfor %}", {})
+    try:
+        shown = template.render([{"role": "user"}], thinking=None)
+    except InvalidValue:
+        return
+    assert shown == "xuser"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.streams import streamed, texts
 from support.vocabularies import HARMONY, MARKED, QWEN, TEXTS, marked
 
 from mlx_spec.tokenizer import Tokenizer
@@ -16,165 +17,112 @@ from mlx_spec.types import Round, TokenLogprob
 START = "<|start|>assistant"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 HEADERS = Markers("<|start|>", "<|call|>")
-Pieces = list[tuple[str, str]]
 
 
 def split(
     tokenizer: Tokenizer, prompt: str, written: str | list[int], calls: Markers | None = None, seed: int = 0
-) -> tuple[Pieces, int]:
+) -> tuple[list[tuple[str, str]], int]:
     """Return the kinds and texts of an answer, and its tokens of thinking."""
-    answer, draw, parts = (
-        AnswerStream(tokenizer, tokenizer.encode(prompt), calls=calls),
-        random.Random(seed),
-        [],
-    )
+    answer = AnswerStream(tokenizer, tokenizer.encode(prompt), calls=calls)
     tokens = tokenizer.encode(written) if isinstance(written, str) else written
-    while tokens:
-        size = draw.randint(1, 4) if seed else 1
-        parts += answer.read(Round(tokens[:size], 0, 0, "plain"))
-        tokens = tokens[size:]
-    found: Pieces = []
-    for part in [*parts, *answer.end()]:
-        assert "".join(span.text for span in part.spans) == part.text
-        same = found and found[-1][0] == part.kind
-        found[-1:] = (
-            [(part.kind, found[-1][1] + part.text)] if same else [*found[-1:], (part.kind, part.text)]
-        )
-    return found, answer.reasoning_tokens
+    parts = streamed(answer, tokenizer, tokens, random.Random(seed) if seed else None)
+    return texts(parts), answer.reasoning_tokens
 
 
-THINKING_AND_ANSWER = [("thinking", "hm"), ("answer", "Yes")]
-SENTENCES = {  # vocabulary, end of the prompt, what the model writes, its pieces
-    "harmony": ("harmony", START, f"{ANALYSIS}hm<|end|>{START}{FINAL}Yes<|return|>", THINKING_AND_ANSWER),
-    "harmony, the channel open": (
-        "harmony",
-        f"{START}{ANALYSIS}",
-        f"hm<|end|>{START}{FINAL}Yes",
-        THINKING_AND_ANSWER,
-    ),
-    "harmony, no thinking": ("harmony", START, f"{FINAL}Yes", [("answer", "Yes")]),
-    "harmony, constrained": (
-        "harmony",
-        START,
-        "<|channel|>final <|constrain|>json<|message|>{}",
-        [("answer", "{}")],
-    ),
+KIMI = '<|open|>message role="assistant"<|sep|>'
+KIMI_ANSWER = "Yes<|close|>response<|sep|>"
+SENTENCES = {  # vocabulary and case: end of the prompt, what the model writes, its thinking, its answer
+    "harmony": (START, f"{ANALYSIS}hm<|end|>{START}{FINAL}Yes<|return|>", "hm", "Yes"),
+    "harmony, the channel open": (f"{START}{ANALYSIS}", f"hm<|end|>{START}{FINAL}Yes", "hm", "Yes"),
+    "harmony, no thinking": (START, f"{FINAL}Yes", "", "Yes"),
+    "harmony, constrained": (START, "<|channel|>final <|constrain|>json<|message|>{}", "", "{}"),
     "harmony, a stray channel": (
-        "harmony",
         START,
         f"<|channel|>commentary{ANALYSIS}hm<|end|>{START}{FINAL}Yes",
-        THINKING_AND_ANSWER,
+        "hm",
+        "Yes",
     ),
-    "harmony, no start": ("harmony", START, f"{ANALYSIS}hm{FINAL}Yes", THINKING_AND_ANSWER),
+    "harmony, no start": (START, f"{ANALYSIS}hm{FINAL}Yes", "hm", "Yes"),
     "harmony, two thoughts": (
-        "harmony",
         START,
         f"{ANALYSIS}h<|end|>{START}{ANALYSIS}m<|end|>{START}{FINAL}Yes",
-        THINKING_AND_ANSWER,
+        "hm",
+        "Yes",
     ),
     "harmony, a preamble": (
-        "harmony",
         START,
         f"<|channel|>commentary<|message|>Yes, <|end|>{START}{FINAL}I do",
-        [("answer", "Yes, I do")],
+        "",
+        "Yes, I do",
     ),
-    "harmony, no header": ("harmony", START, "assist to", [("answer", "assist to")]),
-    "harmony, no header after a message": ("harmony", START, f"{ANALYSIS}hm<|end|>Yes", THINKING_AND_ANSWER),
-    "harmony, half a header": ("harmony", START, "<|channel|>ana", []),
-    "harmony, a header without end": ("harmony", START, f"<|channel|>{'x' * 60}", [("answer", "x" * 60)]),
-    "harmony, tags": ("harmony", START, f"{FINAL}<think> </think>", [("answer", "<think> </think>")]),
+    "harmony, no header": (START, "assist to", "", "assist to"),
+    "harmony, no header after a message": (START, f"{ANALYSIS}hm<|end|>Yes", "hm", "Yes"),
+    "harmony, half a header": (START, "<|channel|>ana", "", ""),
+    "harmony, a header without end": (START, f"<|channel|>{'x' * 60}", "", "x" * 60),
+    "harmony, tags": (START, f"{FINAL}<think> </think>", "", "<think> </think>"),
     "harmony, a call that is not asked for": (
-        "harmony",
         START,
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
-        [("answer", "{}")],
+        "",
+        "{}",
     ),
     "harmony, a tool of its own": (
-        "harmony",
         START,
         f"<|channel|>analysis to=python code<|message|>hm<|end|>{START}{FINAL}Yes",
-        THINKING_AND_ANSWER,
+        "hm",
+        "Yes",
     ),
-    "muse": (
-        "muse",
-        START,
-        f" to=self<|message|>hm<|eom|>{START} to=user<|message|>Yes",
-        THINKING_AND_ANSWER,
-    ),
-    "solar": (
-        "solar",
-        "<|begin|>assistant",
-        "<|think|>hm<|end|><|begin|>assistant<|content|>Yes",
-        THINKING_AND_ANSWER,
-    ),
+    "muse": (START, f" to=self<|message|>hm<|eom|>{START} to=user<|message|>Yes", "hm", "Yes"),
+    "solar": ("<|begin|>assistant", "<|think|>hm<|end|><|begin|>assistant<|content|>Yes", "hm", "Yes"),
     "kimi-k3": (
-        "kimi-k3",
-        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
-        "hm<|close|>think<|sep|><|open|>response<|sep|>Yes<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
-        THINKING_AND_ANSWER,
+        f"{KIMI}<|open|>think<|sep|>",
+        f"hm<|close|>think<|sep|><|open|>response<|sep|>{KIMI_ANSWER}<|close|>message<|sep|><|end_of_msg|>",
+        "hm",
+        "Yes",
     ),
-    "kimi-k3, no thinking": (
-        "kimi-k3",
-        '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>',
-        "Yes<|close|>response<|sep|>",
-        [("answer", "Yes")],
-    ),
-    "brackets": ("brackets", "q", "[THINK]hm[/THINK]Yes<|ends|>", THINKING_AND_ANSWER),
-    "brackets, the prompt opens": ("brackets", "q[THINK]", "hm[/THINK]Yes", THINKING_AND_ANSWER),
-    "brackets, opened twice": ("brackets", "q[THINK]", "[THINK]hm[/THINK]Yes", THINKING_AND_ANSWER),
-    "brackets, only closed": ("brackets", "q", "[/THINK]Yes", [("answer", "Yes")]),
+    "kimi-k3, no thinking": (f"{KIMI}<|open|>response<|sep|>", KIMI_ANSWER, "", "Yes"),
+    "brackets": ("q", "[THINK]hm[/THINK]Yes<|ends|>", "hm", "Yes"),
+    "brackets, the prompt opens": ("q[THINK]", "hm[/THINK]Yes", "hm", "Yes"),
+    "brackets, opened twice": ("q[THINK]", "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+    "brackets, only closed": ("q", "[/THINK]Yes", "", "Yes"),
     "brackets, mentioned": (
-        "brackets",
         "q",
         "[THINK]hm[/THINK]Yes, [THINK] and [/THINK]",
-        [("thinking", "hm"), ("answer", "Yes, [THINK] and [/THINK]")],
+        "hm",
+        "Yes, [THINK] and [/THINK]",
     ),
-    "brackets, space around": ("brackets", "q", " \n[THINK]\nhm[/THINK]\n\nYes", THINKING_AND_ANSWER),
-    "brackets, only space": ("brackets", "q", " \n", [("answer", " \n")]),
-    "brackets, empty": ("brackets", "q", "[THINK]\n\n[/THINK]\n\nYes", [("answer", "Yes")]),
-    "brackets, cut": ("brackets", "q", "[THINK]", []),
-    "brackets, closed by the prompt": (
-        "brackets",
-        "[THINK]\n\n[/THINK]\n\n",
-        "[THINK] is a tag",
-        [("answer", "[THINK] is a tag")],
-    ),
-    "seed": ("seed", "q", "<seed:think>hm</seed:think>Yes", THINKING_AND_ANSWER),
-    "seed, another tag": ("seed", "q", "<think>hm</think>Yes", [("answer", "<think>hm</think>Yes")]),
-    "text": ("text", "q", "<think>\nhm</think>\nYes", THINKING_AND_ANSWER),
-    "text, the prompt opens": ("text", "<think>\n", "hm</think>Yes", THINKING_AND_ANSWER),
-    "text, mentioned": (
-        "text",
-        "q",
-        "<think>hm</think>Yes </think> <think>",
-        [("thinking", "hm"), ("answer", "Yes </think> <think>")],
-    ),
-    "text, later": ("text", "q", "Yes <think>hm</think>", [("answer", "Yes <think>hm</think>")]),
-    "text, nearly": ("text", "q", "<thin ice", [("answer", "<thin ice")]),
-    "text, cut": ("text", "<think>", "hm</thi", [("thinking", "hm</thi")]),
-    "text, closed by the prompt": ("text", "<think></think>", "<think>", [("answer", "<think>")]),
-    "text, empty": ("text", "q", "<think>\n</think>\nYes", [("answer", "Yes")]),
-    "answer tags": ("text-answer", "q", "<think>\nhm</think>\n<answer>\nYes</answer>", THINKING_AND_ANSWER),
-    "answer tags, mentioned": (
-        "text-answer",
+    "brackets, space around": ("q", " \n[THINK]\nhm[/THINK]\n\nYes", "hm", "Yes"),
+    "brackets, only space": ("q", " \n", "", " \n"),
+    "brackets, empty": ("q", "[THINK]\n\n[/THINK]\n\nYes", "", "Yes"),
+    "brackets, cut": ("q", "[THINK]", "", ""),
+    "brackets, closed by the prompt": ("[THINK]\n\n[/THINK]\n\n", "[THINK] is a tag", "", "[THINK] is a tag"),
+    "seed": ("q", "<seed:think>hm</seed:think>Yes", "hm", "Yes"),
+    "seed, another tag": ("q", "<think>hm</think>Yes", "", "<think>hm</think>Yes"),
+    "text": ("q", "<think>\nhm</think>\nYes", "hm", "Yes"),
+    "text, the prompt opens": ("<think>\n", "hm</think>Yes", "hm", "Yes"),
+    "text, mentioned": ("q", "<think>hm</think>Yes </think> <think>", "hm", "Yes </think> <think>"),
+    "text, later": ("q", "Yes <think>hm</think>", "", "Yes <think>hm</think>"),
+    "text, nearly": ("q", "<thin ice", "", "<thin ice"),
+    "text, cut": ("<think>", "hm</thi", "hm</thi", ""),
+    "text, closed by the prompt": ("<think></think>", "<think>", "", "<think>"),
+    "text, empty": ("q", "<think>\n</think>\nYes", "", "Yes"),
+    "text-answer": ("q", "<think>\nhm</think>\n<answer>\nYes</answer>", "hm", "Yes"),
+    "text-answer, mentioned": (
         "<think>\n\n</think>\n",
         "<answer>\n</answer> ends it</answer>\n",
-        [("answer", "</answer> ends it")],
+        "",
+        "</answer> ends it",
     ),
-    "answer tags, none": (
-        "text-answer",
-        "q",
-        "<think>hm</think>Yes</answer>",
-        [*THINKING_AND_ANSWER[:1], ("answer", "Yes</answer>")],
-    ),
+    "text-answer, none": ("q", "<think>hm</think>Yes</answer>", "hm", "Yes</answer>"),
 }
 
 
 @pytest.mark.parametrize("name", SENTENCES)
 def test_thinking_stands_apart_where_the_model_puts_it(name: str) -> None:
-    vocabulary, prompt, written, expected = SENTENCES[name]
-    text = MARKED[vocabulary]
-    assert [split(text, prompt, written, seed=seed)[0] for seed in range(4)] == [expected] * 4
+    prompt, written, thinking, said = SENTENCES[name]
+    text, expected = MARKED[name.split(",")[0]], [("thinking", thinking), ("answer", said)]
+    pieces = [split(text, prompt, written, seed=seed)[0] for seed in range(4)]
+    assert pieces == [[piece for piece in expected if piece[1]]] * 4
 
 
 CALL = '{"a": 1}'
@@ -283,20 +231,10 @@ def test_harmony_ends_where_no_configuration_says_so() -> None:
 
 
 PIECES = {
-    "harmony": [
-        *HARMONY[:5],
-        "assistant",
-        "analysis",
-        "final",
-        "commentary",
-        " to=",
-        "functions.f",
-        "a",
-        " ",
-    ],
-    "kimi-k3": ["<|open|>", "<|close|>", "<|sep|>", "think", "response", "tools", "a", " "],
-    "brackets": ["[THINK]", "[/THINK]", "[CALLS]", "[", "THINK]", "\n", "a"],
-    "text-answer": ["<think>", "</think>", "<answer>", "</answer>", "<", "/think>", "\n", "é", "a"],
+    "harmony": [*HARMONY[:5], *"assistant analysis final commentary functions.f a".split(), " to=", " "],
+    "kimi-k3": [*"<|open|> <|close|> <|sep|> think response tools a".split(), " "],
+    "brackets": [*"[THINK] [/THINK] [CALLS] [ THINK] a".split(), "\n"],
+    "text-answer": [*"<think> </think> <answer> </answer> < /think> é a".split(), "\n"],
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, processors
 
 from mlx_spec.checkpoint.config import Checkpoint, read_checkpoint
-from mlx_spec.errors import BadCheckpoint, InvalidValue, PromptTooLong
+from mlx_spec.errors import InvalidValue, PromptTooLong
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer, read_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate, read_template
 from mlx_spec.tokenizer.tokenizer import longest_token
@@ -70,20 +69,6 @@ def test_a_plain_prompt_gets_the_special_tokens_of_its_tokenizer() -> None:
     text = Tokenizer(tokenizer, None, ())
     assert text.prompt_tokens("a b") == [1, *text.encode("a b")]
     assert TEXTS["byte_level"].prompt_tokens("a b") == TEXTS["byte_level"].encode("a b")
-
-
-@pytest.mark.parametrize("encode", [Tokenizer.encode, Tokenizer.prompt_tokens])
-def test_half_a_surrogate_pair_is_refused_by_name(encode: Callable[[Tokenizer, str], list[int]]) -> None:
-    with pytest.raises(InvalidValue, match="half a surrogate pair"):
-        encode(TEXTS["byte_level"], "a\udcff")
-
-
-def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=r"has no tokenizer.json or tokenizer.model"):
-        read_fast_tokenizer(Checkpoint(tmp_path))
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(BadCheckpoint, match="is not a tokenizer"):
-        read_fast_tokenizer(Checkpoint(tmp_path))
 
 
 def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
@@ -160,29 +145,6 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
             assert ours.prompt(messages, thinking=thinking) == prompt
     assert ours.vocabulary() == theirs.get_vocab()
     assert ours.prompt_tokens("Hi") == theirs.encode("Hi", add_special_tokens=True)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ raise_exception('only\nusers') }}", "refuses these messages: only users"),
-        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses these messages"),  # sandboxed
-    ],
-)
-def test_refusals_are_one_line(source: str, message: str) -> None:
-    with pytest.raises(InvalidValue, match=message) as caught:
-        ChatTemplate(source, {}).render(MESSAGES[0], thinking=False)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_malformed_or_missing_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="does not compile"):
-        ChatTemplate("{% for %}", {})
-    with pytest.raises(InvalidValue, match="no chat template"):
-        TEXTS["byte_level"].prompt(MESSAGES[0])
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(BadCheckpoint, match="cannot be read"):
-        read_template(Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class CacheCounters:
     fork_seconds: float = 0.0  # of the host, which prepares the copies
     evicted: int = 0  # sequences that were dropped
     evicted_tokens: int = 0  # tokens of them that no other sequence had
-    dropped_rewind_points: int = 0  # for memory
+    dropped_places: int = 0  # rewind points that were dropped for memory
 
 
 @dataclass(eq=False)
@@ -53,6 +53,7 @@ class Kept:
 
     @property
     def target(self) -> LMTarget:
+        """Return its target."""
         return self.sequence.target
 
 
@@ -107,15 +108,17 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all caches."""
         return _bytes(self._kept)
 
     @property
-    def rewind_points_nbytes(self) -> int:
+    def places(self) -> int:
         """Return the bytes of the rewind points among them."""
         return sum({n: size for kept in self._kept for n, size in kept.target.pinned.items()}.values())
 
     @property
     def used_nbytes(self) -> int:
+        """Return the bytes of the caches of lent sequences."""
         return _bytes(kept for kept in self._kept if kept.is_lent)
 
     def take(self, prompt: Prompt, snapshot: Snapshot | None = None) -> CachedSequence:
@@ -188,8 +191,9 @@ class PrefixCache:
             state = sequence.state()
         except InvalidValue:
             return None
-        # Else the next write would copy buffers that are still referenced.
-        mx.eval(list(state.arrays.values()))
+        mx.eval(
+            list(state.arrays.values())
+        )  # else the next write would copy buffers that are still referenced
         return sequence.identity, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
@@ -371,7 +375,7 @@ class PrefixCache:
             for target in (kept.target for kept in self._kept):
                 if victim.part in {point.key for point in target.rewind_points}:
                     target.drop_rewind_point(victim.part[0])
-            self.counters.dropped_rewind_points += 1
+            self.counters.dropped_places += 1
 
     def _remember(self, sequence: CachedSequence, most: int = 2**20) -> None:
         """Write what is dropped to a file, and keep its identity, of the last `most` tokens: 8 MB."""

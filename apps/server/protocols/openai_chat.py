@@ -14,7 +14,7 @@ from pydantic import Field
 from mlx_spec import __version__
 
 from ..engine import answers
-from ..errors import invalid_field, unsupported_field
+from ..errors import invalid, unsupported
 from ..http import Api, Json, comment, data_event
 from ..requests import parameters, parsing
 from ..requests.conversation import ConversationBuilder
@@ -43,7 +43,18 @@ class PredictionField(Fields):
     content: Parts
 
 
-class CompletionBody(parameters.LimitFields, parameters.SharedFields):
+class LimitFields(Fields):
+    """The limit of the tokens of a choice, by all names that runtimes give it."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+
+
+class CompletionBody(LimitFields, parameters.SharedFields):
     """The fields of chat completions, text completions and /infill."""
 
     model: str | None = None
@@ -149,7 +160,7 @@ def parse_request(
 ) -> GenerationRequest:
     """Return a request with the fields of `CompletionBody`, and `more`. Raises Failure (400)."""
     if body.stream_options is not None and not body.stream:
-        raise invalid_field("stream_options", "only with stream true")
+        raise invalid("stream_options: only with stream true", "stream_options")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
     return parameters.start_request(
         body,
@@ -164,18 +175,18 @@ def parse_request(
 
 
 def parse_limit(
-    body: parameters.LimitFields, least: int = 1, default: int | None = None, prefix: str = ""
+    body: LimitFields, least: int = 1, default: int | None = None, prefix: str = ""
 ) -> int | None:
     """Return the limit of a choice: the smallest given one, else `default`. Raises Failure (400).
 
     `prefix` is the path before these fields, such as "options.".
     """
-    limits = body.model_dump(include=set(parameters.LimitFields.model_fields), exclude_none=True)
+    limits = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
     no_limit = (-1, -2)  # in LM Studio, llama.cpp and Ollama
     for name, limit in limits.items():
         if limit < least and limit not in no_limit:
             field = prefix + name
-            raise invalid_field(field, f"{limit} is too few, the least is {least}; -1 sets no limit")
+            raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 sets no limit", field)
     bounds = set(limits.values()) - set(no_limit)
     return min(bounds, default=None) if limits else default
 
@@ -204,7 +215,7 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
     if wanted:
         return top or 0
     if top:
-        raise invalid_field("top_logprobs", "only with logprobs true")
+        raise invalid("top_logprobs: only with logprobs true", "top_logprobs")
     return None
 
 
@@ -227,7 +238,7 @@ def parse_tool_use(
 def _parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
-        raise unsupported_field(f"{field}.type", f"{shown!r} is not supported: only functions")
+        raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
     return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
@@ -235,9 +246,11 @@ def _begun(body: ChatBody) -> str:
     """Return the text of the last message, after which the answer goes on. Raises Failure (400)."""
     last, field = body.messages[-1], f"messages.{len(body.messages) - 1}"
     if last.role != "assistant" or last.tool_calls or len(body.messages) < 2:
-        raise unsupported_field(field, "only an answer of text goes on: leave out continue_final_message")
+        message = f"{field}: only an answer of text goes on: leave out continue_final_message"
+        raise unsupported(message, field)
     if body.response_format is not None or body.tools:
-        raise unsupported_field("continue_final_message", "not for an answer in a given form, or with tools")
+        message = "continue_final_message: not for an answer in a given form, or with tools"
+        raise unsupported(message, "continue_final_message")
     return "".join(part_texts(last.content, f"{field}.content"))
 
 
@@ -246,9 +259,9 @@ def _parse_messages(messages: Sequence[Message]) -> ConversationBuilder:
     for i, message in enumerate(messages):
         field = conversation.param = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
-            raise unsupported_field(field, "function calls of the old kind: give tool calls instead")
+            raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)
         if message.audio is not None:
-            raise unsupported_field(f"{field}.audio", "only text is read here")
+            raise unsupported(f"{field}.audio: only text is read here", f"{field}.audio")
         if message.role == "assistant":
             _add_answer(conversation, message, field)
             continue
@@ -270,12 +283,12 @@ def _add_answer(conversation: ConversationBuilder, message: Message, field: str)
     thinking = message.reasoning if isinstance(message.reasoning, str) else None
     thinking = message.reasoning_content or thinking
     if not texts and not calls and thinking is None and message.reasoning_content is None:
-        raise invalid_field(f"{field}.content", "is missing, and there are no tool calls")
+        raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
     conversation.add("assistant", *texts, thinking=thinking)
     for i, call in enumerate(calls):
         call_field = f"{field}.tool_calls.{i}"
         if call.function is None or call.type not in (None, "function"):
-            raise unsupported_field(call_field, "only calls of functions are supported")
+            raise unsupported(f"{call_field}: only calls of functions are supported", call_field)
         conversation.add_call(call.id, call.function.name, call.function.arguments)
 
 
