@@ -17,10 +17,12 @@ class Answer:
     It continues `sequence`, which it rewinds to its common prefix with the prompt. The caller decodes
     `running`, alone or in a batch, and calls `add` with each round. `stream` turns tokens into text. The
     caller may stop after any round: it closes the rounds, then the answer, and can use the sequence again.
+    A closed answer has its tokens and figures, and no caches.
     """
 
     def __init__(self, sequence: CachedSequence, running: RunningSequence, stream: AnswerStream) -> None:
         self.sequence, self.running, self.stream = sequence, running, stream
+        self._history, self._prompt_size = running.history, len(running.prompt)
         reused = sequence.rewind_to_prefix(running.prompt)
         counts = len(running.prompt), reused, sequence.drafter_missing, *sequence.reread_counts()
         self.statistics = Statistics(*counts)  # so far
@@ -28,8 +30,7 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         """Return the emitted tokens, including the one that completed a stop string."""
-        start = len(self.running.prompt)
-        return self.running.history[start : start + self.stream.completion_tokens]
+        return self._history[self._prompt_size : self._prompt_size + self.stream.completion_tokens]
 
     @property
     def is_complete(self) -> bool:
@@ -46,5 +47,6 @@ class Answer:
         return self.stream.read(round, round.logprobs)
 
     def close(self) -> None:
-        """Cut the sequence to the prompt and the tokens of the answer."""
-        self.sequence.truncate(len(self.running.prompt) + self.stream.completion_tokens)
+        """Cut the sequence to the prompt and the tokens of the answer, and let go of it."""
+        self.sequence.truncate(self._prompt_size + self.stream.completion_tokens)
+        del self.sequence, self.running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import queue
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -309,6 +311,25 @@ def test_a_prompt_takes_the_room_of_free_caches_once_it_is_read(engine: EngineTh
     closed(stream.all())
 
 
+def test_a_choice_that_has_ended_holds_no_caches(engine: EngineThread) -> None:
+    """Else the caches of short choices would stay in memory until the longest one has ended."""
+    (model,) = engine._models.loaded()
+    cache, limit = model.prefix_cache, model.prefix_cache.max_bytes
+    stream = begin(engine, raw("os.path.join: Join one", (7, 8, 9), max_tokens=60), held=True)
+    while not any(isinstance(event, ChoiceEnded) for event in stream.seen):
+        stream.go_on(1)
+        stream.until(RoundDone)
+    stream.until(RoundDone)  # of the other choice: the engine waits within it
+    before = {weakref.ref(kept.sequence) for kept in cache._kept}
+    cache.max_bytes = lambda: 0
+    cache.shrink()
+    gc.collect()
+    left, cache.max_bytes = [one for one in before if one() is not None], limit
+    stream.go_on()
+    closed(stream.all())
+    assert len(left) == 1 < len(before)  # of the choice that goes on
+
+
 def test_a_prompt_with_scores_is_read_whole(engine: EngineThread) -> None:
     first, again = [answer(engine, REQUESTS["echo with logprobs"]) for _ in range(2)]
     assert body(first) == body(again) and closed(again).usage.cached_tokens == 0
@@ -590,15 +611,19 @@ def test_those_who_wait_are_told_once_that_the_first_model_cannot_be_loaded() ->
         (raw("x", (), n=2), "prompt", "empty"),
         (chat(QUESTION, stop=("",)), None, "stop"),
         (chat(QUESTION, sampling=Sampling(logit_bias={9999: 1.0})), "logit_bias", "has token id 9999"),
+        (raw("x", "y", sampling=Sampling(logit_bias={9999: 1.0})), "logit_bias", "has token id 9999"),
         (chat(QUESTION, format=OutputFormat("regex", "[")), "response_format", "regular expression"),
     ],
 )
-def test_what_cannot_be_answered(engine: EngineThread, given: Any, param: str | None, message: str) -> None:
-    """Where one prompt cannot be, nothing is generated for the others."""
+def test_what_cannot_be_answered(
+    engine: EngineThread, given: Any, param: str | None, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where one prompt cannot be, nothing is generated for the others. It is not an error of the server."""
     events = answer(engine, given)
     found = failure(events)
     assert (found.status, found.param, len(events)) == (400, param, 1) and message in found.message
     assert found.code == ("context_length_exceeded" if "context" in message else "invalid_value")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 

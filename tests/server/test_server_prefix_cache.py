@@ -256,7 +256,7 @@ def test_places_go_before_lent_caches_are_too_large() -> None:
         200,
         267,
         299,
-    ] and cache.counters.dropped_places == 1
+    ] and cache.counters.dropped_rewind_points == 1
     cache.shrink(10**9)
     assert [place.size for place in target.rewind_points] == [267, 299]  # of the last prompt
 

@@ -30,9 +30,7 @@ from .preparation import find_prompts
 
 IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
 STUCK_S = 30.0  # that a turn may take before the server says that it is stuck; a chunk of a prompt takes 10
-LOADING_WAIT_S = (
-    300  # that a request waits for the first model, which may be downloaded first; Ollama's limit
-)
+LOADING_WAIT_S = 300  # that a request waits for the first model, perhaps downloaded; Ollama's limit
 
 
 class EngineThread:
@@ -43,11 +41,9 @@ class EngineThread:
         self._models = Models(settings, loader)
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
         preparing = 4  # requests that are prepared at a time
-        self._preparers = ThreadPoolExecutor(
-            settings.max_running or preparing, thread_name_prefix="mlx_spec preparing"
-        )
+        self._preparers = ThreadPoolExecutor(settings.max_running or preparing, "mlx_spec preparing")
         # Compiling a grammar may take seconds: requests without one do not wait behind it.
-        self._grammar_preparers = ThreadPoolExecutor(preparing, thread_name_prefix="mlx_spec grammars")
+        self._grammar_preparers = ThreadPoolExecutor(preparing, "mlx_spec grammars")
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: list[Job] = []
@@ -98,27 +94,21 @@ class EngineThread:
         return job
 
     def resolve(self, name: str | None) -> str:
-        """Return the model that a name or alias stands for, or the first for None. Raises Failure (404)."""
         return self._models.resolve(name)
 
     def models(self) -> tuple[ModelCard, ...]:
-        """Return all models, loaded or not."""
         return self._models.cards()
 
     def card(self, name: str) -> ModelCard:
-        """Return the card of a resolved name."""
         return next(card for card in self.models() if card.name == name)
 
     def served(self, name: str) -> ServedModel:
-        """Return how a model is loaded and kept."""
         return self._models.served(name)
 
     def offer(self, served: ServedModel) -> None:
-        """Offer one more model to requests; the first of them loads it."""
         self._models.offer(served)
 
     def withdraw(self, name: str) -> None:
-        """Offer a model no longer. It must not be loaded."""
         self._models.withdraw(name)
 
     def status(self) -> Status:
@@ -292,7 +282,6 @@ class EngineThread:
         return {job.model.name for job in self._running}
 
     def _admit(self) -> None:
-        """Let waiting jobs begin while there is room."""
         while (job := self._next()) is not None:
             self._begin(job)
 
@@ -356,10 +345,10 @@ class EngineThread:
                 continue
             jobs = [job for job in self._running if job.model is model]
             choices = {choice.id: choice for job in jobs for choice in job.open_choices}
-            for choice, result in [(choices[id], result) for id, result in results if id in choices]:
-                job = choice.job
-                if job in self._running:  # else it ended with an earlier result of this step
-                    self._attempt(job, partial(job.receive, choice, result))
+            for id, result in results:
+                choice = choices.get(id)
+                if choice is not None and choice.is_open:  # else it ended, perhaps by an earlier result
+                    self._attempt(choice.job, partial(choice.job.receive, choice, result))
 
     def _has_place(self) -> bool:
         return sum(model.batch.begun for model in self._models.loaded()) < self._parallel
@@ -404,7 +393,7 @@ class EngineThread:
                 tuple(one.batch.group_sizes),
                 one.pair.batch_support.obstacle,
                 one.expires_at,
-                one.prefix_cache.places,
+                one.prefix_cache.rewind_points_nbytes,
                 replace(one.prefix_cache.counters),
             )
             for one in self._models.loaded()

@@ -72,7 +72,7 @@ class RequestChoice(Entry):
         self.is_open = True
         self.snapshot: Snapshot | None = None  # caches of the prompt, for later choices
         self._first = first  # None for the first choice
-        self._caches: CachedSequence | None = None  # None until it begins
+        self._caches: CachedSequence | None = None  # None until it has begun, and once it is closed
         self._calls: ToolCallReader | None = None
         self.scores: list[TokenLogprob] = []  # of the prompt, if it is echoed
         self.reported = -len(self.prompt)  # tokens of the prompt at its last progress
@@ -86,25 +86,26 @@ class RequestChoice(Entry):
 
     @property
     def reader(self) -> RequestChoice:
-        """Return the choice that reads the prompt for all."""
         return self if self._first is None else self._first
 
     # --- hooks of the batch
 
     def begin(self) -> RunningSequence:
         """Take caches and begin. Later choices of a prompt begin with a copy of the caches that hold it."""
-        request, model = self.job.request, self.job.model
-        caches = self._caches = model.prefix_cache.take(self.prompt, self.reader.snapshot)
-        model.prefix_cache.shrink(model.chunk_bytes(len(self.prompt)))
-        if self.number == request.n - 1:
+        model = self.job.model
+        caches = model.prefix_cache.take(self.prompt, self.reader.snapshot)
+        if self.number == self.job.request.n - 1:
             self.reader.snapshot = None
-        is_scored = self.reader is self and request.echoes and request.top_logprobs is not None
-        if is_scored:
-            caches.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
-        running = self._prepare(caches, self._score_prompt if is_scored else None)
-        self.answer = Answer(caches, running, self._stream())
-        if running.unread:
-            self._report(running.target.size)
+        try:
+            model.prefix_cache.shrink(model.chunk_bytes(len(self.prompt)))
+            running = self._prepare(caches)
+            self.answer = Answer(caches, running, self._stream())
+            if running.unread:
+                self._report(running.target.size)
+        except BaseException:
+            model.prefix_cache.forget(caches)
+            raise
+        self._caches = caches
         return running
 
     def waits(self) -> bool:
@@ -138,7 +139,6 @@ class RequestChoice(Entry):
     # --- rounds
 
     def read(self, round: Round) -> Iterator[Event]:
-        """Yield the events of a round."""
         yield from self._events(self.answer.add(round))
         yield RoundDone(self.index, self.statistics)
 
@@ -154,17 +154,18 @@ class RequestChoice(Entry):
     def close(self, *, failed: bool = False) -> None:
         """Leave the batch. Give the caches back, or forget them after an error: their content is unknown."""
         self.is_open = False
-        cache = self.job.model.prefix_cache
+        cache, caches, self._caches = self.job.model.prefix_cache, self._caches, None
         try:
             self.job.model.batch.remove(self.id)
-            if self._caches is not None and not failed:
+            if caches is not None and not failed:
+                del self.sequence
                 self.answer.close()
-                cache.give_back(self._caches)
+                cache.give_back(caches)
         except Exception:
             LOG.exception("a request did not end well")
             failed = True
-        if self._caches is not None and failed:
-            cache.forget(self._caches)
+        if caches is not None and failed:
+            cache.forget(caches)
 
     def _events(self, parts: Iterable[TextPart]) -> Iterator[Event]:
         for part in parts:
@@ -183,10 +184,11 @@ class RequestChoice(Entry):
 
     # --- its parts
 
-    def _prepare(
-        self, sequence: CachedSequence, read_prompt: Callable[[], Iterator[bool]] | None
-    ) -> RunningSequence:
+    def _prepare(self, sequence: CachedSequence) -> RunningSequence:
         request, prepared, sampling = self.job.request, self.job.prepared, self.job.prepared.sampling
+        is_scored = self.reader is self and request.echoes and request.top_logprobs is not None
+        if is_scored:
+            sequence.rewind_to_prefix(text_prompt(()))  # no token of the prompt counts as cached
         if sampling.seed is not None:  # else all choices would be the same
             sampling = replace(sampling, seed=sampling.seed + self.number)
         try:
@@ -198,7 +200,7 @@ class RequestChoice(Entry):
                 stop=prepared.ends,
                 top_logprobs=request.top_logprobs,
                 prediction=prepared.prediction,
-                read_prompt=read_prompt,
+                read_prompt=self._score_prompt if is_scored else None,
                 key=request.key if request.earlier_answers else None,
             )
         except InvalidValue as error:  # the prompt was checked: only a bias depends on the vocabulary, too
@@ -247,7 +249,6 @@ class RequestChoice(Entry):
             yield True
 
     def _echo(self) -> TextDelta:
-        """Return the prompt as the beginning of the choice."""
         raw, tokenizer = self.job.request.prompt, self.job.model.pair.tokenizer
         assert isinstance(raw, RawPrompts)
         text = raw.prompts[self.prompt_number]
@@ -314,7 +315,6 @@ class Job:
             self.cancelled = True
 
     def begin(self, model: LoadedModel, preparers: Executor, has_place: Callable[[], bool]) -> None:
-        """Begin to prepare the request for its model."""
         self.model, self._queued_seconds = model, time.perf_counter() - self.submitted
         self.has_place = has_place
         # The future must not keep the model: it may be unloaded meanwhile.
@@ -392,7 +392,6 @@ class Job:
 
     @property
     def open_choices(self) -> list[RequestChoice]:
-        """Return the choices that wait or run."""
         return [choice for choice in self.choices if choice.is_open]
 
     def _take_turn(self) -> bool:

@@ -35,7 +35,7 @@ class ModelStatus:
     batch: tuple[int, ...]  # sequences in each pass of a round
     obstacle: str | None  # why sequences do not share passes; None if they do
     expires_at: float  # seconds since 1970, if it is not used again; infinite: never
-    places: int  # bytes of rewind points, a part of `caches`
+    rewind_points: int  # bytes, a part of `caches`
     prefix_cache: CacheCounters  # a copy
 
 
@@ -140,7 +140,6 @@ class Metrics(Collector):
         self._show_latest(model, statistics)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of this moment."""
         status = self._status()
         yield _gauges("queue_depth", "Requests that wait.", [], (status.waiting,))
         yield _gauges("running", "Requests that are answered.", [], (status.running,))
@@ -148,17 +147,18 @@ class Metrics(Collector):
         yield _gauges("memory_bytes", "Memory of MLX.", ["kind"], *kinds, ("budget", status.budget))
         sizes = [(one.name, "weights", one.weights) for one in status.models]
         sizes += [(one.name, "caches", one.caches) for one in status.models]
-        sizes += [(one.name, "places", one.places) for one in status.models]
+        sizes += [(one.name, "places", one.rewind_points) for one in status.models]  # documented so
         yield _gauges("model_bytes", "By model.", ["model", "kind"], *sizes)
         rows = [(one.name, sum(one.batch)) for one in status.models]
         yield _gauges("batch_rows", "Answers that decode.", ["model"], *rows)
         passes = [(one.name, len(one.batch)) for one in status.models]
         yield _gauges("batch_passes", "Passes of a round.", ["model"], *passes)
-        for name in vars(CacheCounters()):
+        for field in vars(CacheCounters()):
+            name = field.replace("rewind_points", "places")  # as documented
             about = f"Of the prefix cache since the model was loaded: {name}."
             family = CounterMetricFamily(f"mlx_spec_prefix_cache_{name}", about, labels=["model"])
             for one in status.models:
-                family.add_metric([one.name], vars(one.prefix_cache)[name])
+                family.add_metric([one.name], vars(one.prefix_cache)[field])
             yield family
 
     def json(self) -> dict[str, Any]:
@@ -251,7 +251,6 @@ class JobCounter:
                     self._metrics.failures.labels(self._model, failure.code or str(failure.status)).inc()
 
     def cancel(self) -> None:
-        """Count the job as cancelled if it had not ended."""
         if self._end():
             self._metrics.cancelled.labels(self._model).inc()
 

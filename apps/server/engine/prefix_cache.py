@@ -38,7 +38,7 @@ class CacheCounters:
     fork_seconds: float = 0.0  # of the host, which prepares the copies
     evicted: int = 0  # sequences that were dropped
     evicted_tokens: int = 0  # tokens of them that no other sequence had
-    dropped_places: int = 0  # rewind points that were dropped for memory
+    dropped_rewind_points: int = 0  # for memory
 
 
 @dataclass(eq=False)
@@ -53,7 +53,6 @@ class Kept:
 
     @property
     def target(self) -> LMTarget:
-        """Return its target."""
         return self.sequence.target
 
 
@@ -108,17 +107,15 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all caches."""
         return _bytes(self._kept)
 
     @property
-    def places(self) -> int:
+    def rewind_points_nbytes(self) -> int:
         """Return the bytes of the rewind points among them."""
         return sum({n: size for kept in self._kept for n, size in kept.target.pinned.items()}.values())
 
     @property
     def used_nbytes(self) -> int:
-        """Return the bytes of the caches of lent sequences."""
         return _bytes(kept for kept in self._kept if kept.is_lent)
 
     def take(self, prompt: Prompt, snapshot: Snapshot | None = None) -> CachedSequence:
@@ -191,9 +188,8 @@ class PrefixCache:
             state = sequence.state()
         except InvalidValue:
             return None
-        mx.eval(
-            list(state.arrays.values())
-        )  # else the next write would copy buffers that are still referenced
+        # Else the next write would copy buffers that are still referenced.
+        mx.eval(list(state.arrays.values()))
         return sequence.identity, state
 
     def _copy(self, snapshot: Snapshot) -> CachedSequence:
@@ -375,7 +371,7 @@ class PrefixCache:
             for target in (kept.target for kept in self._kept):
                 if victim.part in {point.key for point in target.rewind_points}:
                     target.drop_rewind_point(victim.part[0])
-            self.counters.dropped_places += 1
+            self.counters.dropped_rewind_points += 1
 
     def _remember(self, sequence: CachedSequence, most: int = 2**20) -> None:
         """Write what is dropped to a file, and keep its identity, of the last `most` tokens: 8 MB."""
