@@ -120,7 +120,7 @@ def test_metrics_are_there_as_the_page_reads_them():
     assert numbers["spec_decode_num_accepted_tokens_per_pos_total"] == {"lookup": [1, 1]}
     script = text_of("figures.js")
     read = set(re.findall(r'(?:"|numbers\.)([a-z_]+_(?:total|count|sum))', script))
-    assert len(read) == 9 and read <= set(numbers)
+    assert len(read) == 10 and read <= set(numbers)
     assert set(re.findall(r"metrics\.(?!json)(\w+)", script + text_of("chat.js"))) <= set(found)
 
 

@@ -21,36 +21,15 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 INDEX = "index.html"
-MODULES = (
-    "attachments.js",
-    "chat.js",
-    "chats.js",
-    "context.js",
-    "conversation.js",
-    "dom.js",
-    "exchange.js",
-    "extensions.js",
-    "figures.js",
-    "highlight.js",
-    "importing.js",
-    "keys.js",
-    "markdown.js",
-    "models.js",
-    "origins.js",
-    "palette.js",
-    "pdf.js",
-    "pictures.js",
-    "race.js",
-    "server.js",
-    "settings.js",
-    "store.js",
-)
-LIBRARIES = (  # see vendor/README.md
-    "vendor/markdown-it.min.js",
-    "vendor/pdf.min.mjs",
-    "vendor/pdf.worker.min.mjs",
-    "vendor/temml.min.js",
-)
+
+
+def _scripts(folder: str) -> tuple[str, ...]:
+    """Return the paths of the scripts in a folder of the page."""
+    names = sorted(file.name for file in files(__name__).joinpath(folder).iterdir())
+    return tuple(folder + name for name in names if name.endswith((".js", ".mjs")))
+
+
+MODULES, LIBRARIES = _scripts(""), _scripts("vendor/")  # for libraries see vendor/README.md
 FILES = (INDEX, "style.css", "icon.svg", *MODULES, *LIBRARIES)
 PREFIX = "/page/"
 HEADERS = {

@@ -72,7 +72,7 @@ class ModelFigures {
 
   #takeTimings(timings) {
     this.#takeLast(timings);
-    this.now.perRound = timings.speculative_rounds ? 1 + timings.accepted / timings.speculative_rounds : null;
+    this.now.perRound = timings.acceptance_length || null;
     this.now.accepted = timings.drafted ? timings.accepted / timings.drafted : null;
   }
 
@@ -120,7 +120,7 @@ class ModelFigures {
     this.now = {
       whose: answers <= 1 ? "another client's answer" : `the last of ${answers} answers of other clients`,
       firstToken: answers > 0 ? (growth("time_to_first_token_seconds_sum") / answers) * 1000 : null,
-      perRound: drafts > 0 ? 1 + accepted / drafts : null,
+      perRound: drafts > 0 ? growth("speculative_tokens_total") / drafts : null,
       accepted: drafted > 0 ? accepted / drafted : null,
     };
     this.#takeLast(numbers.last ?? {});
