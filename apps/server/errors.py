@@ -45,14 +45,24 @@ def invalid(message: str, param: str | None = None, code: str | None = "invalid_
     return Failure(400, message, param=param, code=code)
 
 
-def missing(field: str) -> Failure:
+def invalid_field(field: str, problem: object, code: str = "invalid_value") -> Failure:
+    """Return the failure for a value of a field that cannot be honoured: 400."""
+    return invalid(f"{field}: {problem}", field, code)
+
+
+def missing(field: str, problem: str = "Field required") -> Failure:
     """Return the failure for a field that is required: 400."""
-    return invalid(f"{field}: Field required", field, "missing_required_parameter")
+    return invalid_field(field, problem, "missing_required_parameter")
 
 
 def unsupported(message: str, param: str) -> Failure:
     """Return the failure for a value that is known but not supported: 400."""
     return Failure(400, message, param=param, code="unsupported_value")
+
+
+def unsupported_field(field: str, problem: str) -> Failure:
+    """Return the failure for a value of a field that is known but not supported: 400."""
+    return unsupported(f"{field}: {problem}", field)
 
 
 def unknown_model(name: str, known: str) -> Failure:

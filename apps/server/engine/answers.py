@@ -244,7 +244,6 @@ class BlockWriter(ABC):
             yield from self.ended(self.blocks[-1], is_cut=False)
 
     def close(self, *, is_cut: bool = False) -> Iterator[dict[str, Any]]:
-        """End the open block if there is one."""
         if self._open is not None:
             self._open = None
             yield from self.ended(self.blocks[-1], is_cut=is_cut)

@@ -89,7 +89,6 @@ class LoadedModel:
 
     @property
     def caches(self) -> int:
-        """Return the bytes of all caches."""
         return self.prefix_cache.nbytes + self.batch.nbytes
 
     def has_room(self, tokens: int, unread: int) -> bool:
@@ -200,7 +199,6 @@ class Models:
         return tuple(replace(card, loaded=name in self._loaded) for name, card in self._cards.items())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
-        """Return the models that are loaded."""
         return tuple(self._loaded.values())
 
     def tokenizer(self, name: str) -> Tokenizer:
@@ -272,13 +270,11 @@ class Models:
                 return
 
     def unload(self, name: str) -> None:
-        """Give the memory of a model back."""
         self._loaded.pop(name).prefix_cache.close()
         _free_memory()
         LOG.info("unloaded %s", name)
 
     def close(self) -> None:
-        """Unload all models."""
         for name in tuple(self._loaded):
             self.unload(name)
 

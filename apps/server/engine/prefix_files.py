@@ -102,10 +102,8 @@ class CacheFolder:
         """Create the folder, for its owner only, and remove old files. Raises InvalidValue."""
         self.path = path
         self._max_bytes = max_bytes
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="mlx_spec writing")
-        self._checker = ThreadPoolExecutor(
-            1, thread_name_prefix="mlx_spec checking"
-        )  # never waits for writes
+        self._executor = ThreadPoolExecutor(1, "mlx_spec writing")
+        self._checker = ThreadPoolExecutor(1, "mlx_spec checking")  # never waits for writes
         self._writing: Future[None] | None = None
         self._failed = False
         self._index: dict[str, StoredPrefix] = {}  # replaced as a whole, by the folder's thread alone
@@ -198,7 +196,6 @@ class CacheFolder:
             LOG.warning("nothing more is written to %s until the next start: %s", self.path, one_line(error))
 
     def _update_index(self) -> None:
-        """Read the headers of new files."""
         names: set[str] = set()
         with suppress(OSError):  # the folder is gone
             names = {name for name in os.listdir(self.path) if (m := NAME.fullmatch(name)) and not m[3]}

@@ -19,7 +19,7 @@ from mlx_spec.vision.conversation import NO_VISION
 from mlx_spec.vision.pictures import MAX_PICTURES, read_picture
 from mlx_spec.vision.vision import Vision
 
-from ..errors import LOG, invalid, unsupported
+from ..errors import LOG, invalid, invalid_field, unsupported_field
 from ..requests.request import (
     Chat,
     GenerationRequest,
@@ -69,9 +69,8 @@ def prepare(
     tool_format = None if use is None else format_of(use, tokenizer)
     raw = request.prompt.prompts if isinstance(request.prompt, RawPrompts) else ()
     fills_in = any(isinstance(prompt, FillIn) for prompt in raw)
-    controls = tokenizer.controls.intersection(
-        map(tokenizer.token_id, request.stop)
-    )  # no text has their names
+    # No text has the names of these tokens.
+    controls = tokenizer.controls.intersection(map(tokenizer.token_id, request.stop))
     ends = (*request.stop_tokens, *controls, *(fill_in_ends(tokenizer) if fills_in else ()))
     banned = tokenizer.eos if request.ignore_eos else frozenset[int]()
     if use is not None and tool_format is not None and use.choice == "none":
@@ -112,7 +111,7 @@ def _read_prompts(
             raise invalid(f"{len(files)} pictures: {MAX_PICTURES} are the most", request.prompt_param)
         if isinstance(vision, NoVision):
             param = files[0].param
-            raise unsupported(f"{param}: model {request.model!r} reads no pictures: {vision}", param)
+            raise unsupported_field(param, f"model {request.model!r} reads no pictures: {vision}")
         seen = [_seen(message, vision) for message in chat.messages]
         chat = replace(chat, messages=tuple(seen))
     return (chat_prompt(chat, tokenizer, request.model, request.prompt_param, vision, request.key, most),)
@@ -132,18 +131,16 @@ def _prepared(part: Mapping[str, Any], vision: Vision) -> Mapping[str, Any]:
     try:
         return {**part, "image": vision.prepare(read_picture(file.data))}
     except InvalidValue as error:
-        raise invalid(f"{file.param}: {error}", file.param) from error
+        raise invalid_field(file.param, error) from error
 
 
 def _raw_tokens(prompt: RawPrompt, tokenizer: Tokenizer, model: str, most: int | None = None) -> list[int]:
     if isinstance(prompt, FillIn):
         tokens = fill_in_prompt(prompt, tokenizer)
         if tokens is None:
-            raise unsupported(
-                f"{prompt.param}: {model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: use a "
-                "code model that has, or send a prompt alone",
-                prompt.param,
-            )
+            way = "use a code model that has, or send a prompt alone"
+            problem = f"{model} has no tokens for filling in, such as {LAYOUTS[0].prefix}: {way}"
+            raise unsupported_field(prompt.param, problem)
         return tokens
     return tokenizer.prompt_tokens(prompt, most) if isinstance(prompt, str) else list(prompt)
 

@@ -15,7 +15,7 @@ from ...race import NAMES, Race, race, verdict
 from ..engine import answers
 from ..engine.models import LoadedModel
 from ..engine.preparation import PreparedRequest
-from ..errors import invalid, unsupported
+from ..errors import invalid_field, unsupported_field
 from ..http import Api, Json, data_event
 from ..protocols import openai_chat
 from ..protocols.openai_chat import ChatBody
@@ -26,10 +26,10 @@ def parse(body: ChatBody, model: str) -> GenerationRequest:
     """Return the request, limited to 256 tokens unless it has a limit. Raises Failure (400)."""
     left_out = {"n", "tools", "logprobs", "prediction", "stop", "stream_options"}
     for name in body.model_dump(include=left_out, exclude_defaults=True):
-        raise unsupported(f"{name}: a race has none: leave it out", name)
+        raise unsupported_field(name, "a race has none: leave it out")
     request = openai_chat.parse(body, model)
     if request.sampling.temperature > 0 and request.sampling.seed is None:
-        raise invalid("seed: answers without a seed differ: give one, or temperature 0", "seed")
+        raise invalid_field("seed", "answers without a seed differ: give one, or temperature 0")
     return replace(request, max_tokens=request.max_tokens or 256)  # enough turns to compare
 
 
@@ -44,7 +44,7 @@ def turns(
     assert most is not None
     if not pair.drafts:
         way = "start the server without --drafter none and --num-draft-tokens 0"
-        raise invalid(f"model: nothing drafts with this model, so there is no race: {way}", "model")
+        raise invalid_field("model", f"nothing drafts with this model, so there is no race: {way}")
     tokens = 2 * (len(prompt) + most)  # in the caches of both answers
     while not model.has_room(tokens, 0):
         yield None

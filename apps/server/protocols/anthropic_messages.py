@@ -18,7 +18,7 @@ from mlx_spec.vision.pictures import from_base64
 
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
-from ..errors import Failure, invalid, unsupported
+from ..errors import Failure, invalid, unsupported, unsupported_field
 from ..http import Api, Json, named_event
 from ..requests import parameters, parsing
 from ..requests.conversation import ConversationBuilder
@@ -233,9 +233,7 @@ def _picture(block: ContentBlock, field: str) -> PictureFile:
     source = parsing.required(block.source, f"{field}.source")
     if source.type != "base64":
         shown, type_field = source.type[: parsing.MAX_SHOWN_CHARS], f"{field}.source.type"
-        raise unsupported(
-            f"{type_field}: {shown!r} is not fetched: send the picture itself, as base64", type_field
-        )
+        raise unsupported_field(type_field, f"{shown!r} is not fetched: send the picture itself, as base64")
     return parsing.picture(from_base64, parsing.required(source.data, f"{field}.source.data"), field)
 
 

@@ -26,7 +26,7 @@ from mlx_spec.vision.pictures import from_base64
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
 from ..engine.models import LATEST, ModelCard, checkpoints_of
-from ..errors import Failure, unsupported
+from ..errors import Failure, unsupported_field
 from ..http import Api, Json, answer, json_line
 from ..requests import parsing
 from ..requests.conversation import ConversationBuilder
@@ -35,6 +35,7 @@ from ..requests.parameters import (
     GROUP,
     HARMLESS,
     NEUTRAL,
+    LimitFields,
     OpenFields,
     SharedFields,
     as_format,
@@ -44,14 +45,7 @@ from ..requests.parsing import Fields
 from ..requests.request import Chat, GenerationRequest, PictureFile, RawPrompts
 from ..requests.thinking_fields import ThinkingFields
 from ..settings import ServedModel, Settings
-from .openai_chat import (
-    LimitFields,
-    ToolChoiceField,
-    ToolField,
-    parse_limit,
-    parse_logprobs,
-    parse_tool_use,
-)
+from .openai_chat import ToolChoiceField, ToolField, parse_limit, parse_logprobs, parse_tool_use
 
 OLLAMA_PATH = "/api/"
 
@@ -173,7 +167,7 @@ def parse(
         "context": "give the conversation to /api/chat",
     }
     for name in refused.keys() & (body.model_extra or {}).keys():
-        raise unsupported(f"{name}: is not supported: {refused[name]}", name)
+        raise unsupported_field(name, f"is not supported: {refused[name]}")
     options = body.options
     request = start_request(
         options,
@@ -200,9 +194,9 @@ def _thinks(body: OllamaBody, model: str, engine: EngineThread) -> bool:
     """Return True if the model shall think; without `think` it does if it can, as in Ollama."""
     can = engine.card(model).thinks
     if body.think not in (None, True, False, "low", "medium", "high", "max"):
-        raise unsupported("think: give true, false, or low, medium, high, max", "think")
+        raise unsupported_field("think", "give true, false, or low, medium, high, max")
     if body.think and can is False:
-        raise unsupported(f"think: {model!r} does not support thinking", "think")
+        raise unsupported_field("think", f"{model!r} does not support thinking")
     wanted = body.thinks(None if body.think is None else bool(body.think))
     return can is not False if wanted is None else wanted
 
@@ -217,7 +211,7 @@ def _prompt(body: OllamaChat | OllamaGenerate, thinks: bool) -> Chat | RawPrompt
     if not (body.prompt or body.images) or body.raw or body.suffix:
         for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
             if value and (body.raw or body.suffix):
-                raise unsupported(f"{name}: goes with neither raw nor suffix", name)
+                raise unsupported_field(name, "goes with neither raw nor suffix")
         if body.suffix:
             return RawPrompts((FillIn(body.prompt or "", body.suffix),))
         return RawPrompts((body.prompt,) if body.prompt else ())
@@ -241,8 +235,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> ConversationBuilder:
         conversation.param = field
         pictures = _pictures(message.images, f"{field}.images")
         if pictures and message.role in ("system", "assistant"):
-            why = "pictures are read from the user and from tools"
-            raise unsupported(f"{field}.images: {why}", f"{field}.images")
+            raise unsupported_field(f"{field}.images", "pictures are read from the user and from tools")
         if message.role == "assistant":
             calls = message.tool_calls or []
             texts = [content] if content or not calls else []
@@ -261,7 +254,7 @@ def _parse_messages(messages: list[OllamaMessage]) -> ConversationBuilder:
         else:
             conversation.add(message.role, *pictures, content)
     if messages[-1].role == "assistant":
-        raise unsupported(f"{field}: an answer cannot be begun for the model here", field)
+        raise unsupported_field(field, "an answer cannot be begun for the model here")
     return conversation
 
 
@@ -458,7 +451,7 @@ def add_routes(app: Starlette, engine: EngineThread, settings: Settings) -> None
 
     async def refuse(http_request: Request) -> Response:
         path = http_request.url.path
-        raise unsupported(f"{path}: is not supported: {refused[path.removeprefix(OLLAMA_PATH)]}", path)
+        raise unsupported_field(path, f"is not supported: {refused[path.removeprefix(OLLAMA_PATH)]}")
 
     version = "0.13.0"  # of the Ollama whose API this is: clients require a least version
     app.add_route("/api/version", lambda _: JSONResponse({"version": version, "mlx_spec": __version__}))

@@ -14,7 +14,7 @@ from pydantic import Field
 from mlx_spec import __version__
 
 from ..engine import answers
-from ..errors import invalid, unsupported
+from ..errors import invalid_field, unsupported_field
 from ..http import Api, Json, comment, data_event
 from ..requests import parameters, parsing
 from ..requests.conversation import ConversationBuilder
@@ -43,18 +43,7 @@ class PredictionField(Fields):
     content: Parts
 
 
-class LimitFields(Fields):
-    """The limit of the tokens of a choice, by all names that runtimes give it."""
-
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_new_tokens: int | None = None
-    max_output_tokens: int | None = None
-    n_predict: int | None = None
-    num_predict: int | None = None
-
-
-class CompletionBody(LimitFields, parameters.SharedFields):
+class CompletionBody(parameters.LimitFields, parameters.SharedFields):
     """The fields of chat completions, text completions and /infill."""
 
     model: str | None = None
@@ -160,7 +149,7 @@ def parse_request(
 ) -> GenerationRequest:
     """Return a request with the fields of `CompletionBody`, and `more`. Raises Failure (400)."""
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options: only with stream true", "stream_options")
+        raise invalid_field("stream_options", "only with stream true")
     expected = part_texts(body.prediction.content, "prediction.content") if body.prediction else ()
     return parameters.start_request(
         body,
@@ -175,18 +164,18 @@ def parse_request(
 
 
 def parse_limit(
-    body: LimitFields, least: int = 1, default: int | None = None, prefix: str = ""
+    body: parameters.LimitFields, least: int = 1, default: int | None = None, prefix: str = ""
 ) -> int | None:
     """Return the limit of a choice: the smallest given one, else `default`. Raises Failure (400).
 
     `prefix` is the path before these fields, such as "options.".
     """
-    limits = body.model_dump(include=set(LimitFields.model_fields), exclude_none=True)
+    limits = body.model_dump(include=set(parameters.LimitFields.model_fields), exclude_none=True)
     no_limit = (-1, -2)  # in LM Studio, llama.cpp and Ollama
     for name, limit in limits.items():
         if limit < least and limit not in no_limit:
             field = prefix + name
-            raise invalid(f"{field}: {limit} is too few, the least is {least}; -1 sets no limit", field)
+            raise invalid_field(field, f"{limit} is too few, the least is {least}; -1 sets no limit")
     bounds = set(limits.values()) - set(no_limit)
     return min(bounds, default=None) if limits else default
 
@@ -215,7 +204,7 @@ def parse_logprobs(wanted: bool | None, top: int | None) -> int | None:
     if wanted:
         return top or 0
     if top:
-        raise invalid("top_logprobs: only with logprobs true", "top_logprobs")
+        raise invalid_field("top_logprobs", "only with logprobs true")
     return None
 
 
@@ -238,7 +227,7 @@ def parse_tool_use(
 def _parse_tool(tool: ToolField, field: str) -> Tool:
     if tool.type != "function":
         shown = tool.type[: parsing.MAX_SHOWN_CHARS]
-        raise unsupported(f"{field}.type: {shown!r} is not supported: only functions", f"{field}.type")
+        raise unsupported_field(f"{field}.type", f"{shown!r} is not supported: only functions")
     return parsing.required(tool.function, f"{field}.function").tool(f"{field}.function")
 
 
@@ -246,11 +235,9 @@ def _begun(body: ChatBody) -> str:
     """Return the text of the last message, after which the answer goes on. Raises Failure (400)."""
     last, field = body.messages[-1], f"messages.{len(body.messages) - 1}"
     if last.role != "assistant" or last.tool_calls or len(body.messages) < 2:
-        message = f"{field}: only an answer of text goes on: leave out continue_final_message"
-        raise unsupported(message, field)
+        raise unsupported_field(field, "only an answer of text goes on: leave out continue_final_message")
     if body.response_format is not None or body.tools:
-        message = "continue_final_message: not for an answer in a given form, or with tools"
-        raise unsupported(message, "continue_final_message")
+        raise unsupported_field("continue_final_message", "not for an answer in a given form, or with tools")
     return "".join(part_texts(last.content, f"{field}.content"))
 
 
@@ -259,9 +246,9 @@ def _parse_messages(messages: Sequence[Message]) -> ConversationBuilder:
     for i, message in enumerate(messages):
         field = conversation.param = f"messages.{i}"
         if message.role == "function" or message.function_call is not None:
-            raise unsupported(f"{field}: function calls of the old kind: give tool calls instead", field)
+            raise unsupported_field(field, "function calls of the old kind: give tool calls instead")
         if message.audio is not None:
-            raise unsupported(f"{field}.audio: only text is read here", f"{field}.audio")
+            raise unsupported_field(f"{field}.audio", "only text is read here")
         if message.role == "assistant":
             _add_answer(conversation, message, field)
             continue
@@ -283,12 +270,12 @@ def _add_answer(conversation: ConversationBuilder, message: Message, field: str)
     thinking = message.reasoning if isinstance(message.reasoning, str) else None
     thinking = message.reasoning_content or thinking
     if not texts and not calls and thinking is None and message.reasoning_content is None:
-        raise invalid(f"{field}.content: is missing, and there are no tool calls", f"{field}.content")
+        raise invalid_field(f"{field}.content", "is missing, and there are no tool calls")
     conversation.add("assistant", *texts, thinking=thinking)
     for i, call in enumerate(calls):
         call_field = f"{field}.tool_calls.{i}"
         if call.function is None or call.type not in (None, "function"):
-            raise unsupported(f"{call_field}: only calls of functions are supported", call_field)
+            raise unsupported_field(call_field, "only calls of functions are supported")
         conversation.add_call(call.id, call.function.name, call.function.arguments)
 
 

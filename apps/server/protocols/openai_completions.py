@@ -12,7 +12,7 @@ from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.types import TokenLogprob
 
 from ..engine import answers
-from ..errors import invalid, unsupported
+from ..errors import invalid_field, unsupported_field
 from ..http import Api, Json, data_event
 from ..requests.parsing import Fields
 from ..requests.request import GenerationRequest, RawPrompt, RawPrompts
@@ -41,7 +41,7 @@ class TextBody(CompletionBody):
 def parse(body: TextBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     if body.best_of not in (None, 1 if body.n is None else body.n):
-        raise unsupported("best_of: is not supported but where it equals n", "best_of")
+        raise unsupported_field("best_of", "is not supported but where it equals n")
     prompts = RawPrompts(tuple(_parse_prompts(body)), echo=bool(body.echo))
     limit, top = parse_limit(body, 0 if body.echo else 1, 16), body.logprobs  # OpenAI's own default
     return parse_request(body, model, prompts, max_tokens=limit, top_logprobs=top, prompt_param="prompt")
@@ -53,15 +53,13 @@ def _parse_prompts(body: TextBody) -> Iterator[RawPrompt]:
         prompts = PROMPTS.validate_python(body.prompt)
     except ValidationError as error:
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
-        prompt_forms = (
-            "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
-        )
-        raise invalid(f"prompt: {prompt_forms}", "prompt", code) from error
+        forms = "give a text, a list of texts, a list of tokens, or a list of those; no list may be empty"
+        raise invalid_field("prompt", forms, code) from error
     if body.suffix and body.echo:
-        raise unsupported("suffix: not with echo, the answer stands between prompt and suffix", "suffix")
+        raise unsupported_field("suffix", "not with echo, the answer stands between prompt and suffix")
     for prompt in [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts:
         if body.suffix and not isinstance(prompt, str):
-            raise unsupported("suffix: only with a prompt that is text", "suffix")
+            raise unsupported_field("suffix", "only with a prompt that is text")
         yield FillIn(prompt, body.suffix) if body.suffix else prompt
 
 
@@ -143,7 +141,7 @@ class InfillBody(CompletionBody):
 def parse_infill(body: InfillBody, model: str) -> GenerationRequest:
     """Return the request. Raises Failure (400), with the field that cannot be honoured."""
     if body.n not in (None, 1):
-        raise unsupported("n: there is one choice", "n")
+        raise unsupported_field("n", "there is one choice")
     extra = tuple((file.filename, file.text) for file in body.input_extra or ())
     gap = FillIn(body.input_prefix, body.input_suffix, extra, body.prompt or "", "input_suffix")
     defaults = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..engine import answers
 from ..engine.engine_thread import EngineThread
-from ..errors import Failure, invalid, unsupported
+from ..errors import Failure, invalid_field, unsupported, unsupported_field
 from ..http import Api, Json, answer, given_key, named_event
 from ..requests import parameters, parsing
 from ..requests.conversation import ConversationBuilder
@@ -154,7 +154,7 @@ def _check_supported(body: ResponsesBody) -> None:
             known = f"{INCLUDE_LOGPROBS!r} and {INCLUDE_ENCRYPTED!r}"
             raise unsupported(f"include.{i}: {name!r} is not supported, only {known}", "include")
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options: only for a stream", "stream_options")
+        raise invalid_field("stream_options", "only for a stream")
 
 
 def _parse_messages(body: ResponsesBody, items: Sequence[ItemField]) -> ConversationBuilder:
@@ -188,7 +188,7 @@ def _add_item(conversation: ConversationBuilder, item: ItemField, field: str) ->
             foreign, _, thinking = (item.encrypted_content or "").partition(THINKING_PREFIX)
             conversation.add("assistant", thinking=text or ("" if foreign else thinking))
         case _:
-            raise unsupported(f"{field}: an item of type {item.type!r} is not supported here", field)
+            raise unsupported_field(field, f"an item of type {item.type!r} is not supported here")
 
 
 # --- tools: functions, namespaces of functions, and hosted tools, which are left out
@@ -223,10 +223,8 @@ def _functions(tools: Sequence[ToolField]) -> Iterator[tuple[Tool, str | None, s
                 joined = replace(function, name=_joined_name(space, function.name), description=description)
                 yield joined, space, function.name
             elif not HOSTED_TOOLS.fullmatch(tool.type):
-                known = "only 'function' and 'namespace'"
-                raise unsupported(
-                    f"{member_field}: {tool.type!r} is not supported here, {known}", member_field
-                )
+                problem = f"{tool.type!r} is not supported here, only 'function' and 'namespace'"
+                raise unsupported_field(member_field, problem)
 
 
 def _joined_name(namespace: str | None, name: str) -> str:

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_spec.checkpoint.files import one_line, remove_abandoned, write_atomically
 from mlx_spec.errors import InvalidValue
 
-from ..errors import LOG, MAX_NAME_CHARS, Failure, invalid
+from ..errors import LOG, MAX_NAME_CHARS, Failure, invalid, invalid_field
 from ..http import Json, given_key
 from ..requests.parsing import ContentPart, Fields, Parts, read_query, required
 
@@ -54,7 +54,6 @@ class ItemField(Fields):
         return self if self.id else self.model_copy(update={"id": f"{prefix}_{uuid4().hex}"})
 
     def json_item(self) -> Json:
-        """Return the item as OpenAI lists it."""
         item: Json = {"type": "message", "status": "completed", **self.model_dump(exclude_none=True)}
         text_type = "output_text" if self.role == "assistant" else "input_text"
         for key in {"content", "output"} & item.keys():
@@ -299,7 +298,7 @@ class KeyResponses:
         id = required(item.id, f"{field}.id")
         if (stored_item := self.store.answered_item(self.owner, id)) is None:
             why = "no stored response has it: send the item itself"
-            raise invalid(f"{field}: item {id[:MAX_NAME_CHARS]!r} not found: {why}", field)
+            raise invalid_field(field, f"item {id[:MAX_NAME_CHARS]!r} not found: {why}")
         return stored_item
 
 
@@ -356,7 +355,7 @@ def _page(items: list[Json], query: PageQuery) -> Json:
     items, after = items if query.order == "asc" else items[::-1], query.after
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise invalid(f"after: {after[:MAX_NAME_CHARS]!r} is none of the items", "after")
+        raise invalid_field("after", f"{after[:MAX_NAME_CHARS]!r} is none of the items")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + query.limit]
     return {

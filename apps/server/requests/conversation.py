@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import invalid
+from ..errors import invalid_field
 from .parsing import MAX_SHOWN_CHARS, PARAGRAPH, parse_object, required
 from .request import Chat, PictureFile, ToolUse
 
@@ -56,7 +56,6 @@ class ConversationBuilder:
         return turn
 
     def add_call(self, id: str, name: str, arguments: str | Mapping[str, Any]) -> None:
-        """Add a tool call of the model."""
         parsed = parse_object(arguments or "{}") if isinstance(arguments, str) else arguments
         turn = self.add("assistant")
         if parsed is None:
@@ -70,7 +69,7 @@ class ConversationBuilder:
         """Add the result of an earlier tool call. Raises Failure (400) that names `field`, the id's field."""
         id = required(id, field)
         if id not in self._names:
-            raise invalid(f"{field}: there is no call {id[:MAX_SHOWN_CHARS]!r} before it", field)
+            raise invalid_field(field, f"there is no call {id[:MAX_SHOWN_CHARS]!r} before it")
         if (name := self._names[id]) is None:
             self.add("user", *contents)
         else:
@@ -85,7 +84,6 @@ class ConversationBuilder:
         self._append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
 
     def chat(self, tools: ToolUse | None, thinking: bool | None, variables: Mapping[str, Any]) -> Chat:
-        """Return the conversation to answer."""
         if self._shown:
             self.add("user")
         return Chat(tuple(self.turns), tools, thinking, variables, tuple(self._params))

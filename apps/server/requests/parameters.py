@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, model_validator
 from mlx_spec.errors import InvalidValue
 from mlx_spec.sampling import Sampling
 
-from ..errors import LOG, invalid, missing, unsupported
+from ..errors import LOG, invalid, invalid_field, missing, unsupported_field
 from .parsing import MAX_SHOWN_CHARS, Count, Fields, Schema, parse_object
 from .request import Chat, GenerationRequest, OutputFormat, RawPrompts
 from .thinking_fields import Effort
@@ -169,6 +169,17 @@ class SharedFields(OpenFields):
         return {**groups.get("options", {}), **groups.get("extra_body", {}), **beside}
 
 
+class LimitFields(Fields):
+    """The limit of the tokens of a choice, by all names that runtimes give it."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+
+
 class StreamOptions(Fields):
     """Additions to a stream. Responses always have the usage."""
 
@@ -214,7 +225,7 @@ def parse_format(
     if form.type in paths:
         raise missing(f"{field}.{paths[form.type]}")
     known, shown = "text, json_object, json_schema, regex or lark", form.type[:MAX_SHOWN_CHARS]
-    raise unsupported(f"{field}.type: {shown!r} is not one of {known}", f"{field}.type")
+    raise unsupported_field(f"{field}.type", f"{shown!r} is not one of {known}")
 
 
 def start_request(
@@ -253,8 +264,7 @@ def parse_duration(value: Any) -> float | None:
     digits = text.removeprefix("-")
     parts = re.findall(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h|$)", digits)
     if not parts or "".join(map("".join, parts)) != digits:
-        message = "keep_alive: give a duration such as '5m', or seconds, or -1 for no end"
-        raise invalid(message, "keep_alive")
+        raise invalid_field("keep_alive", "give a duration such as '5m', or seconds, or -1 for no end")
     units = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
     seconds = sum(float(number) * units[unit] for number, unit in parts)
     return math.inf if text != digits else seconds
@@ -263,11 +273,11 @@ def parse_duration(value: Any) -> float | None:
 def _parse_sampling(body: SharedFields) -> Sampling:
     penalties = {body.repetition_penalty, body.repeat_penalty} - {None}
     if len(penalties) > 1:
-        raise invalid("repeat_penalty: is repetition_penalty by another name: give one", "repeat_penalty")
+        raise invalid_field("repeat_penalty", "is repetition_penalty by another name: give one")
     repetition = next(iter(penalties), None)
     penalised = body.presence_penalty or body.frequency_penalty or repetition not in (None, 1)
     if penalised and body.repeat_last_n not in (None, -1):
-        raise unsupported("repeat_last_n: penalties count all tokens here: give -1", "repeat_last_n")
+        raise unsupported_field("repeat_last_n", "penalties count all tokens here: give -1")
     same = {field.name for field in fields(Sampling)} & SharedFields.model_fields.keys() - {"logit_bias"}
     values = {"temperature": 1.0, **body.model_dump(include=same, exclude_none=True)}
     greedy_below = 1e-4  # clients that cannot send the temperature 0 send a tiny one
@@ -289,7 +299,7 @@ def _parse_bias(bias: dict[str, float]) -> dict[int, float] | None:
         max_token_digits = 9  # digits of a token id; more overflow MLX's indices
         if not (token.isascii() and token.isdigit() and len(token) <= max_token_digits):
             shown = token[:MAX_SHOWN_CHARS]
-            raise invalid(f"logit_bias: {shown!r} is not a token id: give integers as keys", "logit_bias")
+            raise invalid_field("logit_bias", f"{shown!r} is not a token id: give integers as keys")
     return {int(token): value for token, value in bias.items()} or None
 
 
@@ -303,17 +313,17 @@ def _parse_constraint(body: SharedFields, form: OutputFormat | None) -> OutputFo
     extra = body.model_extra or {}
     group = extra.get(GROUP) or {}
     if not isinstance(group, Mapping):
-        raise invalid(f"{GROUP}: give an object", GROUP)
+        raise invalid_field(GROUP, "give an object")
     grouped = {f"{GROUP}.{key[:MAX_SHOWN_CHARS]}": value for key, value in group.items()}
     for name, value in {**extra, **grouped}.items():
         if name in CONSTRAINTS and value not in (None, "", False):
             forms.append(as_format(CONSTRAINTS[name], value, name))
         is_option = name.startswith(f"{GROUP}.disable_")  # an option of vLLM's grammar backends
         if name in grouped and name not in CONSTRAINTS and value not in (None, False) and not is_option:
-            raise unsupported(f"{name}: is not supported here", name)
+            raise unsupported_field(name, "is not supported here")
     if len(forms) > 1:
         first, second = (each.param for each in forms[:2])
-        raise invalid(f"{second}: {first} gives the form of the answer, too: leave one of them out", second)
+        raise invalid_field(second, f"{first} gives the form of the answer, too: leave one of them out")
     return forms[0] if forms else None
 
 
@@ -333,9 +343,9 @@ def as_format(form: str, value: Any, field: str, *, strict: bool = True) -> Outp
             return OutputFormat("regex", "|".join(texts), field)
         case "grammar", str():
             if "::=" in value:
-                raise unsupported(f"{field}: GBNF and EBNF are not read here: give a Lark grammar", field)
+                raise unsupported_field(field, "GBNF and EBNF are not read here: give a Lark grammar")
             return OutputFormat("lark", value, field)
-    raise invalid(f"{field}: give {OUTPUT_FORMATS[form]}", field)
+    raise invalid_field(field, f"give {OUTPUT_FORMATS[form]}")
 
 
 def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
@@ -348,11 +358,11 @@ def check_unknown(body: OpenFields, allowed: bool) -> list[str]:
         if value is None or name in HARMLESS or name in CONSTRAINTS or name == GROUP:
             continue
         if name in REASONS:
-            raise unsupported(f"{name}: is not supported, {REASONS[name]}", name)
+            raise unsupported_field(name, f"is not supported, {REASONS[name]}")
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
                 neutral = "".join(f", or give {json.dumps(each)}" for each in NEUTRAL[name][:1])
-                raise unsupported(f"{name}: is not supported here: leave it out{neutral}", name)
+                raise unsupported_field(name, f"is not supported here: leave it out{neutral}")
             continue
         shown, near = name[:MAX_SHOWN_CHARS], _near(body, name)
         hint = f"did you mean {near[0]}?" if near else ""
@@ -389,9 +399,6 @@ def warn_once(message: str) -> None:
 def _near(body: OpenFields, name: str) -> list[str]:
     """Return the parameters of this route that an unknown name may mean, the nearest first."""
     known = [field.alias or key for key, field in type(body).model_fields.items()]
-    synonyms = (  # by protocol
-        "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split(),
-        ["stop", "stop_sequences"],
-    )
+    synonyms = [*LimitFields.model_fields], ["stop", "stop_sequences"]  # by protocol
     same = [other for names in synonyms if name in names for other in names if other in known]
     return same or difflib.get_close_matches(name[:MAX_SHOWN_CHARS], [*known, *CONSTRAINTS, GROUP], 1, 0.7)

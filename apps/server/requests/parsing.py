@@ -26,7 +26,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer.fill_in import FillIn
 from mlx_spec.vision.pictures import from_data_url
 
-from ..errors import Failure, hung_up, invalid, missing, unsupported
+from ..errors import Failure, hung_up, invalid, invalid_field, missing, unsupported_field
 from ..settings import Limits
 from .request import Chat, GenerationRequest, PictureFile, Tool, ToolChoice, ToolUse
 
@@ -117,8 +117,8 @@ async def read_body(http_request: Request, model: type[M]) -> M:
     """
     encoding = http_request.headers.get("content-encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
-        message = f"content-encoding: {encoding[:MAX_SHOWN_CHARS]!r} is not read here: send a plain body"
-        raise unsupported(message, "content-encoding")
+        shown = encoding[:MAX_SHOWN_CHARS]
+        raise unsupported_field("content-encoding", f"{shown!r} is not read here: send a plain body")
     try:
         body = (await http_request.body()).removeprefix(BOM_UTF8)
         quick_bytes = 2**18  # the event loop reads these in milliseconds
@@ -182,7 +182,7 @@ def _first_problem(error: ValidationError) -> Failure:
     if not field:
         return invalid(f"the body is not what is expected here: {message}", code="invalid_json")
     code = "missing_required_parameter" if error_type == "missing" else "invalid_value"
-    return invalid(f"{field}: {message}", field, code)
+    return invalid_field(field, message, code)
 
 
 def _first_error(error: ValidationError) -> tuple[str, str, str]:
@@ -209,12 +209,12 @@ def check_limits(request: GenerationRequest, limits: Limits) -> None:
     _check_count("prompts", prompts, limits.choices, request.prompt_param)
     if n * prompts > limits.choices:
         of = f" for {prompts} prompts" if prompts > 1 else ""
-        raise unsupported(f"n: {n} choices{of}: a request may have {limits.choices} in all", "n")
+        raise unsupported_field("n", f"{n} choices{of}: a request may have {limits.choices} in all")
     least, most = request.sampling.min_tokens, request.max_tokens
     if least and request.stop:
-        raise unsupported("min_tokens: goes with stop_token_ids, not with stop strings", "min_tokens")
+        raise unsupported_field("min_tokens", "goes with stop_token_ids, not with stop strings")
     if most is not None and least > most:
-        raise invalid(f"min_tokens: {least} are more than the limit of {most}", "min_tokens")
+        raise invalid_field("min_tokens", f"{least} are more than the limit of {most}")
     tools = prompt.tools.tools if isinstance(prompt, Chat) and prompt.tools else ()
     _check_count("stop strings", len(request.stop), limits.stop_strings, "stop")
     _check_count("tools", len(tools), limits.tools, "tools")
@@ -257,10 +257,9 @@ class FunctionField(Fields):
 
     def tool(self, field: str, parameters_name: str = "parameters") -> Tool:
         """Return the tool. Raises Failure (400)."""
-        name, type_field = required(self.name, f"{field}.name"), f"{field}.{parameters_name}.type"
-        parameters = self.parameters or {}
+        name, parameters = required(self.name, f"{field}.name"), self.parameters or {}
         if parameters.get("type", "object") != "object":
-            raise invalid(f"{type_field}: arguments are an object", type_field)
+            raise invalid_field(f"{field}.{parameters_name}.type", "arguments are an object")
         return Tool(name, self.description, parameters, bool(self.strict))
 
 
@@ -273,7 +272,7 @@ def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
 
 def _check_named(name: str, tools: Sequence[Tool]) -> None:
     if name not in [tool.name for tool in tools]:
-        raise invalid(f"tool_choice: {name[:MAX_SHOWN_CHARS]!r} is none of the tools", "tool_choice")
+        raise invalid_field("tool_choice", f"{name[:MAX_SHOWN_CHARS]!r} is none of the tools")
 
 
 def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: bool | None) -> ToolUse | None:
@@ -283,11 +282,11 @@ def make_tool_use(tools: list[Tool], mode: str, named: str | None, parallel: boo
     """
     choice = cast(ToolChoice, "required" if mode == "function" else mode)
     if choice not in get_args(ToolChoice):
-        raise unsupported(f"tool_choice: {mode[:MAX_SHOWN_CHARS]!r} is not supported here", "tool_choice")
+        raise unsupported_field("tool_choice", f"{mode[:MAX_SHOWN_CHARS]!r} is not supported here")
     if named is not None:
         _check_named(named, tools)
     if choice == "required" and not tools:
-        raise invalid("tool_choice: a call that is required needs tools", "tool_choice")
+        raise invalid_field("tool_choice", "a call that is required needs tools")
     return ToolUse(tuple(tools), choice, named, parallel is not False) if tools else None
 
 
@@ -312,22 +311,18 @@ def part_contents(
         if part.type not in PICTURES:
             contents.append(_part_text(part, part_field, types))
         elif part.file_id is not None and part.image_url is None:
-            part_field += ".file_id"
-            raise unsupported(
-                f"{part_field}: no files are kept here: send the picture as image_url", part_field
-            )
+            why = "no files are kept here: send the picture as image_url"
+            raise unsupported_field(f"{part_field}.file_id", why)
         else:
-            contents.append(
-                picture(from_data_url, required(part.image_url, f"{part_field}.image_url"), part_field)
-            )
+            url = required(part.image_url, f"{part_field}.image_url")
+            contents.append(picture(from_data_url, url, part_field))
     return contents or [""]
 
 
 def _required_parts(parts: Sequence[ContentPart] | None, field: str) -> Sequence[ContentPart]:
     """Return the parts. Raises Failure (400) if the field is missing or null."""
     if parts is None:
-        message = f"{field}: is missing or null: give a text or a list of parts"
-        raise invalid(message, field, "missing_required_parameter")
+        raise missing(field, "is missing or null: give a text or a list of parts")
     return parts
 
 
@@ -336,7 +331,7 @@ def picture(read: Callable[[str], bytes], source: str, field: str) -> PictureFil
     try:
         return PictureFile(read(source), field)
     except InvalidValue as error:
-        raise invalid(f"{field}: {error}", field) from error
+        raise invalid_field(field, error) from error
 
 
 def _part_text(part: ContentPart, field: str, types: Sequence[str]) -> str:
@@ -351,10 +346,9 @@ def unsupported_part(part: ContentPart, field: str) -> Failure:
     """Return the failure for a part that is not read there: 400."""
     shown = part.type[:MAX_SHOWN_CHARS]
     is_picture = shown in (*PICTURES, "image")
-    where = (
-        "pictures are read from the user and from tools" if is_picture else "only text and pictures are read"
-    )
-    return unsupported(f"{field}: a part of type {shown!r} is not supported here: {where}", field)
+    where = "pictures are read from the user and from tools"
+    why = where if is_picture else "only text and pictures are read"
+    return unsupported_field(field, f"a part of type {shown!r} is not supported here: {why}")
 
 
 def parse_object(text: str) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..errors import invalid, unsupported
+from ..errors import invalid_field, unsupported
 from .parsing import Fields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -19,7 +19,6 @@ class ThinkingField(Fields):
 
     @property
     def wanted(self) -> bool:
-        """Return True if the model shall think."""
         return self.type != "disabled"
 
 
@@ -42,8 +41,7 @@ class ThinkingFields(Fields):
             no_thinking = ("none", "minimal")  # efforts without thinking
             return None if effort is None else effort not in no_thinking
         if not isinstance(wanted, bool):
-            field = "chat_template_kwargs.enable_thinking"
-            raise invalid(f"{field}: give true or false", field)
+            raise invalid_field("chat_template_kwargs.enable_thinking", "give true or false")
         return wanted
 
     def variables(self, effort: str | None = None) -> dict[str, Any]:

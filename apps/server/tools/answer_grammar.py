@@ -16,7 +16,7 @@ from mlx_spec.errors import InvalidValue
 from mlx_spec.grammar import Grammar, GrammarKind
 from mlx_spec.grammar.json_schema import enforceable, enforced
 
-from ..errors import LOG, Failure, invalid, unsupported
+from ..errors import LOG, Failure, invalid, invalid_field, unsupported
 from ..requests.parameters import warn_once
 from ..requests.request import OutputFormat, Tool, ToolUse
 from .formats import ToolFormat
@@ -52,7 +52,7 @@ def compile_failure(error: InvalidValue, param: str) -> Failure:
     """Return the failure for a grammar of calls that does not compile, without the text of the grammar."""
     around = r"^.*failed to compile JSON schema: (Unsatisfiable schema: )?| 1 \| start: .*$"
     reason = re.sub(around, "", str(error))
-    return invalid(f"{param}: the schemas cannot be enforced: {reason}", param)
+    return invalid_field(param, f"the schemas cannot be enforced: {reason}")
 
 
 def _answer_grammar(format: ToolFormat, use: ToolUse, answer: OutputFormat | None) -> str:

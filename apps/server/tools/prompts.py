@@ -15,7 +15,7 @@ from mlx_spec.tokenizer.history import LostText
 from mlx_spec.vision.conversation import NO_VISION, conversation_prompt
 from mlx_spec.vision.vision import Vision
 
-from ..errors import Failure, invalid, unsupported
+from ..errors import Failure, invalid, invalid_field, unsupported_field
 from ..requests.request import Chat, Tool, ToolUse
 from .formats import Message, definition, format_of
 
@@ -60,7 +60,7 @@ def chat_prompt(
         lost = None if error.index is None else messages[error.index]
         fields = (field for field, m in zip(chat.params, chat.messages, strict=False) if m is lost)
         field = "tools" if lost is None else next(fields, param)
-        raise invalid(f"{field}: {error}", field) from error
+        raise invalid_field(field, error) from error
     except InvalidValue as error:
         _check_schemas(tools)  # a template cannot write what is not a schema
         raise invalid(str(error), param) from error
@@ -72,15 +72,15 @@ def _check_schemas(tools: Sequence[Tool]) -> None:
         try:
             read_schema(tool.parameters)
         except InvalidValue as error:
-            message = f"tools: the parameters of {tool.name!r} are not a JSON schema: {error}"
-            raise invalid(message, "tools") from error
+            problem = f"the parameters of {tool.name!r} are not a JSON schema: {error}"
+            raise invalid_field("tools", problem) from error
 
 
 def _no_calls(model: str, param: str) -> Failure:
-    return unsupported(
-        f"{param}: the chat template of model {model!r} has no tool calls, or in a format that is not known "
-        "here: leave out the tools, force a call by tool_choice, or ask a model that has them",
+    return unsupported_field(
         param,
+        f"the chat template of model {model!r} has no tool calls, or in a format that is not known "
+        "here: leave out the tools, force a call by tool_choice, or ask a model that has them",
     )
 
 

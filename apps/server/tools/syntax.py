@@ -114,12 +114,10 @@ class Rules:
         return self.define(f"{kind}_{len(self._rules)}", expression, options)
 
     def token(self, name: str) -> str:
-        """Return a token as an expression."""
         token = self._token_id(name)
         return quoted(name) if token is None else f"<[{token}]>"
 
     def source(self) -> str:
-        """Return all rules as text."""
         return "\n".join(self._rules.values()) + "\n"
 
 
