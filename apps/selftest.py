@@ -127,7 +127,6 @@ class Attempt:
 
     @property
     def history(self) -> Prompt:
-        """Return the tokens of the prompt and of the answer."""
         return after(self.question, self.tokens)
 
 
@@ -156,7 +155,6 @@ class SelfTest:
 
     @property
     def wrong(self) -> list[Comparison]:
-        """Return the comparisons with a defect."""
         return [c for c in self.comparisons if c.is_wrong(self.allowed)]
 
     @property
@@ -176,7 +174,6 @@ class SelfTest:
 
     @property
     def verdict(self) -> str:
-        """Return the result in words."""
         count = len(self.comparisons)
         if not count:
             return "NOT TESTED: out of time"

@@ -78,7 +78,6 @@ class Commands:
         self.table[name].run(argument.strip())
 
     def completer(self) -> CommandCompleter:
-        """Return the completer for commands and their arguments."""
         one_of, file = partial(WordCompleter, sentence=True), PathCompleter(expanduser=True)
         arguments = {
             "model": one_of(models.names),

@@ -60,10 +60,7 @@ def replaced(file: Path) -> dict[str, Any] | None:
 
 def write(file: Path, saved: Mapping[str, Any]) -> None:
     """Write a conversation, also over another file. Raises InvalidValue."""
-    try:
-        write_atomically(file, json.dumps(_labelled(saved), indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
+    _write_text(file, json.dumps(_labelled(saved), indent=2, ensure_ascii=False) + "\n")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -163,7 +160,6 @@ class Journal:
         self._is_asked = True
 
     def add(self, piece: Piece) -> None:
-        """Keep a piece of the answer."""
         if piece.text:
             self._write({"kind": piece.kind, "text": piece.text})
 
@@ -302,8 +298,12 @@ def write_markdown(file: Path, saved: Mapping[str, Any]) -> None:
     for message in saved["messages"]:
         heading = "Question" if message["role"] == "user" else "Answer"
         texts.append(f"## {heading}\n\n{shown(message['content'])}\n")
+    _write_text(file, "\n".join(texts))
+
+
+def _write_text(file: Path, text: str) -> None:
     try:
-        write_atomically(file, "\n".join(texts))
+        write_atomically(file, text)
     except OSError as error:
         raise InvalidValue(f"{file} cannot be written ({error.strerror}): take another name") from error
 

@@ -10,16 +10,14 @@ import os
 import re
 import select
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from prompt_toolkit.utils import is_dumb_terminal
 from rich.cells import cell_len, chop_cells
 
-from mlx_spec.cli.command import CONTROLS, note
+from mlx_spec.cli.command import CONTROLS, folded, note
 from mlx_spec.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -134,7 +132,6 @@ class Terminal:
             yield
 
     def error(self, error: Exception) -> None:
-        """Show an error in one line."""
         if self._wrapping.line:
             self.end()
         self.styled([(self._folded(f"mlx-spec: {' '.join(str(error).split())}"), "")])
@@ -155,7 +152,9 @@ class Terminal:
 
     def _folded(self, text: str) -> str:
         size = _size(sys.stderr) if self.is_watched else None
-        return text if size is None or size.columns < 1 else folded(text, size.columns)
+        if size is None or size.columns < 1:
+            return text
+        return "\n".join(folded(line, size.columns) for line in text.split("\n"))
 
     def _start(self, kind: str) -> None:
         if self._wrapping.line:
@@ -270,12 +269,6 @@ def in_style(text: str, style: str) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if style and text else text
 
 
-def folded(text: str, columns: int) -> str:
-    """Return a message, wrapped at words."""
-    fill = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(fill(line) if len(line) > columns else line for line in text.split("\n"))
-
-
 def rows(text: str, columns: int) -> int | None:
     """Return how many rows of a terminal the text takes; None if that is uncertain."""
     if UNSURE_WIDTH.search(text) or columns < 1:
@@ -303,7 +296,6 @@ class _BesideSpinner(io.TextIOBase):
         self._is_rewritten = False  # True if the last line was written with "\r"
 
     def isatty(self) -> bool:
-        """Return True: the spinner is on a terminal."""
         return True
 
     def write(self, text: str) -> int:

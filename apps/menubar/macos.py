@@ -102,7 +102,6 @@ def remove_agent(file: Path, launchctl: str = "launchctl") -> bool:
 
 
 def _launchctl(*command: str) -> str | None:
-    """Run launchctl. Return its error, or None."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -34,12 +34,10 @@ class Address:
 
     @property
     def connect_host(self) -> str:
-        """Return the host for clients on this machine: loopback if the server listens everywhere."""
         return connect_host(self.host)
 
     @property
     def url(self) -> str:
-        """Return the URL for clients on this machine."""
         host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
         return f"http://{host}:{self.port}"
 

@@ -260,7 +260,6 @@ class Server(uvicorn.Server):
         self._fail(self._engine.status().problem)
 
     def _fail(self, problem: str | None) -> None:
-        """End the server with a status."""
         self.problem = problem
         if problem and self._has_log_file:  # else the log has said so on stderr
             print(f"mlx-spec: {problem}", file=sys.stderr)

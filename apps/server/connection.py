@@ -36,7 +36,6 @@ class Connection(H11Protocol):
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._waiting.pop(self, None)
         self.resume_writing()
         super().connection_lost(exc)
@@ -76,7 +75,6 @@ class Connection(H11Protocol):
         self._unread = self._unread or self.loop.call_later(self.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on: the client has read."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -73,7 +73,6 @@ class TurnFigures:
 
     @property
     def read(self) -> int:
-        """Return the tokens that were read."""
         return self.prompt - self.reused
 
 
@@ -107,20 +106,21 @@ def _tools() -> tuple[Tool, ...]:
 
 
 class _Recorder:
-    """A conversation that grows; each `turn` is what the agent sends at that moment."""
+    """A conversation that grows. `ask` and `call` return what the agent sends then.
+
+    A turn that `joins` is sent together with the turn before it.
+    """
 
     def __init__(self, agent: str, system: str, tools: tuple[Tool, ...]) -> None:
         self._agent, self._tools = agent, tools
         self._messages: list[Message] = [{"role": "system", "content": system}]
         self._calls = 0
 
-    def ask(self, text: str) -> None:
+    def ask(self, text: str, *, joins: bool = False) -> Turn:
         self._messages.append({"role": "user", "content": text})
-
-    def turn(self, *, joins: bool = False) -> Turn:
         return Turn(self._agent, tuple(self._messages), self._tools, joins)
 
-    def call(self, thinking: str, *calls: tuple[str, dict[str, str], str]) -> None:
+    def call(self, thinking: str, *calls: tuple[str, dict[str, str], str], joins: bool = False) -> Turn:
         """Record an answer with calls, each with its result."""
         made, results = [], []
         for name, arguments, result in calls:
@@ -131,92 +131,59 @@ class _Recorder:
             results.append({"role": "tool", "tool_call_id": id, "name": name, "content": result})
         answer = {"role": "assistant", "content": None, "reasoning_content": thinking, "tool_calls": made}
         self._messages += [answer, *results]
+        return Turn(self._agent, tuple(self._messages), self._tools, joins)
 
     def say(self, thinking: str, text: str) -> None:
-        """Record the end of an answer."""
         self._messages.append({"role": "assistant", "content": text, "reasoning_content": thinking})
 
 
 def session(lines: int) -> Iterator[Turn]:
     """Yield the 20 turns of the session. Files and logs have `lines` lines."""
     tools = _tools()
-    system = (
-        RULES
-        + "You are the main agent. You may give a task to helpers; they see nothing of this conversation."
-    )
+    role = "You are the main agent. You may give a task to helpers; they see nothing of this conversation."
+    system = RULES + role
     main = _Recorder("main", system, tools)
     question = "The importer drops the last line of notes that come from Windows. Find out why and mend it."
-    main.ask(question)
-    yield main.turn()
+    yield main.ask(question)
     about = "Write a title of at most six words for the conversation that begins so. Only the title."
-    title = _Recorder("title", about, ())
-    title.ask(question)
-    yield title.turn(joins=True)
-    main.call(
-        "First see what is there.", ("search", {"pattern": "def .*read", "path": "notes"}, _matches(lines))
-    )
-    yield main.turn()
-    main.call(
-        "The importer splits lines by itself.",
-        ("read", {"path": "notes/importer.py"}, _source("importer", lines)),
-    )
-    yield main.turn()
-    main.call(
-        "What do its tests say?",
-        ("read", {"path": "tests/test_importer.py"}, _source("test_importer", lines)),
-    )
-    yield main.turn()
-    main.call(
-        "Run them as they are.", ("run", {"command": "pytest tests/test_importer.py"}, _log(lines, failed=3))
-    )
-    yield main.turn()
+    yield _Recorder("title", about, ()).ask(question, joins=True)
+    search = {"pattern": "def .*read", "path": "notes"}
+    yield main.call("First see what is there.", ("search", search, _matches(lines)))
+    source = ("read", {"path": "notes/importer.py"}, _source("importer", lines))
+    yield main.call("The importer splits lines by itself.", source)
+    tests = ("read", {"path": "tests/test_importer.py"}, _source("test_importer", lines))
+    yield main.call("What do its tests say?", tests)
+    tested = ("run", {"command": "pytest tests/test_importer.py"}, _log(lines, failed=3))
+    yield main.call("Run them as they are.", tested)
     edit = {"path": "notes/importer.py", "old": 'text.split("\\r\\n")[:-1]', "new": "text.splitlines()"}
-    main.call("The last part is cut off. splitlines knows all line ends.", ("edit", edit, "1 replacement"))
-    yield main.turn()
-    main.call("Again.", ("run", {"command": "pytest"}, _log(2 * lines, failed=0)))
-    yield main.turn()
-    main.say(
-        "All pass.",
-        "A note without a final line end lost its last line. `read_lines` now splits by `splitlines`.",
-    )
-    main.ask("Do other readers have the same fault? Look at the exporter and at the index at once.")
-    yield main.turn()
-    tasks = [f"Does notes/{part}.py split lines by hand? Name each place." for part in ("exporter", "index")]
+    thinking = "The last part is cut off. splitlines knows all line ends."
+    yield main.call(thinking, ("edit", edit, "1 replacement"))
+    yield main.call("Again.", ("run", {"command": "pytest"}, _log(2 * lines, failed=0)))
+    text = "A note without a final line end lost its last line. `read_lines` now splits by `splitlines`."
+    main.say("All pass.", text)
+    yield main.ask("Do other readers have the same fault? Look at the exporter and at the index at once.")
+    parts = ("exporter", "index")
+    tasks = [f"Does notes/{part}.py split lines by hand? Name each place." for part in parts]
     role = "You are a helper. Do the one task that you are given, change nothing, and report what you found."
     helpers = [_Recorder(f"helper {i + 1}", RULES + role, tools[:3]) for i in range(2)]
     for i, (helper, task) in enumerate(zip(helpers, tasks, strict=True)):
-        helper.ask(task)
-        yield helper.turn(joins=i > 0)
-    for step, command in enumerate(("grep -n split", "wc -l")):
-        for i, (helper, part) in enumerate(zip(helpers, ("exporter", "index"), strict=True)):
-            path = f"notes/{part}.py"
-            called = (
-                ("read", {"path": path}, _source(part, lines))
-                if not step
-                else ("run", {"command": f"{command} {path}"}, _matches(lines // 2))
-            )
-            helper.call(f"Look at {path}.", called)
-            yield helper.turn(joins=i > 0)
+        yield helper.ask(task, joins=i > 0)
+    for i, (helper, part) in enumerate(zip(helpers, parts, strict=True)):
+        read = ("read", {"path": f"notes/{part}.py"}, _source(part, lines))
+        yield helper.call(f"Look at notes/{part}.py.", read, joins=i > 0)
+    for i, (helper, part) in enumerate(zip(helpers, parts, strict=True)):
+        counted = ("run", {"command": f"wc -l notes/{part}.py"}, _matches(lines // 2))
+        yield helper.call(f"Look at notes/{part}.py.", counted, joins=i > 0)
     reports = ["The exporter joins lines and never splits.", "The index splits once, by splitlines."]
-    main.call(
-        "Two helpers can look.", *(("helper", {"task": t}, r) for t, r in zip(tasks, reports, strict=True))
-    )
-    yield main.turn()
+    asked = [("helper", {"task": task}, report) for task, report in zip(tasks, reports, strict=True)]
+    yield main.call("Two helpers can look.", *asked)
     main.say("Nothing to do.", "No. The exporter never splits, and the index uses `splitlines`.")
-    main.ask("Then add a line to the changelog.")
-    yield main.turn()
-    main.call("Read it first.", ("read", {"path": "CHANGES.md"}, _changes(lines)))
-    yield main.turn()
-    entry = {
-        "path": "CHANGES.md",
-        "old": "## Next\n",
-        "new": "## Next\n- Notes from Windows keep their last line.\n",
-    }
-    main.call("At the top.", ("edit", entry, "1 replacement"))
-    yield main.turn()
-    new = _Recorder("new chat", system, tools)
-    new.ask("How do I run one test alone?")
-    yield new.turn()
+    yield main.ask("Then add a line to the changelog.")
+    yield main.call("Read it first.", ("read", {"path": "CHANGES.md"}, _changes(lines)))
+    entry = "## Next\n- Notes from Windows keep their last line.\n"
+    edit = {"path": "CHANGES.md", "old": "## Next\n", "new": entry}
+    yield main.call("At the top.", ("edit", edit, "1 replacement"))
+    yield _Recorder("new chat", system, tools).ask("How do I run one test alone?")
 
 
 def _source(name: str, lines: int) -> str:

@@ -318,14 +318,16 @@ def show_folded(*lines: str) -> None:
     for line in lines:
         label = re.match(r".{0,32}\S {2,}|\s*", line)
         indent = len(label[0]) if label and len(label[0]) < width // 2 else 2
-        wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-        show(
-            *(
-                wrap(line, subsequent_indent=" " * indent, drop_whitespace=True)
-                if len(line) > width
-                else [line]
-            )
-        )
+        show(folded(line, width, " " * indent))
+
+
+def folded(line: str, columns: int, indent: str = "") -> str:
+    """Return a line that is folded between words if it is longer; the rest begins with `indent`."""
+    if len(line) <= columns:
+        return line
+    return textwrap.fill(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def note(line: str) -> None:
@@ -340,8 +342,7 @@ def tell(what: object) -> None:
     """Print an error or a message on stderr, as one line without control characters."""
     line = f"mlx-spec: {' '.join(str(what).splitlines())}".translate(CONTROLS)
     if sys.stderr is not None and sys.stderr.isatty():  # fold between words on a terminal only
-        width = shutil.get_terminal_size().columns
-        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        line = folded(line, shutil.get_terminal_size().columns)
     note(line)
 
 

@@ -33,7 +33,6 @@ class Gap:
 
     @property
     def roundings(self) -> float:
-        """Return the distance in units of the type."""
         return self.logits / self.rounding
 
     def within(self, allowed: float) -> bool:

@@ -73,7 +73,6 @@ class StageProgress:
         self._task = self._bar.add_task(text, total=total, figures="")
 
     def end(self) -> None:
-        """End the present stage."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
