@@ -190,14 +190,17 @@ class Ahead(DrafterWrapper):
 
 
 def ahead_source(
-    source: DrafterSource, make_copy: Callable[[], DrafterCopy] | None = None, mean: float = 3
+    source: DrafterSource,
+    make_copy: Callable[[], DrafterCopy] | None = None,
+    mean: float = 3,
+    thread: AheadThread | None = None,
 ) -> DrafterSource:
     """Return the source of drafters that also draft ahead, with a local copy if `make_copy` is None.
 
-    Raises InvalidValue if it cannot draft ahead.
+    They share a thread, a new one if `thread` is None. Raises InvalidValue if it cannot draft ahead.
     """
     check_ahead(source)
-    thread = AheadThread()
+    thread = thread or AheadThread()
 
     @cache
     def copied() -> DrafterSource:

@@ -30,8 +30,7 @@ from support.forked import start_python
 from support.lossless import emitted
 from support.waiting import wait_until
 
-from mlx_spec.ahead import drafter as ahead
-from mlx_spec.ahead.drafter import Ahead, AheadThread, DrafterCopy, LocalCopy
+from mlx_spec.ahead.drafter import Ahead, AheadThread, LocalCopy, ahead_source
 from mlx_spec.ahead.ranks import RemoteDrafter, draft_for_rank_0
 from mlx_spec.decode import Batch
 from mlx_spec.decode.loop import generate
@@ -79,18 +78,6 @@ class Waiting(AheadThread):
         super().run(job)
         super().run(done.set)
         done.wait()
-
-
-def ahead_in(
-    thread: AheadThread,
-    source: DrafterSource,
-    make_copy: Callable[[], DrafterCopy] | None = None,
-    mean: float = 3,
-) -> DrafterSource:
-    """Return the source of drafters that also draft ahead, in this thread."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ahead, "AheadThread", lambda: thread)
-        return ahead.ahead_source(source, make_copy, mean)
 
 
 class Treeless(DraftModel):
@@ -148,7 +135,7 @@ def helped(
     threads = {"at once": Inline, "thread": Waiting, "rank": Waiting, "real thread": AheadThread}
     with rank_of(source, vocab) if where == "rank" else nullcontext() as ranks:
         make_copy = None if ranks is None else partial(RemoteDrafter, ranks)
-        yield ahead_in(threads[where](), source, make_copy, mean)
+        yield ahead_source(source, make_copy, mean, threads[where]())
 
 
 @cache
@@ -226,7 +213,7 @@ def test_text_is_plain_decoding_s(where: str, name: str, sampling: str) -> None:
 @pytest.mark.parametrize("kind", recited.KINDS)
 def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
     pair = recited.pair_of(kind, K)
-    pair = pair.with_drafters([ahead_in(Inline(), pair._drafters[0])], AHEAD)
+    pair = pair.with_drafters([ahead_source(pair._drafters[0], thread=Inline())], AHEAD)
     prompt, target = recited.prompt_of(kind), recited.target_of(kind)
     done = list(pair.generate(prompt, max_tokens=32))
     assert emitted(done) == plain(target, Sampling(), prompt)[: len(emitted(done))]
@@ -235,7 +222,7 @@ def test_retokenized_text_is_plain_decoding_s(kind: str) -> None:
 
 def test_texts_in_a_batch() -> None:
     model = tiny.model_of("full")
-    source = ahead_in(Waiting(), SOURCES["draft model"]())
+    source = ahead_source(SOURCES["draft model"](), thread=Waiting())
     batch = Batch(
         lambda: TargetBatch(model, source.needs), 4, clock=lambda: 0.0
     )  # so that they begin together
@@ -308,7 +295,7 @@ def test_unseeded_samples_keep_the_distribution(where: str) -> None:
 
 
 def test_a_store_that_depends_on_what_was_drawn_is_caught() -> None:
-    assert excesses(ahead_in(Inline(), small_source(Peeking), mean=V))[1] > 1
+    assert excesses(ahead_source(small_source(Peeking), mean=V, thread=Inline()))[1] > 1
 
 
 # --- hits
@@ -330,7 +317,9 @@ def test_a_drafter_like_the_target_needs_one_guess(where: str, sampling: str) ->
 
 def prepared(name: str = "draft model", mean: float = 3) -> tuple[Ahead, list[int]]:
     """Return a drafter that has prepared outcomes of a draft after PROMPT."""
-    drafter = ahead_in(Inline(), SOURCES[name](), mean=mean).make(LMTarget(tiny.model_of("full")).parts)
+    drafter = ahead_source(SOURCES[name](), mean=mean, thread=Inline()).make(
+        LMTarget(tiny.model_of("full")).parts
+    )
     assert isinstance(drafter, Ahead)
     drafter.observe(PROMPT, NOTHING)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -397,7 +386,7 @@ def test_a_store_for_another_text_never_answers(case: str, observed: bool) -> No
 
 def test_a_conversation_that_is_rewound_and_edited() -> None:
     """The same drafter and target through several answers, each with the text of plain decoding."""
-    model, source = tiny.model_of("full"), ahead_in(Inline(), SOURCES["draft model"]())
+    model, source = tiny.model_of("full"), ahead_source(SOURCES["draft model"](), thread=Inline())
     target = LMTarget(model)
     drafter = source.make(target.parts)
     chance, history = random.Random(1), list(PROMPT)
@@ -420,7 +409,7 @@ def test_late_drafts_are_a_miss_and_are_cancelled() -> None:
             self.job = job
 
     thread = Never()
-    source = ahead_in(thread, SOURCES["draft model"]())
+    source = ahead_source(SOURCES["draft model"](), thread=thread)
     drafter = source.make(LMTarget(tiny.model_of("full")).parts)
     assert isinstance(drafter, Ahead)
     draft = drafter.draft(PROMPT, K, GREEDY)
@@ -448,7 +437,7 @@ def test_an_error_in_the_thread_turns_drafts_off(draft_errors: list[str]) -> Non
 
     source = draft_model_source("other", noisy(), SAME, Broken)
     model = tiny.model_of("full")
-    rounds = drafted(model, ahead_in(Waiting(), source), Sampling())
+    rounds = drafted(model, ahead_source(source, thread=Waiting()), Sampling())
     assert lossless.emitted(rounds) == lossless.plain(model, PROMPT, 32)
     assert rounds[-1].reason is Reason.FAILED
     assert "RuntimeError at test_ahead.py" in draft_errors.pop()
@@ -471,7 +460,7 @@ def test_drafters_that_read_the_target_or_are_recurrent_are_refused(
 ) -> None:
     made = source()
     with pytest.raises(InvalidValue, match=f"drafter {made.name} {message}"):
-        ahead.ahead_source(made)
+        ahead_source(made)
 
 
 def test_weights_are_shared_and_quantized_ones_are_not() -> None:
@@ -480,7 +469,7 @@ def test_weights_are_shared_and_quantized_ones_are_not() -> None:
         network = copy.deepcopy(noisy())
         if bits:
             nn.quantize(network, 64, bits)
-        drafter = ahead_in(Inline(), draft_model_source("other", network, SAME)).make(parts)
+        drafter = ahead_source(draft_model_source("other", network, SAME), thread=Inline()).make(parts)
         assert isinstance(drafter, Ahead)
         drafter.prepare(PROMPT, drafter.draft(PROMPT, K, GREEDY), GREEDY)
         assert isinstance(drafter._copy, LocalCopy)
@@ -517,7 +506,7 @@ def test_late_drafts_of_another_rank_are_a_miss_and_later_requests_come_in_their
 
     source, history = draft_model_source("other", noisy(), SAME, Slow), list(PROMPT)
     with rank_of(source) as line:
-        made = ahead.ahead_source(SOURCES["draft model"](), partial(RemoteDrafter, line))
+        made = ahead_source(SOURCES["draft model"](), partial(RemoteDrafter, line))
         drafter = made.make(LMTarget(tiny.model_of("full")).parts)
         for _ in range(3):
             draft = drafter.draft(history, K, GREEDY)

@@ -138,16 +138,10 @@ def test_drafts_are_drawn_from_the_distributions_that_they_name(family, tmp_path
     assert drawn_excess(source, lies=True) > 1
 
 
-@pytest.mark.parametrize(
-    ("family", "sampling"), [("medusa", PLAIN), ("dflash2", FILTERED), ("eagle3", PLAIN)]
-)
-def test_what_is_emitted_keeps_the_distribution(family, sampling, tmp_path):
-    """Of drafts that are not drawn, and of those that are: rounds are the same for all families."""
-    assert drafted_excess(law_source(family, tmp_path), sampling) < 1
-
-
-def test_seeded_drafts_of_a_reduced_vocabulary_keep_the_distribution(tmp_path):
-    assert drafted_excess(law_source("eagle3", tmp_path), FILTERED, seeded(FILTERED)) < 1
+@pytest.mark.parametrize(("family", "sampler"), [("dflash2", None), ("eagle3", seeded(FILTERED))])
+def test_what_is_emitted_keeps_the_distribution(family, sampler, tmp_path):
+    """Of candidates that were drawn, and with a seed of a reduced vocabulary. Rounds are the same for all."""
+    assert drafted_excess(law_source(family, tmp_path), FILTERED, sampler) < 1
 
 
 SAMPLINGS = (
@@ -276,52 +270,6 @@ def test_tokens_that_a_drafter_never_saw_are_counted(family, tmp_path):
         kept,
         25,
     )  # those rows are gone for good
-
-
-# --- what is refused
-
-OTHER = {"hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256, "rope": {}}
-CONVENTIONS = {"hidden": "layers", "chain": "none", "rope": "own", "shift": 0}
-REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    *((family, {"mlx_spec": None}, BadCheckpoint, "mlx-spec convert") for family in MADE),
-    *((family, {"target": OTHER}, Mismatch, "5, target has 3") for family in ("medusa", "dflash", "peagle")),
-    *((family, {"mask_token_id": None}, BadCheckpoint, "mask_token_id") for family in ("pard", "peagle")),
-    *(
-        (family, {"mask_token_id": wrong}, BadCheckpoint, f"from {wrong} to {wrong}, the vocabulary 0 to 255")
-        for family, wrong in (("pard", -1), ("peagle", 10**9), ("dflash", 256))
-    ),
-    ("medusa", {"num_heads": None}, BadCheckpoint, "num_heads"),
-    *(
-        (family, {key: wrong}, BadCheckpoint, f"has '{key}' = {wrong}, which must be from 1 to 1024")
-        for family, key in (("mlp_speculator", "steps"), ("dflash", "block_size"), ("medusa", "num_layers"))
-        for wrong in (-1, 10**9)  # to build so many would take all memory
-    ),
-    ("mlp_speculator", {"scaled": None}, BadCheckpoint, "has no 'scaled'"),
-    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": 256}}, BadCheckpoint, "cannot be loaded"),
-    ("dflash", {"causal": [True]}, BadCheckpoint, "for 2 layers: convert it again"),
-    ("dflash", {"causal": None}, BadCheckpoint, "has no 'causal'"),
-    ("dflash", {"final_logit_softcapping": 30.0}, BadCheckpoint, "30.0, the target None"),
-    ("dflash2", {"selector_top_k": 257}, BadCheckpoint, "selector_top_k 257 of 256 tokens"),
-    ("dflash2", {"conv_group_size": 5}, BadCheckpoint, "which the groups must divide"),
-    ("dspark", {"markov_head_type": "other"}, BadCheckpoint, "known are vanilla, gated, rnn"),
-    ("dflash", {"mlx_spec": CONVENTIONS | {"capture": ["1"]}}, BadCheckpoint, "cannot be loaded as dflash"),
-    *(
-        ("peagle", {"layer_config": fitted.LAYER | {key: wrong}}, BadCheckpoint, f"has '{key}' = {shown}")
-        for key, wrong, shown in (
-            ("head_dim", -16, "-16, which must be from 1 to"),
-            ("num_key_value_heads", "2", "'2', which is not of type int"),
-            ("hidden_act", "relu", "'relu', known are silu, gelu_pytorch_tanh"),
-            ("rms_norm_eps", True, "True, which is not of type float"),
-        )
-    ),
-    ("pard", {"layer_config": {"model_type": "llama", "vocab_size": -1}}, BadCheckpoint, "cannot be loaded"),
-]
-
-
-@pytest.mark.parametrize(("family", "changes", "kind", "text"), REFUSALS)
-def test_refusals(family, changes, kind, text, tmp_path):
-    with pytest.raises(kind, match=text):
-        opened(MADE[family](), tmp_path, edit=lambda config: config.update(changes))
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("rwkv7", "embedding"), ("plamo2", "last hidden state")])

@@ -113,12 +113,13 @@ def plainly(number: int) -> list[int]:
     return emitted(run(0, sampling, LENGTH, kind="sliding"))
 
 
-@pytest.mark.parametrize("kind", ["lookup", "draft model", "mixed"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_the_text_is_that_of_plain_decoding(kind: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("kind", "number"), [("lookup", 0), ("draft model", 2), ("mixed", 0), ("mixed", 1), ("mixed", 2)]
+)
+def test_the_text_is_that_of_plain_decoding(kind: str, number: int) -> None:
     """Past the sliding window of 16, with drafts that are right, illegal and end too early."""
-    plain = plainly(SAMPLINGS.index(sampling))
-    sampling = replace(sampling, grammar=grammar())
+    plain = plainly(number)
+    sampling = replace(SAMPLINGS[number], grammar=grammar())
     for K, offer in [(4, False), (7, True)]:
         drafter = with_drafter(kind, plain)
         rounds = run(K, sampling, LENGTH, drafter, kind="sliding", prediction=plain[10:40], offer=offer)

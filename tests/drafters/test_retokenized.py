@@ -24,13 +24,15 @@ from support.recited import (
     size_of,
     syllables,
     target_of,
+    taught,
     text_of,
+    untaught,
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-import mlx_spec.drafters.retokenized as module
 from mlx_spec.decode.loop import generate
 from mlx_spec.drafters.retokenized import (
+    Retokenized,
     Translation,
     continuation,
     encode_after,
@@ -179,14 +181,13 @@ def test_control_tokens_go_by_their_names() -> None:
     assert b"".join(names[2:-1]) == b"user\n"
 
 
-def test_an_end_that_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_drafted() -> None:
     """The drafter's end of text is the target's of that name, and makes all before it certain."""
-    drafter, history = drafter_for("words"), prompt_of("words", 4)
-    syllables, words = text_of("syllables"), text_of("words")
-    end = syllables.token_id("<eos>")
-    drafted = [*(encode_after(syllables, b"", b" tokens with some") or []), end, *recited("syllables")[:2]]
-    monkeypatch.setattr(module, "read_tokens", lambda tokens: (drafted * 2)[: tokens.size])
-    draft = drafter.draft(history, 8, GREEDY.sampler(0, size_of("words")))
+    words, other = text_of("words"), text_of("syllables")
+    text = encode_after(other, b"", b" Speculative decoding drafts several tokens with some") or []
+    model = taught(untaught("syllables"), [*text, other.token_id("<eos>")])
+    drafter = Retokenized(model, size_of("syllables"), words, other)
+    draft = drafter.draft(prompt_of("words", 4), 8, GREEDY.sampler(0, size_of("words")))
     assert list(map(words.token_bytes, draft.tokens.tolist())) == [b" tokens", b" with", b" some", b"<eos>"]
 
 

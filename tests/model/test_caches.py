@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from support import tiny
+from support.targets import Foreign, assert_goes_on, read, write
 
-from mlx_spec.errors import InvalidValue, NotRewindable
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import (
     MAX_UNCOMMITTED,
@@ -30,6 +29,7 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.types import FeatureSpec
 
 KINDS = ["full", "sliding", "shared", "recurrent"]
+OTHER = tiny.prompt(30, seed=11)  # no text of a test goes on like this
 # Caches of mlx-lm, and the bits that K and V are quantized to: that of the last layer is not.
 MAKERS = {
     "full": ([KVCache], None),
@@ -38,17 +38,6 @@ MAKERS = {
     "8 bits": ([KVCache, KVCache], 8),
     "4 bits": ([KVCache, KVCache], 4),
 }
-
-
-class Foreign(nn.Module):
-    """A model with caches of its own."""
-
-    def __init__(self, *caches: object) -> None:
-        super().__init__()
-        self.caches = caches
-
-    def make_cache(self) -> list[object]:
-        return list(self.caches)
 
 
 def caches_of(kind: str) -> Caches:
@@ -242,104 +231,53 @@ def test_the_last_full_layer_is_never_quantized(kind: str) -> None:
     assert all(isinstance(cache, QuantizedCache) for cache in full[:-1])
 
 
-def test_head_dimensions_that_no_group_divides_are_refused() -> None:
-    caches = caches_of("4 bits")
-    caches.begin(1)
-    with pytest.raises(InvalidValue, match="divisible by 32, this target has \\(24, 24\\)"):
-        caches.attention[0].update_and_fetch(mx.zeros((1, 1, 1, 24)), mx.zeros((1, 1, 1, 24)))
-    keys, _ = caches.attention[0].update_and_fetch(mx.zeros((1, 1, 1, 96)), mx.zeros((1, 1, 1, 64)))
-    assert keys[1].shape[-1] == 3  # groups of 32, because those of 64 do not divide the keys
-
-
-@pytest.mark.parametrize(
-    "cache",
-    [ConcatenateKVCache(), RotatingKVCache(max_size=8, keep=4), CacheList(KVCache(), ConcatenateKVCache())],
-)
-def test_unknown_caches_are_refused_by_name(cache: object) -> None:
-    with pytest.raises(NotRewindable, match=r"(Concatenate|Rotating)KVCache"):
-        Caches.of_model(Foreign(cache))
-
-
 def test_generated_tokens_are_no_prompt_where_prompts_see_further() -> None:
     """They were computed with a shorter window. That holds after a batch and in another process, too."""
     model, prompt = tiny.make("plamo3"), tiny.prompt(60)
-    target, batch = LMTarget(model), TargetBatch(model, FeatureSpec())
-    target.prefill(prompt[:20])
+    target, batch = read(model, prompt[:20]), TargetBatch(model, FeatureSpec())
     batch.join(target)
     batch.prefill(mx.array(prompt[20:40]), [20])
     batch.verify(mx.array(prompt[40:43]), [3])
     batch.commit([2])
     batch.leave(0, keep=True)
-    restored = LMTarget(model)
+    restored, fresh = LMTarget(model), read(model, prompt[:45])
     restored.restore(target.state())
-    fresh = LMTarget(model)
-    fresh.prefill(prompt[:45])
     for each in (target, restored):
         assert each.size == 42
         assert max(last for _, last in each.reach()) == each.rewind(41) == 40
-        each.prefill(prompt[40:45])
-        assert_same_logits(each, fresh, 3)
-        fresh.commit(0)
-    fresh.verify(mx.array(prompt[45:48]))
-    fresh.commit(3)
+        assert_goes_on(each, model, prompt[:40], [*prompt[40:45], 3])
+    write(fresh, prompt[45:48])
     fresh.prefill(prompt[48:60])
     assert fresh.rewind(60) == 45  # a prompt after generated tokens counts no more
     fresh.rewind(30)
-    fresh.verify(mx.array(prompt[30:35]))
-    fresh.commit(5)
+    write(fresh, prompt[30:35])
     assert fresh.rewind(35) == 30  # they are no prompt, although one was read up to there before
 
 
 def test_an_interrupted_prefill_leaves_no_checkpoint() -> None:
     """Its rows are taken back, so nothing may return to them later."""
-    target, prompt = LMTarget(tiny.recurrent()), tiny.prompt(90)
-    target.prefill(prompt[:40])
-    write = target._write
-
-    def broken(tokens: mx.array, **options: Any) -> mx.array:
-        logits = write(tokens, **options)
-        if tokens.size == 32:  # those after the second checkpoint
-            raise KeyboardInterrupt
-        return logits
-
-    target._write = broken
-    with pytest.raises(KeyboardInterrupt):
-        target.prefill(prompt[40:])
-    target._write = write
-    target.commit(0)
-    other = tiny.prompt(60, seed=7)
+    model, prompt, other = tiny.model_of("recurrent"), tiny.prompt(90), tiny.prompt(60, seed=7)
+    target = read(model, prompt[:40])
+    chunk = target.prefill_by_layers(prompt[40:])
+    next(chunk)
+    chunk.close()  # as an interrupt does, after the second checkpoint was written
     target.prefill(other)
     kept = target.rewind(70)
-    fresh = LMTarget(tiny.recurrent())
-    fresh.prefill((prompt[:40] + other)[:kept] + other[:5])
-    target.prefill(other[:5])
-    assert_same_logits(target, fresh, 3)
+    assert_goes_on(target, model, (prompt[:40] + other)[:kept], [*other[:5], 3])
 
 
-def assert_same_logits(target: LMTarget, fresh: LMTarget, token: int) -> None:
-    expected, got = (each.verify(mx.array([token])) for each in (fresh, target))
-    assert mx.abs(got - expected).max().item() < 2e-3 * mx.abs(expected).max().item()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_rewound_target_equals_one_that_never_wrote(kind: str, kv_bits: int | None) -> None:
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
+@pytest.mark.parametrize("kind", [*KINDS, "quantized"])
+def test_a_rewound_target_equals_one_that_never_wrote(kind: str) -> None:
+    model, kv_bits, prompt = tiny.model_of(kind), tiny.bits_of(kind), tiny.prompt(90)
     for size in (90, 70, 41, 40, 12, 0):
-        target = LMTarget(model, kv_bits=kv_bits)
-        target.prefill(prompt[:40])
+        target = read(model, prompt[:40], kv_bits=kv_bits)
         target.prefill(prompt[40:41])
         for low in range(41, 90, 7):
-            target.verify(mx.array(prompt[low : low + 7]))
-            target.commit(7)
+            write(target, prompt[low : low + 7])
         kept = target.rewind(size)
-        assert kept <= size and kept == target.size
-        assert kept == size or kind in ("recurrent", "sliding", "shared")
-        other = tiny.prompt(30, seed=11)
-        fresh = LMTarget(model, kv_bits=kv_bits)
-        fresh.prefill((prompt[:kept] + other)[:-1])
-        target.prefill(other[:-1])
-        assert_same_logits(target, fresh, other[-1])
+        assert kept <= size
+        assert kept == size or kind != "full"
+        assert_goes_on(target, model, prompt[:kept], OTHER, kv_bits=kv_bits)
 
 
 @pytest.mark.parametrize(
@@ -347,30 +285,20 @@ def test_a_rewound_target_equals_one_that_never_wrote(kind: str, kv_bits: int | 
     [("sliding", 95, 90), ("sliding", 80, 80), ("recurrent", 95, 90), ("recurrent", 80, 58)],
 )
 def test_a_target_rewinds_to_its_last_prefill_after_a_long_answer(kind: str, size: int, kept: int) -> None:
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(90)
-    target = LMTarget(model)
-    target.prefill(prompt)
-    answer = tiny.prompt(450)
+    model, prompt, answer = tiny.model_of(kind), tiny.prompt(90), tiny.prompt(450)
+    target = read(model, prompt)
     for i in range(0, len(answer), 15):  # in blocks: only the length matters
-        for block in (answer[i : i + 1], answer[i + 1 : i + 15]):
-            mx.eval(target.verify(mx.array(block)))
-            target.commit(len(block))
-    assert target.rewind(size) == target.size == kept
-    fresh, other = LMTarget(model), tiny.prompt(30, seed=11)
-    fresh.prefill(prompt[:kept])
-    for each in (target, fresh):
-        each.prefill((prompt + tiny.prompt(5))[kept:size] + other[:-1])
-    assert_same_logits(target, fresh, other[-1])
+        write(target, answer[i : i + 1])
+        write(target, answer[i + 1 : i + 15])
+    assert target.rewind(size) == kept
+    assert_goes_on(target, model, prompt[:kept], (prompt + tiny.prompt(5))[kept:size] + OTHER)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [60, 0])  # a prompt of one token leaves the caches empty
 def test_sequences_of_one_state_do_not_write_into_each_other(kind: str, size: int) -> None:
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(size)
-    first = LMTarget(model)
-    if size:
-        first.prefill(prompt)
-    state, targets = first.state(), []
+    model, prompt = tiny.model_of(kind), tiny.prompt(size)
+    state, targets = read(model, prompt).state(), []
     for seed in (1, 2):
         target = LMTarget(model)
         target.restore(state)
@@ -379,170 +307,112 @@ def test_sequences_of_one_state_do_not_write_into_each_other(kind: str, size: in
         target.prefill(text[kept:])
         targets.append((target, text))
     for target, text in targets:
-        fresh = LMTarget(model)
-        fresh.prefill(text)
-        assert_same_logits(target, fresh, 3)
+        assert_goes_on(target, model, text, [3])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str, kv_bits: int | None) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "quantized"])
+def test_a_fork_equals_a_fresh_target_and_leaves_its_origin(kind: str) -> None:
     """At any size, also while the origin has rows that are not committed, or is in a batch."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
-    needs, kept = FeatureSpec(), []
+    model, kv_bits, prompt, kept = tiny.model_of(kind), tiny.bits_of(kind), tiny.prompt(90), []
     for place in ("alone", "queued", "batch"):
         for size in (90, 70, 12):
-            origin, neighbour = LMTarget(model, kv_bits=kv_bits), LMTarget(model, kv_bits=kv_bits)
-            origin.prefill(prompt[:60])
+            origin = read(model, prompt[:60], kv_bits=kv_bits)
             origin.prefill(prompt[60:80])
-            origin.verify(mx.array([*prompt[80:83], 1]))
-            origin.commit(3)  # of a recurrent state, these are replayed
-            batch = TargetBatch(model, needs)
+            write(origin, [*prompt[80:83], 1], 3)  # of a recurrent state, these are replayed
+            batch = TargetBatch(model, FeatureSpec())
             if place == "batch":
-                neighbour.prefill(other)
-                batch.join(neighbour)
+                batch.join(read(model, OTHER, kv_bits=kv_bits))
                 batch.join(origin)
             elif place == "queued":
                 mx.eval(origin.verify(mx.array(prompt[83:84])))
             fork = LMTarget(model, kv_bits=kv_bits)
             kept.append(fork.fork_from(origin, size, 40))
-            assert kept[-1] == fork.size <= min(size, 83)
-            assert fork.size == size or kind in ("recurrent", "sliding", "shared") or size == 90
-            fork.prefill(other[:-1])
-            fresh = LMTarget(model, kv_bits=kv_bits)
-            fresh.prefill((prompt[: kept[-1]] + other)[:-1])
-            assert_same_logits(fork, fresh, other[-1])
+            assert kept[-1] <= min(size, 83)
+            assert fork.size == size or kind != "full" or size == 90
+            assert_goes_on(fork, model, prompt[: kept[-1]], OTHER, kv_bits=kv_bits)
             if place == "batch":
                 batch.leave(1, keep=True)
             origin.commit(0)
-            whole = LMTarget(model, kv_bits=kv_bits)
-            whole.prefill(prompt[:83])
-            assert origin.size == 83
-            assert_same_logits(origin, whole, 5)
+            assert_goes_on(origin, model, prompt[:83], [5], kv_bits=kv_bits)
     assert kept[0] == kept[3] == 83 and max(kept[6:]) >= 58
 
 
-def addresses(caches: Caches) -> list[int]:
-    """Where the buffers of full attention lie in memory."""
-    return [address(buffer) for cache in caches.full for buffer in cache.buffers]
+def addresses(caches: Sequence[AttentionCache]) -> list[int]:
+    """Where the buffers of caches lie in memory."""
+    buffers = [buffer for cache in caches for buffer in cache.buffers]
+    mx.eval(buffers)
+    return [int(np.asarray(buffer).__array_interface__["data"][0]) for buffer in buffers]
 
 
-def address(buffer: mx.array) -> int:
-    mx.eval(buffer)
-    return int(np.asarray(buffer).__array_interface__["data"][0])
+# What happens while a fork copies rows, from a rewind point at 60 and from the rows of a window at 70.
+MEANWHILE = {60: "nothing rewound forgotten joined left forked saved"}
+MEANWHILE[70] = "nothing moved rewound forgotten joined trimmed saved"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", ["goes on", "rewound", "forgotten", "in a batch", "left", "forked", "saved"])
-def test_a_fork_of_a_sequence_in_use_copies_in_steps(kind: str, end: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "start", "meanwhile"),
+    [
+        (kind, start, meanwhile)
+        for start, kinds in ((60, KINDS), (70, ("sliding", "shared")))
+        for kind in kinds
+        for meanwhile in MEANWHILE[start].split()
+    ],
+)
+def test_a_fork_of_a_sequence_in_use_copies_in_steps(kind: str, start: int, meanwhile: str) -> None:
     """Its origin goes on meanwhile, and no pass of it copies a buffer, because nothing refers to one."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
-    origin, neighbour, fork = (LMTarget(model) for _ in range(3))
-    batch = TargetBatch(model, FeatureSpec())
-    origin.prefill(prompt[:60])
-    origin.prefill(prompt[60:80])
-    kept = fork.fork_from(origin, 60, 40)
-    assert kept == 60
-    origin.verify(mx.array(prompt[80:83]))
-    origin.commit(2)
+    model, text = tiny.model_of(kind), tiny.prompt(90)[:74]
+    origin, fork, batch = read(model, text[:60]), LMTarget(model), TargetBatch(model, FeatureSpec())
+    write(origin, [*text[60:70], 1], 10)
+    assert fork.fork_from(origin, start, 40) == start
+    write(origin, text[70:72])
     fork.follow(origin)
-    before, copies = addresses(origin.caches), fork.copies()
-    for token in prompt[82:86]:
+    in_use = origin.caches.full if start == 60 else origin.caches.windowed
+    count = len(addresses(origin.caches.full + origin.caches.windowed))
+    before, copies = addresses(in_use), fork.copies()
+    for token in text[72:]:
         mx.eval(next(copies, mx.array(0)))
-        mx.eval(origin.verify(mx.array([token])))
-        origin.commit(1)
-    assert addresses(origin.caches) == before
-    last, replaced = [*prompt[:86]], 86
-    if end == "rewound":
-        replaced = origin.rewind(30)
-    elif end == "forgotten":
-        origin.forget()
-        replaced = 0
-    elif end in ("in a batch", "left"):
-        neighbour.prefill(other)
-        batch.join(neighbour)
+        write(origin, [token])
+    assert addresses(in_use) == before
+    if meanwhile in ("joined", "left"):
+        batch.join(read(model, OTHER))
         batch.join(origin)
-        if end == "left":
+        if meanwhile == "left":
             batch.leave(1, keep=False)
-    elif end == "forked":
+    elif meanwhile in ("rewound", "forgotten", "trimmed", "moved"):
+        if meanwhile == "rewound":
+            text = text[: origin.rewind(30 if start == 60 else 65)]
+        elif meanwhile == "forgotten":
+            origin.forget()
+            text = []
+        elif meanwhile == "trimmed":
+            origin.trim()
+            assert origin.rewind(len(text)) == len(text)
+        for _ in range(6 if meanwhile == "moved" else 1):
+            write(origin, OTHER)
+            text = text + OTHER
+    elif meanwhile in ("forked", "saved"):
         second = LMTarget(model)
-        assert second.fork_from(fork, 60, 40) == 60
+        if meanwhile == "saved":
+            second.restore(fork.state())
+            count = 2
+        else:
+            assert second.fork_from(fork, start, 40) == start
         fork, copies = second, second.copies()
-    elif end == "saved":
-        second, fork_state = LMTarget(model), fork.state()
-        second.restore(fork_state)
-        fork, copies = second, second.copies()
-    if end in ("rewound", "forgotten"):
-        origin.prefill(other)
-        last[replaced:] = other
-    for array in copies:
-        mx.eval(array)
-    fork.prefill(other[:-1])
-    fresh, whole = LMTarget(model), LMTarget(model)
-    fresh.prefill((prompt[:60] + other)[:-1])
-    assert_same_logits(fork, fresh, other[-1])
-    if end == "in a batch":
+    rest = [mx.eval(array) for array in copies]
+    assert start == 60 or len(rest) == count - 2
+    assert_goes_on(fork, model, tiny.prompt(90)[:start], OTHER)
+    if meanwhile == "joined":
         batch.leave(1, keep=True)
-    if end != "left":
-        whole.prefill(last)
-        assert_same_logits(origin, whole, 5)
-
-
-@pytest.mark.parametrize("kind", ["sliding", "shared"])
-@pytest.mark.parametrize("end", "on moved rewound forgotten batch trimmed saved".split())
-def test_a_fork_copies_windows_in_steps(kind: str, end: str) -> None:
-    """It has all that its origin has, which goes on meanwhile, and no pass of the origin copies a buffer."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(90), tiny.prompt(30, seed=11)
-    origin, neighbour, fork = (LMTarget(model) for _ in range(3))
-    batch = TargetBatch(model, FeatureSpec())
-    origin.prefill(prompt[:60])
-    origin.verify(mx.array(prompt[60:70]))
-    origin.commit(10)
-    assert fork.fork_from(origin, 70, 40) == 70
-    fork.follow(origin)
-    windows = [buffer for cache in origin.caches.windowed for buffer in cache.buffers]
-    count = len(windows) + len([buffer for cache in origin.caches.full for buffer in cache.buffers])
-    before, copies = [address(buffer) for buffer in windows], fork.copies()
-    del windows
-    for token in prompt[70:72]:
-        mx.eval(next(copies))
-        mx.eval(origin.verify(mx.array([token])))
-        origin.commit(1)
-    assert [address(b) for cache in origin.caches.windowed for b in cache.buffers] == before
-    if end == "moved":
-        for _ in range(6):
-            mx.eval(origin.verify(mx.array(other * 2)))
-            origin.commit(60)
-    elif end == "rewound":
-        origin.rewind(65)
-        origin.prefill(other)
-    elif end == "forgotten":
-        origin.forget()
-        origin.prefill(other)
-    elif end == "batch":
-        neighbour.prefill(other)
-        batch.join(neighbour)
-        batch.join(origin)
-    elif end == "trimmed":
-        origin.trim()
-        origin.prefill(other)
-    elif end == "saved":
-        second = LMTarget(model)
-        second.restore(fork.state())
-        fork, copies, count = second, second.copies(), 2
-    assert sum(1 for array in copies if mx.eval(array) is None) == count - 2
-    fork.prefill(other[:-1])
-    fresh = LMTarget(model)
-    fresh.prefill((prompt[:70] + other)[:-1])
-    assert_same_logits(fork, fresh, other[-1])
+    if meanwhile != "left":
+        assert_goes_on(origin, model, text, [5])
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent"])
 @pytest.mark.parametrize("copied", [0, 2])
 def test_a_fork_that_is_rewound_before_all_is_copied(kind: str, copied: int) -> None:
     """Such as that of an answer that was cancelled, whose conversation goes on elsewhere."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(700), tiny.prompt(30, seed=11)
-    origin, fork, fresh = (LMTarget(model) for _ in range(3))
+    model, prompt = tiny.model_of(kind), tiny.prompt(700)
+    origin, fork = LMTarget(model), LMTarget(model)
     origin.pin_at([40], 700)
     for start, end in ((0, 40), (40, 400), (400, 700)):
         origin.prefill(prompt[start:end])
@@ -550,32 +420,27 @@ def test_a_fork_that_is_rewound_before_all_is_copied(kind: str, copied: int) -> 
     fork.follow(origin)
     copies = fork.copies()
     mx.eval([next(copies, mx.array(0)) for _ in range(copied)])
-    kept = fork.rewind(45)
-    assert kept == 40
+    assert fork.rewind(45) == 40
     mx.eval(list(fork.copies()))
-    fork.prefill((prompt[kept:45] + other)[:-1])
-    fresh.prefill((prompt[:45] + other)[:-1])
-    assert_same_logits(fork, fresh, other[-1])
+    assert_goes_on(fork, model, prompt[:40], prompt[40:45] + OTHER)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared", "recurrent", "full"])
 def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
     """Where it was told to, at its end and at an end of a chunk. Long answers and saved states keep them."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(300), tiny.prompt(30, seed=11)
-    target = LMTarget(model)
+    model, prompt = tiny.model_of(kind), tiny.prompt(300)
+    target, restored = LMTarget(model), LMTarget(model)
     target.pin_at([70, 75, 150, 260], 300)
     target.prefill(prompt[:100], ends_prompt=False)
     target.keep_rewind_points(100, ends_prompt=False, apart=6)  # as if chunks were as long
     target.prefill(prompt[100:150], ends_prompt=False)
     target.prefill(prompt[150:])
     for low in range(0, 480, 16):
-        mx.eval(target.verify(mx.array(prompt[low % 256 : low % 256 + 16])))
-        target.commit(16)
+        write(target, prompt[low % 256 : low % 256 + 16])
     sizes = [] if kind == "full" else [70, 75, 100, 150, 260, 300]
     if kind == "recurrent":
         sizes.remove(75)  # each costs a pass, so none is near another one
     assert [place.size for place in target.rewind_points] == sizes
-    restored = LMTarget(model)
     restored.restore(target.state())
     assert restored.reach() == target.reach()
     for size in (280, 140, 99, 74):
@@ -583,12 +448,7 @@ def test_a_prompt_leaves_places_to_go_back_to(kind: str) -> None:
             kept = each.rewind(size)
             has_rows = size != 140 and kind != "recurrent"  # in steps of 128 positions
             assert kept == (size if has_rows else max((s for s in sizes if s <= size), default=size))
-            fresh = LMTarget(model)
-            fresh.prefill(prompt[:kept])
-            for one in (each, fresh):
-                one.prefill(other[:-1], ends_prompt=False)
-            assert_same_logits(each, fresh, other[-1])
-            each.commit(0)
+            assert_goes_on(each, model, prompt[:kept], OTHER)
 
 
 @pytest.mark.parametrize("chunks", [(512, 512, 176), (500, 524, 176), (300, 700, 200)], ids=str)
@@ -603,38 +463,30 @@ def test_an_opening_keeps_the_same_points_however_it_is_cut(chunks: tuple[int, .
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trimmed_target_goes_on(kind: str) -> None:
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(500)
-    target, fresh = LMTarget(model), LMTarget(model)
-    for each in (target, fresh):
-        each.prefill(prompt)
+    model, prompt = tiny.model_of(kind), tiny.prompt(500)
+    target, fork, restored = read(model, prompt), LMTarget(model), LMTarget(model)
     before, slack = target.nbytes, target.slack()
     target.trim()
     assert target.nbytes == before - slack < before and not target.slack()
     assert target.reach()[0][1] == 500
-    fork, restored = LMTarget(model), LMTarget(model)
     assert fork.fork_from(target, 500, 60) == 500  # its windows are only in its checkpoints
     restored.restore(target.state())
     target.trim()
     assert target.rewind(500) == 500
-    for each in (target, fresh, fork, restored):
-        each.prefill(prompt[:50])
     for each in (target, fork, restored):
-        assert_same_logits(each, fresh, 3)
-        for one in (each, fresh):
-            one.commit(0)
+        assert_goes_on(each, model, prompt, [*prompt[:50], 3])
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared"])
 def test_places_share_the_rows_that_both_need(kind: str) -> None:
     """Also with places of a fork, and after a rewind: rows of another text are never shared."""
-    model, prompt, other = getattr(tiny, kind)(), tiny.prompt(900), tiny.prompt(500, seed=11)
-    target = LMTarget(model)
+    model, prompt, other = tiny.model_of(kind), tiny.prompt(900), tiny.prompt(500, seed=11)
+    target, fork = LMTarget(model), LMTarget(model)
     target.pin_at([500, 642, 650, 810])
     target.prefill(prompt)
     _, one, two, *_ = target.rewind_points
     assert one.blocks[0] is two.blocks[0] and one.blocks[1] is not two.blocks[1]
     assert sum(target.pinned.values()) < sum(place.nbytes for place in target.rewind_points)
-    fork = LMTarget(model)
     assert fork.fork_from(target, 648, 200) == 648
     assert set(fork.pinned) <= set(target.pinned)
     assert target.rewind(645) == 645
@@ -644,26 +496,21 @@ def test_places_share_the_rows_that_both_need(kind: str) -> None:
         each.prefill(rest)
         each.rewind(size + 20)
         each.prefill(rest[20:90])
-        fresh = LMTarget(model)
-        fresh.prefill([*prompt[:size], *rest[:90]])
-        assert_same_logits(each, fresh, 3)
+        assert_goes_on(each, model, [*prompt[:size], *rest[:90]], [3])
 
 
 @pytest.mark.parametrize("kind", ["sliding", "shared"])
 def test_places_without_a_gap_give_back_all_sizes_between(kind: str) -> None:
-    model, prompt = getattr(tiny, kind)(), tiny.prompt(900)
+    model, prompt = tiny.model_of(kind), tiny.prompt(900)
     target = LMTarget(model)
     target.pin_at([512, 640, 768])
     target.prefill(prompt)
     assert [place.size for place in target.rewind_points] == [512, 640, 768, 900]
     for size in (760, 641, 600, 450):
-        fork, fresh = LMTarget(model), LMTarget(model)
+        fork = LMTarget(model)
         assert fork.fork_from(target, size, 100) == target.rewind(size) == size
-        fresh.prefill(prompt[:size])
         for each in (fork, target):
-            assert_same_logits(each, fresh, 3)
-            for one in (each, fresh):
-                one.commit(0)
+            assert_goes_on(each, model, prompt[:size], [3])
 
 
 def test_places_are_bounded_by_what_their_loss_costs() -> None:

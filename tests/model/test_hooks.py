@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from support import tiny
 
-from mlx_spec.errors import Mismatch
 from mlx_spec.model import hooks
 from mlx_spec.model.hooks import Capture, EagerLayer
 from mlx_spec.model.probe import check_rows
@@ -20,31 +18,38 @@ from mlx_spec.types import FeatureSpec
 KINDS = ["full", "qwen", "sliding", "shared", "recurrent", "recurrent_moe"]
 
 
-def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_starts(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[..., None] = lambda *arrays: None
+) -> list[int]:
     """Return a list to which every layer that starts early is added."""
     started: list[int] = []
-    monkeypatch.setattr(hooks.mx, "async_eval", lambda *arrays: started.append(len(arrays)))
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (started.append(len(arrays)), start(*arrays)))
     return started
 
 
-def logits(target: LMTarget, prompt: list[int], blocks: Sequence[list[int]]) -> mx.array:
+def logits(
+    target: LMTarget, prompt: list[int], blocks: Sequence[list[int]], *, early: bool = True
+) -> mx.array:
     """Logits of blocks verified one after the other; of each all but its last token is kept."""
     target.prefill(prompt)
     seen = []
     for block in blocks:
-        seen.append(target.verify(mx.array(block, dtype=mx.int32)))
+        seen.append(target.verify(mx.array(block, dtype=mx.int32), early=early))
         target.commit(max(len(block) - 1, 1))
     return mx.concatenate(seen)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_early_start_changes_no_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))  # a CPU starts them always
     model, prompt = getattr(tiny, kind)(), tiny.prompt(40)
     blocks = [[5], [6, 7, 8], [9], [3, 4, 5, 6, 7], [2]]
+    started = count_starts(monkeypatch, mx.async_eval)
     early = logits(LMTarget(model), prompt, blocks)
-    mx.eval(early)
-    monkeypatch.setattr(hooks.EagerSwitch, "on", lambda switch, is_on: nullcontext())
-    assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks))
+    count = len(started)
+    assert (count > 0) is (len(model.layers) > 2)  # it starts the second of three
+    assert mx.array_equal(early, logits(LMTarget(model), prompt, blocks, early=False))
+    assert len(started) == count
 
 
 @pytest.mark.usefixtures("rules_of_a_cpu")
@@ -77,7 +82,7 @@ def test_a_gpu_that_is_busy_starts_no_layer_early(
 def test_a_gpu_starts_two_layers_and_then_eight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the first ones start it has nothing to do; each start costs a command buffer."""
     model = tiny.full(num_hidden_layers=20)
-    monkeypatch.setattr(hooks.mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     hooks.start_layers_early(model.layers)
     assert [i for i, layer in enumerate(model.layers) if isinstance(layer, EagerLayer)] == [1, 9, 17]
 
@@ -105,14 +110,13 @@ def test_targets_of_one_model_share_hooks_and_weights_keep_their_names() -> None
 def test_an_interrupted_pass_turns_the_early_start_off(monkeypatch: pytest.MonkeyPatch) -> None:
     target = LMTarget(tiny.full())
     target.prefill([1, 2, 3])
-    with monkeypatch.context() as patch:
 
-        def interrupt(*arrays: mx.array) -> None:
-            raise KeyboardInterrupt
+    def interrupt(*arrays: mx.array) -> None:
+        raise KeyboardInterrupt
 
-        patch.setattr(hooks.mx, "async_eval", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            target.verify(mx.array([5], dtype=mx.int32))
+    count_starts(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        target.verify(mx.array([5], dtype=mx.int32))
     target.commit(0)
     started = count_starts(monkeypatch)
     target.prefill([4, 5, 6])
@@ -139,9 +143,3 @@ def test_a_capture_leaves_the_class_and_the_list_of_a_layer(kind: str, layers: t
     target = LMTarget(model, FeatureSpec(hidden_layers=layers))
     assert mx.allclose(logits(target, tiny.prompt(20), [[5, 6, 7, 8]]), right, atol=1e-5)
     check_rows(model, lambda: LMTarget(model, FeatureSpec(hidden_layers=layers)))
-
-
-def test_layers_that_the_model_does_not_call_are_refused() -> None:
-    model = tiny.make("iquestloopcoder")
-    with pytest.raises(Mismatch, match="does not call its layers one by one"):
-        check_rows(model, lambda: LMTarget(model, FeatureSpec(hidden_layers=(1,))))

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import YarnRoPE
-from support import tiny
+from support import targets, tiny
 from support.spans import facts, golden, pair_of
 
 from mlx_spec.decode.running import prefill
@@ -98,9 +98,8 @@ def test_a_tree_and_a_batch_after_a_picture_equal_their_chains() -> None:
         assert mx.abs(found[mx.array(path)] - read(sight).verify(chain)).max() < 1e-4
         assert mx.abs(found[mx.array(path)] - read(Sight(0)).verify(chain)).max() > 0.1
 
-    lone, other, batch = read(sight), LMTarget(model), TargetBatch(model, FeatureSpec())
-    other.prefill(prompt[:9])
-    batch.join(other)
+    lone, batch = read(sight), TargetBatch(model, FeatureSpec())
+    batch.join(targets.read(model, prompt[:9]))
     batch.join(read(sight))
     for token, count in zip(tokens, (2, 1), strict=False):  # beside another sequence, then in its lane
         logits = batch.verify(mx.array([token] * count), [1] * count)[-1]
@@ -110,12 +109,9 @@ def test_a_tree_and_a_batch_after_a_picture_equal_their_chains() -> None:
         if count > 1:
             batch.leave(0, keep=False)
 
-    text, fresh = read(sight), LMTarget(model)  # a text after the picture is gone
+    text = read(sight)  # a text after the picture is gone
     assert text.rewind(3) == 3
-    text.prefill(prompt[3:20])
-    fresh.prefill(prompt[:20])
-    block = mx.array(tokens)
-    assert mx.abs(text.verify(block) - fresh.verify(block)).max() < 1e-4
+    targets.assert_goes_on(text, model, prompt[:3], [*prompt[3:20], *tokens])
 
 
 @pytest.mark.parametrize(("case", "step"), [("two.0", 7), ("again.1", 1024)])

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from support import tiny
+from support.targets import assert_goes_on, read, write
 
-from mlx_spec.model import layer_caches
 from mlx_spec.model.caches import FIRST_LANES, Caches
 from mlx_spec.model.layer_caches import MAX_UNCOMMITTED, VIEW_STEP, WINDOW_SLACK
 from mlx_spec.model.target import MAX_REPLAY_TOKENS, LMTarget
@@ -145,8 +145,7 @@ def test_prompts_are_read_together_as_alone(kind: str) -> None:
 def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None:
     """The first text went on otherwise after 50 tokens. After a long answer the window has left them."""
     model, old, new = tiny.model_of("sliding"), tiny.prompt(60, seed=1), tiny.prompt(30, seed=2)
-    homes, target = [LMTarget(model), LMTarget(model)], TargetBatch(model, FeatureSpec())
-    homes[0].prefill(old)
+    homes, target = [read(model, old), LMTarget(model)], TargetBatch(model, FeatureSpec())
     assert homes[0].rewind(50) == 50
     for home in homes:
         target.join(home)
@@ -161,35 +160,23 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
     target.leave(0, keep=True)
     kept = homes[0].rewind(58)
     assert kept == (58 if remember else 0)
-    fresh, text = LMTarget(model), old[:50] + new
-    fresh.prefill(text[: kept or 1])
-    if not kept:
-        homes[0].prefill(text[:1])
-    block = mx.array([1, 2, 3])
-    assert_close((homes[0].verify(block), fresh.verify(block)))
+    assert_goes_on(homes[0], model, (old[:50] + new)[:kept], [1, 2, 3])
 
 
-def test_a_window_moves_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain rounds of the same batch move the window to the front of buffers of the same size."""
-    monkeypatch.setattr(layer_caches, "WINDOW_SLACK", 16)
-    monkeypatch.setattr(layer_caches, "VIEW_STEP", 8)
+def test_a_window_moves_again_and_again() -> None:
+    """Rounds of the same batch move the window to the front of buffers of the same size."""
     model = tiny.model_of("sliding")
-    target, pairs = (
-        TargetBatch(model, FeatureSpec()),
-        [Sequence(LMTarget(model), LMTarget(model)) for _ in "ab"],
-    )
-    for i, each in enumerate(pairs):
-        each.extend(tiny.prompt(20 + 9 * i))
-        target.join(each.shared)
-    for token in tiny.prompt(60, seed=3):
-        block = mx.array([token])
-        found = verified(target, [block, block])
-        expected = [each.alone.verify(block) for each in pairs]
-        mx.eval(found, expected)
-        target.commit([1, 1])
-        for each in pairs:
-            each.alone.commit(1)
+    batch, text = TargetBatch(model, FeatureSpec()), tiny.prompt(4 * WINDOW_SLACK, seed=3)
+    shared, alone = ([read(model, tiny.prompt(size)) for size in (20, 29)] for _ in "ab")
+    for target in shared:
+        batch.join(target)
+    for low in range(0, len(text), 32):
+        block = mx.array(text[low : low + 32])
+        found, expected = verified(batch, [block, block]), [target.verify(block) for target in alone]
         assert_close(*zip(found, expected, strict=True))
+        batch.commit([32, 32])
+        for target in alone:
+            target.commit(32)
 
 
 def test_an_uncommitted_pass_survives_a_leave() -> None:
@@ -222,9 +209,7 @@ def test_an_uncommitted_pass_survives_a_leave() -> None:
 def test_buffers_follow_the_lengths() -> None:
     caches, model = Caches(), tiny.sliding()
     for length in (900, 20, 30, 40, 50):  # more than a quarter of its buffers stay in use below 770
-        target = LMTarget(model)
-        target.prefill(tiny.prompt(length))
-        caches.join(target.detach(dict, lambda: (caches, 0)))
+        caches.join(read(model, tiny.prompt(length)).detach(dict, lambda: (caches, 0)))
     window, full = caches.attention[:2]
     assert full.buffers[0].shape[0] == 8 and full.buffers[0].shape[2] > 900
     caches.leave(0, None)
@@ -250,8 +235,7 @@ def test_a_block_in_two_passes_and_after_an_interrupted_one(kind: str) -> None:
     lone, whole, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
     for target in (lone, whole):
         target.prefill(tiny.prompt(9))
-        target.verify(mx.array([1, 2, 3, 4]))
-        target.commit(2)
+        write(target, [1, 2, 3, 4], 2)
     found = mx.concatenate([lone.verify(block[:1]), lone.verify(block[1:])])
     expected = whole.verify(block)
     lone.commit(0)
@@ -262,10 +246,8 @@ def test_a_block_in_two_passes_and_after_an_interrupted_one(kind: str) -> None:
 
 def test_few_tokens_are_written_again_after_many_rejections() -> None:
     model = tiny.model_of("recurrent")
-    lone, other, batch = LMTarget(model), LMTarget(model), TargetBatch(model, FeatureSpec())
-    for target in (lone, other):
-        target.prefill(tiny.prompt(9))
-    batch.join(other)
+    lone, batch = read(model, tiny.prompt(9)), TargetBatch(model, FeatureSpec())
+    batch.join(read(model, tiny.prompt(9)))
     block, rows = mx.array([1, 2, 3, 4, 5, 6]), list[int]()
     for _ in range(8):
         assert_close((batch.verify(block, [6]), lone.verify(block)))
@@ -286,8 +268,7 @@ def test_a_target_has_its_rows_once(kind: str) -> None:
     batch, targets = TargetBatch(model, FeatureSpec()), [LMTarget(model) for _ in range(8)]
     for target in targets:
         target.prefill(tiny.prompt(60))
-        target.verify(mx.array(tiny.prompt(20)))
-        target.commit(20)
+        write(target, tiny.prompt(20))
         batch.join(target)
         assert target.nbytes == sum(target.pinned.values())  # its checkpoints
     batch.leave(0, keep=True)
@@ -304,9 +285,7 @@ def test_writes_are_in_place() -> None:
     """Lanes at different columns are written without a copy of the buffer."""
     caches, model = Caches(), tiny.full()
     for size in (3, 5):
-        target = LMTarget(model)
-        target.prefill(tiny.prompt(size))
-        caches.join(target.detach(dict, lambda: (caches, 0)))
+        caches.join(read(model, tiny.prompt(size)).detach(dict, lambda: (caches, 0)))
     layer = caches.attention[0]
     wide = mx.zeros((2, 2, 1 << 16, 32))
     layer.buffers = [wide, wide + 1]
@@ -334,9 +313,10 @@ class HostRope(nn.Module):
         return self.rope(x, offset=self.position(offset))
 
 
-def test_logits_that_are_no_numbers_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_spec.model.target_batch._probe", lambda *given: math.nan)
-    assert probe_batch(tiny.full()).obstacle is not None
+def test_logits_that_are_no_numbers_are_an_obstacle() -> None:
+    model = tiny.full()
+    model.model.norm.weight *= math.nan
+    assert probe_batch(model).obstacle is not None
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import ministral3, rope_utils
+from mlx_lm.models import rope_utils
 from support import tiny
 from support.fitted import largest
+from support.targets import read, write
 
-from mlx_spec.errors import NotRewindable
 from mlx_spec.model.target import LMTarget
 from mlx_spec.model.tree import RowwiseRope, Tree, tree_template
 from mlx_spec.types import FeatureSpec
@@ -26,8 +26,14 @@ LENGTHS = [2, 40]  # of the prompt; the window is 16
 EVERYTHING = FeatureSpec(hidden_layers=(1, 3), final_hidden=True, shared_kv=True)
 
 
-def target_of(kind: str, needs: FeatureSpec | None = None) -> LMTarget:
-    return LMTarget(tiny.model_of(kind), needs, kv_bits=tiny.bits_of(kind))
+def target_of(kind: str, prompt: list[int], needs: FeatureSpec | None = None) -> LMTarget:
+    return read(tiny.model_of(kind), prompt, needs, kv_bits=tiny.bits_of(kind))
+
+
+def draft(target: LMTarget, tokens: list[int], path: tuple[int, ...]) -> None:
+    """Verify a tree and keep a path."""
+    target.verify_tree(mx.array(tokens), TREE.parents)
+    target.commit_path(path)
 
 
 def tokens_of(seed: int, tree: Tree = TREE) -> list[int]:
@@ -36,9 +42,7 @@ def tokens_of(seed: int, tree: Tree = TREE) -> list[int]:
 
 
 def logits_of_path(kind: str, prompt: list[int], path: list[int]) -> np.ndarray:
-    target = target_of(kind)
-    target.prefill(prompt)
-    return np.array(target.verify(mx.array(path)))
+    return np.array(target_of(kind, prompt).verify(mx.array(path)))
 
 
 # --- the shape
@@ -63,8 +67,8 @@ def test_a_template_holds_the_likeliest_places() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_path_equals_its_chain(kind: str, length: int) -> None:
-    prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
-    target.prefill(prompt)
+    prompt, tokens = tiny.prompt(length), tokens_of(length)
+    target = target_of(kind, prompt)
     logits = np.array(target.verify_tree(mx.array(tokens), TREE.parents))
     for leaf in set(range(len(tokens))) - set(TREE.parents):
         path = TREE.paths[leaf]
@@ -75,9 +79,7 @@ def test_each_path_equals_its_chain(kind: str, length: int) -> None:
 def test_a_window_shorter_than_the_tree() -> None:
     """Tokens of the path itself fall out of it."""
     model, prompt, tokens = tiny.sliding(sliding_window=3), tiny.prompt(9), tokens_of(2)
-    target, alone = LMTarget(model), LMTarget(model)
-    for each in (target, alone):
-        each.prefill(prompt)
+    target, alone = read(model, prompt), read(model, prompt)
     logits = target.verify_tree(mx.array(tokens), TREE.parents)
     path = list(TREE.paths[4])
     assert len(path) > 3
@@ -91,10 +93,9 @@ def test_a_window_shorter_than_the_tree() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", [SIDE, SIDE[:2], (0, 1, 2)])
 def test_decoding_goes_on_from_a_kept_path(kind: str, length: int, path: tuple[int, ...]) -> None:
-    prompt, tokens, target = tiny.prompt(length), tokens_of(length), target_of(kind)
-    target.prefill(prompt)
-    target.verify_tree(mx.array(tokens), TREE.parents)
-    target.commit_path(path)
+    prompt, tokens = tiny.prompt(length), tokens_of(length)
+    target = target_of(kind, prompt)
+    draft(target, tokens, path)
     assert (target.size, target.uncommitted) == (length + len(path), 0)
     kept = [tokens[row] for row in path]
     alone = logits_of_path(kind, prompt, [*kept, 9, 8, 7])
@@ -103,8 +104,8 @@ def test_decoding_goes_on_from_a_kept_path(kind: str, length: int, path: tuple[i
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_rows_that_are_not_moved_are_caught(kind: str) -> None:
-    prompt, tokens, target = tiny.prompt(20), tokens_of(0), target_of(kind)
-    target.prefill(prompt)
+    prompt, tokens = tiny.prompt(20), tokens_of(0)
+    target = target_of(kind, prompt)
     target.verify_tree(mx.array(tokens), TREE.parents)
     target.commit(len(SIDE))  # the first rows instead of the path
     kept = [tokens[row] for row in SIDE]
@@ -114,19 +115,17 @@ def test_rows_that_are_not_moved_are_caught(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sliding", "shared", "quantized"])
 def test_many_trees_past_the_window_and_its_slack(kind: str) -> None:
     """Trees and chains in turn, over more rows than a buffer of a sliding window holds."""
-    history, target = tiny.prompt(20), target_of(kind)
-    target.prefill(history)
+    history = tiny.prompt(20)
+    target = target_of(kind, history)
     paths = [SIDE, (0,), (0, 1, 2), (0, 12), tuple(range(5)), (0, 1, 6, 7)]
     for i in range(78):
         tokens = tokens_of(i)
         if i % 4 == 3:
-            target.verify(mx.array(tokens[:6]))
-            target.commit(3)
+            write(target, tokens[:6], 3)
             history += tokens[:3]
             continue
-        target.verify_tree(mx.array(tokens), TREE.parents)
         path = paths[i % len(paths)]
-        target.commit_path(path)
+        draft(target, tokens, path)
         history += [tokens[row] for row in path]
     assert len(history) > 256
     assert largest(target.verify(mx.array([5])), logits_of_path(kind, history, [5])) < TOLERANCE
@@ -134,9 +133,7 @@ def test_many_trees_past_the_window_and_its_slack(kind: str) -> None:
 
 def test_features_and_shared_rows_of_a_path() -> None:
     prompt, tokens = tiny.prompt(40), tokens_of(4)
-    tree, chain = target_of("shared", EVERYTHING), target_of("shared", EVERYTHING)
-    for target in (tree, chain):
-        target.prefill(prompt)
+    tree, chain = (target_of("shared", prompt, EVERYTHING) for _ in range(2))
     tree.verify_tree(mx.array(tokens), TREE.parents)
     chain.verify(mx.array([tokens[row] for row in SIDE]))
     ours, theirs = tree.commit_path(SIDE), chain.commit(len(SIDE))
@@ -149,12 +146,11 @@ def test_features_and_shared_rows_of_a_path() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_a_dropped_tree_and_a_rewind_leave_no_trace(kind: str) -> None:
-    prompt, tokens, target = tiny.prompt(30), tokens_of(0), target_of(kind)
-    target.prefill(prompt)
+    prompt, tokens = tiny.prompt(30), tokens_of(0)
+    target = target_of(kind, prompt)
     target.verify_tree(mx.array(tokens), TREE.parents)
     target.commit(0)
-    target.verify_tree(mx.array(tokens), TREE.parents)
-    target.commit_path(SIDE)
+    draft(target, tokens, SIDE)
     assert target.rewind(31) == 31
     after = target.verify(mx.array([4, 2]))
     assert largest(after, logits_of_path(kind, prompt, [tokens[0], 4, 2])[1:]) < TOLERANCE
@@ -163,61 +159,10 @@ def test_a_dropped_tree_and_a_rewind_leave_no_trace(kind: str) -> None:
 def test_chains_are_verified_as_before_afterwards() -> None:
     """Also by another target of the model, whose rotary embeddings were wrapped meanwhile."""
     model, prompt = tiny.full(), tiny.prompt(30)
-    before = LMTarget(model)
-    before.prefill(prompt)
-    logits = np.array(before.verify(mx.array([1, 2, 3])))
+    before, block = read(model, prompt).verify(mx.array([1, 2, 3])), mx.array([1, 2, 3])
+    mx.eval(before)
     LMTarget(model).verify_tree(mx.array(tokens_of(0)), TREE.parents)
-    after = LMTarget(model)
-    after.prefill(prompt)
-    assert (np.array(after.verify(mx.array([1, 2, 3]))) == logits).all()
-
-
-# --- refusals
-
-
-def test_recurrent_targets_refuse_by_name() -> None:
-    target = LMTarget(tiny.recurrent())
-    target.prefill(tiny.prompt(9))
-    with pytest.raises(NotRewindable, match=r"tree .* recurrent .*: draft a chain"):
-        target.verify_tree(mx.array(tokens_of(0)), TREE.parents)
-    target.verify(mx.array([1, 2]))
-    target.commit(1)
-    assert target.size == 10
-
-
-def test_unknown_rotary_embeddings_refuse_by_name() -> None:
-    model = tiny.full()
-    rope = rope_utils.DynamicNTKScalingRoPE(32, 64, False, 1e4, 2.0)
-    model.layers[1].self_attn.rope = rope
-    with pytest.raises(NotRewindable, match="layer 1 has positions by DynamicNTKScalingRoPE"):
-        LMTarget(model).verify_tree(mx.array(tokens_of(0)), TREE.parents)
-    model.layers[1].self_attn.rope = None
-    assert LMTarget(model).tree_obstacle == "layer 1 has no rotary embedding"
-    assert LMTarget(tiny.full()).tree_obstacle is None
-
-
-def test_models_that_calculate_with_positions_refuse_by_name() -> None:
-    """Ministral scales queries by position: the rows of a tree would get those of a chain."""
-    args = ministral3.ModelArgs(
-        model_type="ministral3",
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=32,
-        num_attention_heads=2,
-        rms_norm_eps=1e-5,
-        vocab_size=64,
-        rope_parameters={
-            "rope_theta": 1e4,
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16,
-        },
-    )
-    target = LMTarget(ministral3.Model(args))
-    assert "calculates with positions" in (target.tree_obstacle or "")
-    with pytest.raises(NotRewindable, match="calculates with positions"):
-        target.verify_tree(mx.array([1, 2, 3]), (0, 0))
-    target.prefill([1, 2, 3])
-    assert target.verify(mx.array([4])).shape == (1, 64)
+    assert mx.array_equal(read(model, prompt).verify(block), before)
 
 
 @pytest.mark.parametrize("scaled", ["RoPE", "Llama3RoPE", "SuScaledRoPE", "YarnRoPE", "ProportionalRoPE"])

@@ -97,10 +97,13 @@ def target_of(kind: str) -> nn.Module:
     return taught(tiny.sliding(scale=0.05, vocab_size=size_of(kind)), recited(kind))
 
 
+def untaught(kind: str) -> nn.Module:
+    return tiny.full(1, scale=0.05, vocab_size=size_of(kind), tie_word_embeddings=False)
+
+
 @cache
 def model_of(kind: str) -> nn.Module:
-    model = tiny.full(1, scale=0.05, vocab_size=size_of(kind), tie_word_embeddings=False)
-    return taught(model, recited(kind))
+    return taught(untaught(kind), recited(kind))
 
 
 def drafter_for(kind: str) -> Retokenized:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,6 +72,22 @@ def vision_of(variant: str) -> Vision:
     vision.load()
     vision._tower.set_dtype(mx.float32)
     return vision
+
+
+def changed(
+    variant: str,
+    out: Path,
+    rename: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array),
+    more: Mapping[str, mx.array] | None = None,
+    **config: Any,
+) -> Path:
+    """Copy a checkpoint. Its tower has other names and forms or `more` tensors, its config other values."""
+    folder = Path(shutil.copytree(ROOT / variant, out / "copy", ignore=shutil.ignore_patterns("golden.*")))
+    stored = mx.load(str(folder / "model-vision.safetensors"))
+    tensors = dict(rename(name, array) for name, array in stored.items()) | dict(more or {})
+    mx.save_safetensors(str(folder / "model-vision.safetensors"), tensors, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(read(folder) | config))
+    return folder
 
 
 def with_sight(variant: str, sight: Sight) -> Vision:

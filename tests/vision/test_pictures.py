@@ -1,25 +1,20 @@
-"""Image files from strangers: every one is read as a person would see it, or refused in one line."""
+"""Image files from strangers: every one is read as a person would see it."""
 
 from __future__ import annotations
 
 import base64
 import io
-import struct
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image, ImageFile
 
-from mlx_spec.errors import InvalidValue
-from mlx_spec.vision import pictures
-from mlx_spec.vision.pictures import MAX_FILE_BYTES, from_base64, from_data_url, read_picture
+from mlx_spec.vision.pictures import from_base64, from_data_url, read_picture
 
 RED, WHITE, BLUE = [255, 0, 0], [255, 255, 255], [0, 0, 255]
 SQUARE = (8, 8)
@@ -52,21 +47,6 @@ def two_photos() -> tuple[Image.Image, str, dict[str, Any]]:
     """A JPEG with another one behind it, as phones write them."""
     red, blue = Image.new("RGB", SQUARE, "red"), Image.new("RGB", SQUARE, "blue")
     return red, "MPO", {"save_all": True, "append_images": [blue]}
-
-
-def chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that states a size and holds next to nothing."""
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", size)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 99))
-        + chunk(b"IEND", b"")
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,87 +118,6 @@ def test_a_large_jpeg_is_read_smaller() -> None:
     assert read_picture(data).shape == (2500, 2600, 3)
 
 
-REFUSED = {
-    "empty": (b"", "not a picture"),
-    "text": (b"hello", "JPEG, PNG, WebP, GIF and BMP are read"),
-    "TIFF": (saved(Image.new("RGB", SQUARE), "TIFF"), "TIFF, which is not read"),
-    "ICO": (saved(Image.new("RGB", SQUARE), "ICO"), "ICO, which is not read"),
-    "PDF": (saved(Image.new("RGB", SQUARE), "PDF"), "PDF, which is not read"),
-    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "PostScript, which is not read"),
-    "SVG": (b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "SVG, which is not read"),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, which is not read"),
-    "AVIF": (b"\0\0\0\x18ftypavif\0\0\0\0", "AVIF, which is not read"),
-    "video": (b"\0\0\0\x18ftypmp42\0\0\0\0", "video, which is not read"),
-    "large PNG": (png_header(7000, 7000), "7000 x 7000 pixels: 25,000,000 of a PNG are allowed"),
-    "bomb": (png_header(30_000, 30_000), "too many pixels"),
-    "no width": (png_header(0, 9), "a PNG file cannot"),
-    "wide bomb": (png_header(1_000_000, 1000), "too many pixels"),
-    "large JPEG": (saved(Image.new("L", (8200, 8000)), "JPEG", quality=1), "64,000,000 of a JPEG"),
-    "too little data": (png_header(100, 100), "damaged or cut off"),
-    "cut JPEG": (saved(Image.new("RGB", (200, 200), "red"), "JPEG")[:-200], "a JPEG file cannot be decoded"),
-    "cut PNG": (saved(Image.effect_noise((64, 64), 50), "PNG")[:400], "a PNG file cannot be decoded"),
-    "cut WebP": (saved(Image.new("RGB", SQUARE, "red"), "WEBP")[:-9], "a WEBP file cannot"),
-    "large file": (b"\0" * (MAX_FILE_BYTES + 1), "20,000,001 bytes: 20,000,000 are allowed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_is_one_line_without_data(name: str) -> None:
-    data, words = REFUSED[name]
-    with pytest.raises(InvalidValue, match=words) as caught:
-        read_picture(data)
-    text = str(caught.value)
-    assert "\n" not in text and "BytesIO" not in text and "0x" not in text and len(text) < 200
-
-
-def test_compressed_metadata_is_not_unpacked_without_limit() -> None:
-    info = PngInfo()
-    info.add_text("x", "a" * 30_000_000, zip=True)
-    with pytest.raises(InvalidValue, match="holds too much besides its pixels"):
-        read_picture(saved(Image.new("RGB", SQUARE, "red"), "PNG", pnginfo=info))
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://169.254.169.254/latest", "a http: URL is not fetched"),
-        ("HTTPS://example.com/cat.png", "a https: URL is not fetched"),
-        ("file:///etc/passwd", "a file: URL is not fetched"),
-        ("/etc/passwd", "text that is not a URL is not fetched"),
-        ("", "text that is not a URL"),
-        ("aGVsbG8=", "text that is not a URL"),
-        ("data:image/png,%89PNG", "not in base64"),
-        ("data:image/png;base64", "not in base64"),
-        ("data:image/png;base64,?!", "not valid base64"),
-        ("data:image/png;base64,é", "not valid base64"),
-        ("data:;base64," * 5000 + "AAAA", "not valid base64"),
-    ],
-)
-def test_only_data_is_read(url: str, words: str) -> None:
-    with pytest.raises(InvalidValue, match=words) as caught:
-        from_data_url(url)
-    assert "passwd" not in str(caught.value) and "example.com" not in str(caught.value)
-
-
-def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
-    """Each scan is decoded over all pixels: 500 of 200 bytes took 10 s."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "red").save(file, "JPEG", progressive=True)
-    data = file.getvalue()
-    assert read_picture(data).shape == (64, 64, 3) and data.count(b"\xff\xda") < 20
-    start = data.index(b"\xff\xda")
-    scan = data[start : data.index(b"\xff", start + 2)]
-    with pytest.raises(InvalidValue, match="more than 100 scans"):
-        read_picture(data[:start] + scan * 101 + data[start:])
-
-
-def test_base64_is_measured_before_it_is_decoded() -> None:
-    with pytest.raises(InvalidValue, match="bytes: 20,000,000 are allowed"):
-        from_base64("A" * (2 * MAX_FILE_BYTES))
-    with pytest.raises(InvalidValue, match="not valid base64"):
-        from_base64("http://example.com/cat.png")
-
-
 def test_base64_is_read_in_all_its_forms() -> None:
     data = bytes(range(256))
     text = base64.b64encode(data).decode()
@@ -234,19 +133,18 @@ def test_base64_is_read_in_all_its_forms() -> None:
 
 
 def test_one_picture_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most = 0, 0
-    real = pictures._read
+    running, most, load = 0, 0, ImageFile.ImageFile.load
 
-    def counted(data: bytes) -> np.ndarray[Any, Any]:
+    def counted(picture: ImageFile.ImageFile) -> object:
         nonlocal running, most
         running += 1
         most = max(most, running)
         threading.Event().wait(0.005)
-        pixels = real(data)
+        loaded = load(picture)
         running -= 1
-        return pixels
+        return loaded
 
-    monkeypatch.setattr(pictures, "_read", counted)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
     data = saved(Image.new("RGB", SQUARE, "red"), "PNG")
     threads = [threading.Thread(target=read_picture, args=(data,)) for _ in range(4)]
     for thread in threads:
@@ -254,12 +152,6 @@ def test_one_picture_is_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     for thread in threads:
         thread.join()
     assert most == 1
-
-
-def test_without_pillow_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(InvalidValue, match=r"install '?mlx-spec\[vision\]'?"):
-        read_picture(b"")
 
 
 MEASURE = """

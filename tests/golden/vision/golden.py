@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from make import HERE, SEEDS, WORDS, published, tower_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -29,6 +28,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+HERE = Path(__file__).parent
+VARIANTS = ("e2b", "e4b", "12b", "26b", "31b", "gemma3", "qwen")
+WORDS = {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"}
 CLASSES = {
     "gemma3": transformers.Gemma3ForConditionalGeneration,
     "gemma4": transformers.Gemma4ForConditionalGeneration,
@@ -77,6 +79,24 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
         np.sin(x * rng.uniform(0.02, 0.3) + y * rng.uniform(0.02, 0.3) + rng.uniform(0, 6)) for _ in range(3)
     ]
     return Image.fromarray(((np.stack(waves, -1) * 0.5 + 0.5) * 255).astype(np.uint8))
+
+
+def tower_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the tower under the names of transformers' class."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {
+        name: t
+        for name, t in tensors.items()
+        if any(part in name for part in ("vision", "visual", "multi_modal_projector"))
+        and not name.endswith(("inv_freq", "position_ids"))
+    }
+
+
+def published(name: str) -> str:
+    """Return a name as checkpoints have it."""
+    if "embed_vision." not in name or ".embedding_projection" in name:
+        return name.replace("embed_vision.multimodal_embedder.", "embed_vision.")
+    return name.replace("embed_vision.", "vision_embedder.")
 
 
 def load(folder: Path) -> tuple[str, nn.Module]:
@@ -278,7 +298,7 @@ def run(name: str) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--variants", default=",".join(SEEDS))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     torch.set_num_threads(1)
     for name, size in PICTURES.items():
         picture(*size).save(HERE / f"{name}.png")
