@@ -18,8 +18,8 @@ from typer import Argument
 
 from mlx_spec import hub
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import TargetShape
 from mlx_spec.checkpoint.files import human_bytes, typed_path
+from mlx_spec.checkpoint.targets import TargetShape
 from mlx_spec.cli.command import ERROR, Json, flag, note, option, program, show, show_folded
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import InvalidValue, Mismatch, NotFound

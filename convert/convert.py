@@ -42,7 +42,7 @@ def convert(
     with new_folder(options.out) as folder:
         plan = _make_plan(options, folder, progress)
         pair = convert_pair(plan, allow_unknown=options.skip_test)
-        parts = write_pair(plan, pair, progress)
+        parts = write_pair(plan, pair, progress, is_tested=not options.skip_test)
         if DRAFTER in pair:
             drafter = read_checkpoint(folder / DRAFTER)
             open_drafter(drafter, pair[DRAFTER].config, plan.target.checkpoint.config)

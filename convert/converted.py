@@ -24,7 +24,7 @@ from mlx_spec.errors import BadCheckpoint, InvalidValue, NoVision
 from mlx_spec.model.read import read_model
 from mlx_spec.vision.tower import read_tower, tower_tensors
 
-from .families.common import Converted
+from .families.common import Converted, total_bytes
 from .plan import DRAFTER, TARGET, Conversion, ConversionPlan, Quantization
 
 
@@ -207,7 +207,13 @@ def _quantized(drafter: Converted, quantization: Quantization) -> Converted:
             tensors[name] = array
             unquantized.append(name)
     config = {**drafter.config, "quantization": vars(quantization)}
-    return replace(drafter, config=config, tensors=tensors, unquantized=tuple(unquantized))
+    return replace(
+        drafter,
+        config=config,
+        tensors=tensors,
+        unquantized=tuple(unquantized),
+        dense_size=total_bytes(drafter.tensors),
+    )
 
 
 def _cast_all(tensors: Mapping[str, mx.array], dtype: str | None) -> dict[str, mx.array]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.drafter_families import DrafterFamily
-from mlx_spec.checkpoint.families import mlx_lm_module
 from mlx_spec.checkpoint.files import sha256
+from mlx_spec.checkpoint.targets import mlx_lm_module
 from mlx_spec.cli.progress import StageProgress
 from mlx_spec.errors import BadCheckpoint, InvalidValue
 from mlx_spec.hub import find
@@ -63,6 +63,12 @@ class ConversionPlan:
     def conversions(self) -> dict[str, Conversion]:
         """Return the conversions by the folders that they write."""
         return {TARGET: self.target, **({DRAFTER: self.drafter} if self.drafter else {})}
+
+    @property
+    def compares_copy(self) -> bool:
+        """Return True if the self-test compares a quantized drafter with a copy that is not quantized."""
+        drafter = self.drafter
+        return drafter is not None and drafter.family is not None and drafter.quantization is not None
 
     @property
     def is_embedded(self) -> bool:

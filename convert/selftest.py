@@ -88,7 +88,7 @@ def _original_drafter(plan: ConversionPlan, written: Checkpoint, progress: Stage
     assert plan.drafter is not None
     if plan.drafter.family is None:
         return plan.drafter.checkpoint
-    if plan.drafter.quantization is None:
+    if not plan.compares_copy:
         return written
     folder = plan.folder / UNQUANTIZED
     drafter = convert_drafter(plan.drafter.unquantized, plan.target.checkpoint.config)

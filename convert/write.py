@@ -14,24 +14,27 @@ from mlx_lm.utils import make_shards
 
 from mlx_spec import __version__
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import check_space, sha256, write_json
 from mlx_spec.checkpoint.headers import INDEX
+from mlx_spec.checkpoint.targets import MANIFEST
 from mlx_spec.checkpoint.writer import write_safetensors
 from mlx_spec.cli.progress import StageProgress
 
-from .families.common import Converted
+from .families.common import Converted, total_bytes
 from .plan import DRAFTER, TARGET, Conversion, ConversionPlan
 
 PartEntry = dict[str, Any]  # of the target or the drafter, in pair.json
 
 
 def write_pair(
-    plan: ConversionPlan, pair: Mapping[str, Converted], progress: StageProgress
+    plan: ConversionPlan, pair: Mapping[str, Converted], progress: StageProgress, *, is_tested: bool
 ) -> dict[str, PartEntry]:
-    """Write target and drafter. Return their entries in pair.json. Raises NoSpace before it writes."""
-    sizes = {role: _size(converted.tensors) for role, converted in pair.items()}
-    needed = sizes[TARGET] + 2 * sizes.get(DRAFTER, 0)  # the self-test writes the drafter once more
+    """Write target and drafter. Return their entries in pair.json. Raises NoSpace before it writes.
+
+    The self-test of a pair that `is_tested` may write its drafter once more.
+    """
+    needed = sum(total_bytes(converted.tensors) for converted in pair.values())
+    needed += pair[DRAFTER].dense_size if is_tested and plan.compares_copy else 0
     check_space(plan.target.checkpoint.name, needed, plan.folder.parent, "write to another disk")
     parts = {}
     for role, conversion in plan.conversions.items():
@@ -80,7 +83,7 @@ def write_folder(
     """Write one checkpoint, with the tokenizer of another one. Empties `converted.tensors`."""
     tensors = converted.tensors
     folder.mkdir()
-    progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=_size(tensors))
+    progress.stage(f"writing the {folder.name.strip('.')}", tensors=len(tensors), size=total_bytes(tensors))
     limit = mx.set_cache_limit(0)  # MLX returns freed memory to the system at once
     try:
         write_tensors(folder, tensors, progress)
@@ -111,7 +114,7 @@ def write_tensors(
     Each tensor is computed when it is written and then freed, if the caller has no other reference to it or
     its inputs. Raises OSError, and BadCheckpoint for a source that cannot be read.
     """
-    total = _size(tensors)
+    total = total_bytes(tensors)
     shards = make_shards(tensors, file_gb)
     tensors.clear()
     count = len(shards)
@@ -122,10 +125,6 @@ def write_tensors(
         write_safetensors(folder / name, shard, advance=progress.advance)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX, index)
-
-
-def _size(tensors: Mapping[str, mx.array]) -> int:
-    return sum(array.nbytes for array in tensors.values())
 
 
 def write_manifest(

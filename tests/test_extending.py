@@ -20,7 +20,7 @@ from support.pairs import pair_with
 
 from mlx_spec.checkpoint import drafter_families
 from mlx_spec.checkpoint.config import read_checkpoint
-from mlx_spec.checkpoint.families import TargetShape
+from mlx_spec.checkpoint.targets import TargetShape
 from mlx_spec.drafters import DrafterSource, open_drafter
 from mlx_spec.model.caches import Caches
 from mlx_spec.model.layer_caches import AttentionCache, Columns, LayerCache

@@ -55,6 +55,12 @@ class Converted:
     notes: tuple[str, ...] = ()  # conventions found, for pair.json
     unused: frozenset[str] = frozenset()  # source tensors that nothing uses, without a known reason yet
     unquantized: tuple[str, ...] = ()  # tables and matrices that a quantization leaves out
+    dense_size: int = 0  # bytes of the tensors of a drafter before they are quantized
+
+
+def total_bytes(tensors: Tensors) -> int:
+    """Return the bytes of all tensors."""
+    return sum(array.nbytes for array in tensors.values())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import one_line
-from mlx_spec.checkpoint.ropes import stated_ropes, stated_rotation
+from mlx_spec.checkpoint.rope_formulas import stated_ropes, stated_rotation
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_spec.checkpoint.families import MANIFEST, Config, mlx_lm_module
 from mlx_spec.checkpoint.files import AGAIN, one_line, parse_object, read_file, read_object, read_optional
 from mlx_spec.checkpoint.headers import HOLDS_GGUF, WEIGHTS, Headers, read_headers
 from mlx_spec.checkpoint.quantizers import is_fp8, obstacle
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS, decode_floats, repair_config
-from mlx_spec.checkpoint.ropes import ALWAYS_LONG, is_split, stated_ropes, stretch_of
+from mlx_spec.checkpoint.rope_formulas import ALWAYS_LONG, is_split, stated_ropes, stretch_of
+from mlx_spec.checkpoint.targets import MANIFEST, Config, mlx_lm_module
 from mlx_spec.errors import BadCheckpoint, NotFound
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import Any
 
 from mlx_spec.checkpoint.config import integer
-from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.owners import owner_of
+from mlx_spec.checkpoint.targets import Config, TargetShape
 from mlx_spec.checkpoint.weights import target_shape
 from mlx_spec.errors import BadCheckpoint
 

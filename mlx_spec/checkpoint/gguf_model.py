@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_spec.checkpoint.families import MANIFEST, Config
 from mlx_spec.checkpoint.files import (
     AGAIN,
     NoSpace,
@@ -39,6 +38,7 @@ from mlx_spec.checkpoint.files import (
 )
 from mlx_spec.checkpoint.gguf import CHUNK, GGUF, GROUP, read_gguf
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
+from mlx_spec.checkpoint.targets import MANIFEST, Config
 from mlx_spec.errors import BadCheckpoint, SpecError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from mlx_spec.checkpoint.config import text_config
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import shortened
 from mlx_spec.checkpoint.owners import MULTI_TOKEN_HEAD, OWNERS, owner_of
+from mlx_spec.checkpoint.targets import Config
 
 
 def layer_of(name: str) -> int:

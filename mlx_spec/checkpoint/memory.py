@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.owners import tower_bytes
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.checkpoint.weights import gguf_dtype, kv_layers, sizes_of, target_shape
 from mlx_spec.device.attention import FullAttention, kernels
 

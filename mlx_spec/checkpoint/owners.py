@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, cast
 
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.quantizers import ACTIVATION_SCALE
+from mlx_spec.checkpoint.targets import Config
 
 Owner = Literal["vision", "audio", "mtp", "config", "training", "scale", "mask"]
 MULTI_TOKEN_HEAD = "a multi-token head"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mlx_spec.checkpoint.families import Config, mlx_lm_module
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
+from mlx_spec.checkpoint.targets import Config, mlx_lm_module
 
 if TYPE_CHECKING:
     import mlx.core as mx

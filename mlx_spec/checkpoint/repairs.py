@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.headers import Tensors
 from mlx_spec.checkpoint.owners import is_of_language
+from mlx_spec.checkpoint.targets import Config
 
 # Keys under which configs keep the language model. `layer_config` is our own, for drafters.
 TEXT_CONFIGS = ("text_config", "layer_config", "transformer_layer_config", "llm_config", "language_config")

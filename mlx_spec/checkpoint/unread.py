@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from mlx_spec.checkpoint.config import context_length, integer, text_config
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.repairs import RENAMED
+from mlx_spec.checkpoint.targets import Config
 
 
 def unread_keys(config: Config, source: str) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
-from mlx_spec.checkpoint.families import Config, TargetShape
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.owners import is_of_language
 from mlx_spec.checkpoint.quantizers import DTYPE_NAMES, FP8, SCALES, common_dtype, is_float, parameters_of
+from mlx_spec.checkpoint.targets import Config, TargetShape
 from mlx_spec.device import memory_for_models
 
 # --- formats of safetensors and of quantizers

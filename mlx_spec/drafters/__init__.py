@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.checkpoint.drafter_families import OPENED_AS
-from mlx_spec.checkpoint.families import Config, mlx_lm_module
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
+from mlx_spec.checkpoint.targets import Config, mlx_lm_module
 from mlx_spec.drafters.draft_model import DraftModel
 from mlx_spec.drafters.drafter import DrafterSource
 from mlx_spec.drafters.retokenized import open_retokenized

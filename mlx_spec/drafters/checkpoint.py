@@ -15,8 +15,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN, one_line
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import TargetParts
 

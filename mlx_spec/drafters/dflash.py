@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import CONFIG, Count, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, network_source
 from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource

@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint, vocab_size
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import CONFIG, Conventions, mask_token, required
 from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource, draw_rows
 from mlx_spec.errors import BadCheckpoint

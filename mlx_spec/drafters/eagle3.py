@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import CONFIG, LAYERS, POST_NORM, Count, Size, mask_token, required
 from mlx_spec.drafters.conditioned import ConditionedDrafter, DrafterCache, check_conventions, network_source
 from mlx_spec.drafters.drafter import DrafterSource, draw_rows

@@ -22,7 +22,7 @@ from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.families import Config
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Size,

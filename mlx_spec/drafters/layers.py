@@ -13,9 +13,9 @@ from mlx_lm.models.qwen3 import MLP as SiluMLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import one_line
-from mlx_spec.checkpoint.ropes import SCALED, stated_ropes, stated_rotation
+from mlx_spec.checkpoint.rope_formulas import SCALED, stated_ropes, stated_rotation
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     Conventions,

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.files import AGAIN, one_line
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import (
     CONFIG,
     POST_NORM,

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 
 from mlx_spec.checkpoint.drafter_families import FAMILIES
-from mlx_spec.checkpoint.families import TargetShape
+from mlx_spec.checkpoint.targets import TargetShape
 
 # Whether a pass may only have rows that agree with plain decoding bit by bit, or activations are in float32.
 Exact = Literal["auto", "on", "off", "float32"]

@@ -23,8 +23,8 @@ from mlx_spec.checkpoint.files import NoSpace, check_space, human_bytes, one_lin
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import SMOLLM2, SMOLLM2_BYTES
-from mlx_spec.hub.names import PREFIX, cache_folder
-from mlx_spec.hub.partial import check_arrived, download_blob, partial_file
+from mlx_spec.hub.names import repository_folder
+from mlx_spec.hub.partial import check_arrived, download_blob, partial_file, remove_unfinished
 
 if TYPE_CHECKING:
     import httpx
@@ -58,7 +58,7 @@ class Download:
     @property
     def folder(self) -> Path:
         """Return the folder of the repository in the cache."""
-        return cache_folder() / (PREFIX + self.name.replace("/", "--"))
+        return repository_folder(self.name)
 
     def has(self, file: str) -> bool:
         """Return True if a file is in the cache."""
@@ -265,8 +265,7 @@ def _fetch(download: Download) -> Path:
         blob = Path(hf_hub_download(name, file, revision=commit)).resolve()
         if not is_checked:
             check_arrived(blob, f"{file} of {name}", size, published_hash(blob))
-        for left in blob.parent.glob(f"{blob.name}*.incomplete"):  # by killed processes
-            left.unlink(missing_ok=True)
+    remove_unfinished(download.folder)
     _record(download, folder)
     return folder
 

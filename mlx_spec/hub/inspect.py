@@ -13,7 +13,6 @@ from typing import Any
 
 from mlx_spec.checkpoint.config import TOKENIZERS, Checkpoint, integer, text_config
 from mlx_spec.checkpoint.drafter_families import drafter_family, is_head
-from mlx_spec.checkpoint.families import MANIFEST, Config, TargetShape
 from mlx_spec.checkpoint.files import AGAIN, one_line, read_object, shortened
 from mlx_spec.checkpoint.headers import (
     INDEX,
@@ -32,6 +31,7 @@ from mlx_spec.checkpoint.memory import (
 )
 from mlx_spec.checkpoint.owners import missing_tower, tower_bytes
 from mlx_spec.checkpoint.quantizers import count_parameters, precision
+from mlx_spec.checkpoint.targets import MANIFEST, Config, TargetShape
 from mlx_spec.checkpoint.weights import BITS, sizes_of, target_shape
 from mlx_spec.errors import BadCheckpoint, NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, DRAFTERS, MADE_FOR, SHAPES, made_for

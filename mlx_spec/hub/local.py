@@ -12,14 +12,14 @@ from typing import Literal
 
 from mlx_spec import demo
 from mlx_spec.checkpoint.config import Checkpoint
-from mlx_spec.checkpoint.families import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.checkpoint.files import default_folder, one_line, read_object, shortened, typed_path
 from mlx_spec.checkpoint.headers import WEIGHTS, other_format
+from mlx_spec.checkpoint.targets import MANIFEST, TargetShape, mlx_lm_module
 from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, suggested_drafter
 from mlx_spec.hub.download import cached, smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_stored, misfits
-from mlx_spec.hub.names import PREFIX, cache_folder
+from mlx_spec.hub.names import cache_folder, cached_repositories, repository_folder
 
 
 class NotOurs(SpecError):
@@ -76,7 +76,7 @@ def local_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     """List the bundled pair, the pairs in `folders` and the default folder, and the cache."""
     shelves = dict.fromkeys([*folders, default_folder()])
     pairs = [pair for shelf in shelves for pair in _pairs_in(shelf)]
-    repositories = [model for folder in _folders_in(cache_folder()) if (model := _repository(folder))]
+    repositories = [model for name in cached_repositories() if (model := _repository(name))]
     bundled = _described(DEMO, "bundled", demo.TARGET.parent, demo.TARGET)
     return [bundled, *pairs, *repositories]
 
@@ -111,7 +111,7 @@ def plan_removal(name: str) -> Removal:
     if not is_pair:
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise NotFound(f"there is no {name} to remove: `mlx-spec models` lists what there is")
-        folder = cache_folder() / (PREFIX + name.replace("/", "--"))
+        folder = repository_folder(name)
     if folder.is_symlink():
         raise NotOurs(f"{folder} is a link, which is not followed: remove it by hand")
     if not is_pair and not folder.is_dir():
@@ -145,11 +145,9 @@ def _pairs_in(folder: Path) -> list[LocalModel]:
     return [_described(n, "converted", pair, pair) for n, pair in zip(names, pairs, strict=True)]
 
 
-def _repository(folder: Path) -> LocalModel | None:
-    """Return the target or drafter in a folder of the cache, None for anything else."""
-    if not folder.name.startswith(PREFIX):
-        return None
-    name = folder.name.removeprefix(PREFIX).replace("--", "/")
+def _repository(name: str) -> LocalModel | None:
+    """Return the target or drafter of a repository in the cache, None for anything else."""
+    folder = repository_folder(name)
     try:
         whole = cached(name)
         snapshot = _snapshot(folder) if whole is None else whole.folder

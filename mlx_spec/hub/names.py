@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_spec import demo
-from mlx_spec.checkpoint.families import MANIFEST
 from mlx_spec.checkpoint.files import default_folder, read_object, typed_path
+from mlx_spec.checkpoint.targets import MANIFEST
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.catalog import (
     ALIASES,
@@ -24,7 +24,7 @@ from mlx_spec.hub.catalog import (
     suggested_drafter,
 )
 
-PREFIX = "models--"  # of the folder of a repository in the cache
+_PREFIX = "models--"  # of the folder of a repository in the cache
 WITHOUT = 'drafter="none" decodes without one'
 
 
@@ -98,9 +98,8 @@ def resolve(name: str) -> PairSpec:
     if pair := find_alias(name):
         return pair
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        cached = [entry.removeprefix(PREFIX).replace("--", "/") for entry in _entries(cache_folder())]
         published = [repo for pair in aliases().values() for repo in (pair.target, pair.drafter) if repo]
-        repository = _same(name, [*cached, *published]) or name
+        repository = _same(name, [*cached_repositories(), *published]) or name
         return PairSpec(repository, suggested_drafter(repository))
     if path.suffix.lower() == ".gguf":
         raise NotFound(f"there is no file {name}: give the path of a GGUF file on this machine")
@@ -119,9 +118,8 @@ def resolve(name: str) -> PairSpec:
 
 def known_names() -> list[str]:
     """Return the names that `resolve` knows: bundled, converted and downloaded ones, then short names."""
-    cached = [entry for entry in _entries(cache_folder()) if entry.startswith(PREFIX)]
-    repositories = [entry.removeprefix(PREFIX).replace("--", "/") for entry in cached]
-    return list(dict.fromkeys([DEMO, SMOLLM2, *_entries(default_folder()), *repositories, *aliases()]))
+    converted = _entries(default_folder())
+    return list(dict.fromkeys([DEMO, SMOLLM2, *converted, *cached_repositories(), *aliases()]))
 
 
 def cache_folder() -> Path:
@@ -129,6 +127,17 @@ def cache_folder() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
+
+
+def repository_folder(repository: str) -> Path:
+    """Return the folder of a repository in the Hugging Face cache."""
+    return cache_folder() / (_PREFIX + repository.replace("/", "--"))
+
+
+def cached_repositories() -> list[str]:
+    """Return the repositories that have a folder in the Hugging Face cache, complete or not, by name."""
+    entries = (entry for entry in _entries(cache_folder()) if entry.startswith(_PREFIX))
+    return [entry.removeprefix(_PREFIX).replace("--", "/") for entry in entries]
 
 
 def _same(name: str, names: Iterable[str]) -> str | None:

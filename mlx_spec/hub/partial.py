@@ -39,6 +39,29 @@ def check_arrived(arrived: Path, what: str, size: int, digest: str | None) -> No
         raise BadCheckpoint(f"{what} arrived with {problem} and was deleted: download it again")
 
 
+def remove_unfinished(repository: Path) -> None:
+    """Remove the unfinished files of a repository that is complete: of killed processes, and of old commits.
+
+    Those that another process is writing stay.
+    """
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock
+
+    for unfinished in (repository / "blobs").glob("*.incomplete"):
+        lock = _lock_file(repository, unfinished.name.partition(".")[0])
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(Timeout), WeakFileLock(lock, timeout=0.01):
+            unfinished.unlink(missing_ok=True)
+
+
+def _lock_file(repository: Path, digest: str) -> Path:
+    """Return the file that huggingface_hub locks while it writes a blob.
+
+    Some network file systems ignore it: then two processes can spoil a part, which its SHA-256 shows.
+    """
+    return repository.parent / ".locks" / repository.name / f"{digest}.lock"
+
+
 def download_blob(repository: Path, name: str, file: str, commit: str, size: int, digest: str) -> bool:
     """Download a file of the Hub, or the rest of it, to its blob, whose name is its SHA-256.
 
@@ -56,9 +79,7 @@ def download_blob(repository: Path, name: str, file: str, commit: str, size: int
     if metadata.etag != digest or not are_symlinks_supported(repository.parent):
         return False
     part, blob = partial_file(repository, digest), repository / "blobs" / digest
-    # The lock that huggingface_hub takes. Some network file systems ignore it: then two processes can spoil
-    # the part, which its SHA-256 shows.
-    lock = repository.parent / ".locks" / repository.name / f"{digest}.lock"
+    lock = _lock_file(repository, digest)
     for folder in (part.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):

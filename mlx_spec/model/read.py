@@ -21,7 +21,7 @@ from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
 from mlx_spec.checkpoint.files import AGAIN, LOADING_ERRORS, one_line, shortened
 from mlx_spec.checkpoint.headers import WEIGHTS
 from mlx_spec.checkpoint.layouts import model_classes
-from mlx_spec.checkpoint.ropes import without_longrope
+from mlx_spec.checkpoint.rope_formulas import without_longrope
 from mlx_spec.checkpoint.unread import source_of, unread_keys, unread_window
 from mlx_spec.checkpoint.weights import gguf_dtype
 from mlx_spec.errors import BadCheckpoint

@@ -13,7 +13,7 @@ from mlx_lm.models.rope_utils import YarnRoPE
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import one_line
-from mlx_spec.checkpoint.ropes import (
+from mlx_spec.checkpoint.rope_formulas import (
     ALWAYS_LONG,
     SCALED,
     Rotation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from support.golden_pairs import converted
 from support.waiting import wait_until
 
 from mlx_spec.checkpoint import files
-from mlx_spec.checkpoint.files import new_folder
+from mlx_spec.checkpoint.files import new_folder, read_object
+from mlx_spec.checkpoint.headers import INDEX
+from mlx_spec.convert import convert
 from mlx_spec.errors import InvalidValue, SpecError
 from mlx_spec.hub import NoSpace
 
@@ -67,6 +70,30 @@ def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(NoSpace, match=r"target needs .* on the disk of .* are free: make room there"):
         converted("e2b", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("bits", "skip_test", "copies"), [("4", False, 1), ("4", True, 0), ("none", False, 0)]
+)
+def test_space_for_the_self_test(
+    bits: str, skip_test: bool, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes a drafter that is quantized once more, as it is without a quantization."""
+
+    def written(bits: str, role: str) -> int:
+        converted("e2b", tmp_path / bits, drafter_bits=bits)
+        index = read_object(tmp_path / bits / role / INDEX)
+        shutil.rmtree(tmp_path / bits)
+        return int(index["metadata"]["total_size"])
+
+    monkeypatch.setattr(convert, "self_test", lambda *_: {"result": "passed"})
+    needed = written(bits, "target") + written(bits, "drafter") + copies * written("none", "drafter")
+    free = int(needed * 1.05) + 1_000_000_000
+    monkeypatch.setattr(files, "free_bytes", lambda place: free - 1)
+    with pytest.raises(NoSpace):
+        converted("e2b", tmp_path / "out", drafter_bits=bits, skip_test=skip_test)
+    monkeypatch.setattr(files, "free_bytes", lambda place: free)
+    converted("e2b", tmp_path / "out", drafter_bits=bits, skip_test=skip_test)
 
 
 def test_one_run_a_place(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import hf_xet
 import huggingface_hub
 import pytest
+from filelock import FileLock
 from huggingface_hub import constants
 from support import sparse
 from support.commands import run
@@ -30,6 +31,7 @@ from mlx_spec.checkpoint.files import sha256
 from mlx_spec.errors import BadCheckpoint, NotFound
 from mlx_spec.hub.download import published_hash
 from mlx_spec.hub.local import local_models
+from mlx_spec.hub.names import repository_folder
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -333,12 +335,17 @@ def test_killed(served: Hub, cache: Path, tmp_path: Path, sent: int) -> None:
     assert hub.find(E2B).check_weights() > 200_000
 
 
-def test_partial_files_of_killed_processes_go(served: Hub, cache: Path) -> None:
-    digest = sha256(served.repositories[E2B] / "model.safetensors")
-    stale = cache / ("models--" + E2B.replace("/", "--")) / "blobs" / f"{digest}.0badcafe.incomplete"
-    stale.parent.mkdir(parents=True)
-    stale.write_bytes(bytes(1000))
-    assert hub.find(E2B).check_weights() > 200_000 and partials(cache) == []
+def test_unfinished_files_go_with_the_next_download(served: Hub, cache: Path) -> None:
+    """Of killed processes and of old commits, but not what another process is writing."""
+    digest, old, running = sha256(served.repositories[E2B] / "model.safetensors"), "0" * 64, "1" * 64
+    blobs, locks = repository_folder(E2B) / "blobs", cache / ".locks" / repository_folder(E2B).name
+    blobs.mkdir(parents=True)
+    locks.mkdir(parents=True)
+    for name in (f"{digest}.0badcafe", f"{old}.part", f"{running}.part"):
+        (blobs / f"{name}.incomplete").write_bytes(bytes(1000))
+    with FileLock(locks / f"{running}.lock"):
+        assert hub.find(E2B).check_weights() > 200_000
+    assert partials(cache) == [blobs / f"{running}.part.incomplete"]
 
 
 def test_content_with_another_hash(served: Hub, cache: Path) -> None:

@@ -25,7 +25,7 @@ from support.hub_stand_in import ASSISTANT, E2B, ROOT
 
 from mlx_spec import hub
 from mlx_spec.apps import roofline
-from mlx_spec.checkpoint import families
+from mlx_spec.checkpoint import targets
 from mlx_spec.checkpoint.files import read_object, temporary_file, write_atomically
 from mlx_spec.checkpoint.repairs import repair_config
 from mlx_spec.errors import BadCheckpoint
@@ -121,9 +121,9 @@ def test_odd_cache(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_model_types_of_mlx_lm() -> None:
-    assert MODEL_REMAPPING == families.REMAPPED
-    assert families.mlx_lm_module("kimi_k2") == "deepseek_v3"
-    assert families.mlx_lm_module("../llama") is None and families.mlx_lm_module("bert") is None
+    assert MODEL_REMAPPING == targets.REMAPPED
+    assert targets.mlx_lm_module("kimi_k2") == "deepseek_v3"
+    assert targets.mlx_lm_module("../llama") is None and targets.mlx_lm_module("bert") is None
 
 
 # --- rm

@@ -13,7 +13,7 @@ import pytest
 from support import pairs, tiny, tiny_configs
 
 from mlx_spec.checkpoint.config import context_length, read_checkpoint
-from mlx_spec.checkpoint.ropes import Rotation, is_split, stated_ropes, stated_rotation
+from mlx_spec.checkpoint.rope_formulas import Rotation, is_split, stated_ropes, stated_rotation
 from mlx_spec.load import load
 from mlx_spec.model.read import read_model
 from mlx_spec.model.ropes import StatedRope, apply_stated_ropes

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.checkpoint.families import Config
 from mlx_spec.checkpoint.repairs import TEXT_CONFIGS
+from mlx_spec.checkpoint.targets import Config
 
 # Kinds for which frequencies are known here. Others are as the class of the model computes them.
 SCALED = ("linear", "llama3", "yarn", "deepseek_yarn", "longrope", "su", "proportional")

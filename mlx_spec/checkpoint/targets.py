@@ -1,4 +1,4 @@
-"""Facts about families of checkpoints: the shape of a target, and the modules of mlx-lm."""
+"""The shape of a target, and the module of mlx-lm that runs it."""
 
 from __future__ import annotations
 
