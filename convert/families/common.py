@@ -18,12 +18,12 @@ from mlx.utils import tree_flatten
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import shortened
 from mlx_spec.checkpoint.quantizers import dequantized_fp8
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import KEY, Conventions, Count, required
 from mlx_spec.drafters.layers import LayerConfig
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 Tensors = Mapping[str, mx.array]  # lazy, by the names of the checkpoint
-Config = Mapping[str, Any]  # of a config.json
 Prefixes = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 
 

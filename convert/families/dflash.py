@@ -14,7 +14,7 @@ DSpark: markov_head.markov_w1.weight [V, r], .markov_w2.weight [W, r], .gate_pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.nn as nn
 
@@ -100,7 +100,8 @@ def _convert_dspark(
     anchored, bonus = special.get("sample_from_anchor"), special.get("dspark_bonus_anchor")
     if anchored is None:
         # Without the keys: DeepSpec drafts from the first slot, SpecForge does not.
-        deepspec = any(str(kind).endswith("3DSparkModel") or "Gemma4" in str(kind) for kind in _kinds(config))
+        names = map(str, config.get("architectures") or ())
+        deepspec = any(name.endswith("3DSparkModel") or "Gemma4" in name for name in names)
         anchored = deepspec if bonus is None else not bonus
     rank = special.get("markov_rank") or special.get("dspark_markov_rank")
     head: dict[str, Any] = {
@@ -109,10 +110,6 @@ def _convert_dspark(
     }
     config = {**config, "sample_from_anchor": anchored}
     return _convert(name, title, network, tensors, config, target, keys, **head)
-
-
-def _kinds(config: Config) -> list[Any]:
-    return list(config.get("architectures") or ())
 
 
 def _special(config: Config) -> dict[str, Any]:
@@ -152,9 +149,7 @@ def _convert(
         source.drop(f"confidence_head.proj.{end}", "the policy measures acceptance")
     notes = common.resolve_map(source, vocab, sizes["draft_vocab_size"])
     shift = int(bool(special.get("sample_from_anchor")))  # then the first slot drafts as well
-    mask = common.size(special, "mask_token_id", title)
-    if not 0 <= mask < vocab:
-        raise BadCheckpoint(f"config.json of {title} has mask_token_id {mask}, it knows {vocab} tokens")
+    mask = common.size(special, "mask_token_id", title, Annotated[int, range(vocab)])
     if (cap := special.get("final_logit_softcapping")) is not None:
         fields["final_logit_softcapping"] = cap
     written = common.config_of(

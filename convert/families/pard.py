@@ -5,6 +5,8 @@ Our names are mlx-lm's names of the model; `layer_config` is the config.json fro
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
@@ -22,9 +24,8 @@ def convert(tensors: Tensors, config: Config, target: Config) -> Converted:
     model_type = str(config.get("model_type"))
     if model_type not in known:
         raise BadCheckpoint(f"{title} is a {model_type} model: known are {', '.join(known)}")
-    vocab, mask = common.size(config, "vocab_size", title), common.size(config, key, title)
-    if not 0 <= mask < vocab:
-        raise BadCheckpoint(f"config.json of {title} has {key} {mask}, the model knows {vocab} tokens")
+    vocab = common.size(config, "vocab_size", title)
+    mask = common.size(config, key, title, Annotated[int, range(vocab)])
     theirs = common.target_size(target, "vocab_size")
     if abs(vocab - theirs) > max(vocab, theirs) // 100:  # tables for one tokenizer may differ in padding
         raise Mismatch(

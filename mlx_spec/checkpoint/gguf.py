@@ -92,6 +92,11 @@ class GGUF:
         }
 
 
+def unread(file: Path, why: str) -> BadCheckpoint:
+    """Return the error for a file that is not read."""
+    return BadCheckpoint(f"{file} {why}: get the model in safetensors")
+
+
 def is_gguf(file: Path) -> bool:
     """Return True for a file that is GGUF by its suffix or its content: Ollama's files have no suffix."""
     if file.suffix.lower() == ".gguf":
@@ -130,10 +135,10 @@ def read_gguf(file: Path) -> GGUF:
     ) as error:
         raise BadCheckpoint(f"{file} ends inside its header, or the header is damaged: {AGAIN}") from error
     start = -(-reader.place // alignment) * alignment
-    unread = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in entries if kind not in TYPES})
-    if unread:
+    unknown = sorted({NAMES.get(kind, f"number {kind}") for _, _, kind, _ in entries if kind not in TYPES})
+    if unknown:
         raise BadCheckpoint(
-            f"{file} holds tensors of type {', '.join(unread)}, which are not read: get it as "
+            f"{file} holds tensors of type {', '.join(unknown)}, which are not read: get it as "
             "Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0 or F16, or its original in safetensors"
         )
     tensors = {

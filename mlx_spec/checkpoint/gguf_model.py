@@ -36,7 +36,7 @@ from mlx_spec.checkpoint.files import (
     shortened,
     write_json,
 )
-from mlx_spec.checkpoint.gguf import CHUNK, GGUF, GROUP, read_gguf
+from mlx_spec.checkpoint.gguf import CHUNK, GGUF, GROUP, read_gguf, unread
 from mlx_spec.checkpoint.gguf_tokenizer import read_gguf_tokenizer
 from mlx_spec.checkpoint.targets import MANIFEST, Config
 from mlx_spec.errors import BadCheckpoint, SpecError
@@ -161,10 +161,8 @@ def _architecture(gguf: GGUF) -> Architecture:
         )
     if name not in ARCHITECTURES or metadata.get(f"{name}.expert_count"):
         experts = " with experts" if name in ARCHITECTURES else ""
-        raise BadCheckpoint(
-            f"{file} is of the architecture {name}{experts}, GGUF is read of {', '.join(ARCHITECTURES)}: "
-            "get the model in safetensors"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise unread(file, f"is of the architecture {name}{experts}, GGUF is read of {known}")
     return ARCHITECTURES[name]
 
 
@@ -207,10 +205,8 @@ def _config(gguf: GGUF, architecture: Architecture) -> dict[str, Any]:
 def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict[str, Any] | None:
     turned = values.get("rope.dimension_count", config["head_dim"])
     if turned != config["head_dim"]:
-        raise BadCheckpoint(
-            f"{gguf.file} turns {turned} of the {config['head_dim']} dimensions of a head, which is not "
-            "read: get the model in safetensors"
-        )
+        part = f"{turned} of the {config['head_dim']} dimensions of a head"
+        raise unread(gguf.file, f"turns {part}, which is not read")
     # As llama.cpp: a factor alone is linear, and 0 is none. Older files have it by another name.
     kind = values.get("rope.scaling.type", "linear")
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
@@ -219,9 +215,7 @@ def _rope_scaling(gguf: GGUF, values: Mapping[str, Any], config: Config) -> dict
     if kind == "linear":
         return {"rope_type": "linear", "type": "linear", "factor": factor} if factor else None
     if kind != "none":
-        raise BadCheckpoint(
-            f"{gguf.file} scales rope by {kind}, which is not read: get the model in safetensors"
-        )
+        raise unread(gguf.file, f"scales rope by {kind}, which is not read")
     return None
 
 
@@ -236,9 +230,7 @@ def _llama3_scaling(gguf: GGUF, config: Config) -> dict[str, Any]:
     smooth = np.clip((old / waves - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-3):
-        raise BadCheckpoint(
-            f"{gguf.file} scales rope unlike Llama 3.1, which is not read: get the model in safetensors"
-        )
+        raise unread(gguf.file, "scales rope unlike Llama 3.1, which is not read")
     return {"rope_type": "llama3", "factor": factor, **rope}
 
 
@@ -342,10 +334,8 @@ def _names(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
     names |= {f"{part}.bias": f"{new}.bias" for part, new in parts.items()}
     unknown = [name for name in gguf.tensors if name not in names and name != ROPE_FREQS]
     if unknown:
-        raise BadCheckpoint(
-            f"{gguf.file} has tensors that {gguf.metadata['general.architecture']} is not known to have "
-            f"({shortened(unknown)}): get the model in safetensors"
-        )
+        name = gguf.metadata["general.architecture"]
+        raise unread(gguf.file, f"has tensors that {name} is not known to have ({shortened(unknown)})")
     return {name: names[name] for name in gguf.tensors if name != ROPE_FREQS}
 
 
@@ -373,12 +363,14 @@ def _write_weights(
     """Write all tensors. Return the keys of config.json that describe their types."""
     import mlx.core as mx
 
+    from mlx_spec.checkpoint.writer import write_safetensors
+
     q6k_bits = q6k_bits or (16 if mx.default_device().type == mx.cpu else 8)
     kinds = {tensor.kind.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     wide = architecture.wide_range or kinds <= {"BF16", "F32"}
     dtype = mx.float32 if kinds <= {"F32"} else mx.bfloat16 if wide else mx.float16
     shard: dict[str, mx.array] = {}
-    count = held = 0
+    count, held = 1, 0
     bits = {}
     for name, new in names.items():
         arrays = _arrays(gguf, name, architecture, config)
@@ -391,9 +383,9 @@ def _write_weights(
         shard |= {new if alone else f"{new}.{part}": array for part, array in arrays.items()}
         held += sum(array.nbytes for array in arrays.values())
         if held > file_bytes:
-            _save(folder, count, shard)
+            write_safetensors(folder / f"model-{count:05d}.safetensors", shard)
             count, held = count + 1, 0
-    _save(folder, count, shard)
+    write_safetensors(folder / f"model-{count:05d}.safetensors", shard)
     result: dict[str, Any] = {"dtype": str(dtype).removeprefix("mlx.core.")}
     if bits:
         usual = Counter(bits.values()).most_common(1)[0][0]
@@ -401,12 +393,6 @@ def _write_weights(
         others = {name: settings | {"bits": own} for name, own in bits.items() if own != usual}
         result["quantization"] = settings | {"bits": usual} | others
     return result
-
-
-def _save(folder: Path, count: int, shard: dict[str, mx.array]) -> None:
-    from mlx_spec.checkpoint.writer import write_safetensors
-
-    write_safetensors(folder / f"model-{count + 1:05d}.safetensors", shard)
 
 
 def _requantized(weight: mx.array, steps: mx.array) -> dict[str, mx.array]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from mlx_spec.checkpoint.gguf import unread
 from mlx_spec.checkpoint.gguf_cuts import PRE_TOKENIZERS
-from mlx_spec.errors import BadCheckpoint
 
 SPACE = "▁"  # of sentencepiece
 
@@ -36,10 +36,7 @@ def read_gguf_tokenizer(
     """
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or kind not in KINDS:
-        raise BadCheckpoint(
-            f"{file} has a tokenizer of the kind {kind}, {', '.join(KINDS)} are read: get the model in "
-            "safetensors"
-        )
+        raise unread(file, f"has a tokenizer of the kind {kind}, {', '.join(KINDS)} are read")
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if kind != "gpt2":  # user-defined tokens have plain spaces, others the letter for a space
         tokens = [
@@ -107,13 +104,9 @@ def _cut(metadata: Mapping[str, Any]) -> str:
 def _byte_level(file: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     name = _cut(metadata)
     if name not in PRE_TOKENIZERS:
-        named = "tokenizer.ggml.pre" in metadata
-        why = (
-            f"cuts text as {name} before merging, which is not known"
-            if named
-            else "does not say how text is cut"
-        )
-        raise BadCheckpoint(f"{file} {why}: get the model in safetensors")
+        if "tokenizer.ggml.pre" not in metadata:
+            raise unread(file, "does not say how text is cut")
+        raise unread(file, f"cuts text as {name} before merging, which is not known")
     vocab = {token: index for index, token in enumerate(tokens)}
     cut = PRE_TOKENIZERS[name]
     tokenizer = Tokenizer(models.BPE(vocab, _written_merges(metadata), ignore_merges=cut.whole_words))

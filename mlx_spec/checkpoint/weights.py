@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, text_config, vocab_size
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.owners import is_of_language
 from mlx_spec.checkpoint.quantizers import DTYPE_NAMES, FP8, SCALES, common_dtype, is_float, parameters_of
@@ -137,7 +137,7 @@ def target_shape(config: Config) -> TargetShape:
         head_dim = hidden // heads
     return TargetShape(
         hidden,
-        integer(text, "vocab_size") or integer(config, "vocab_size"),
+        vocab_size(config),
         integer(text, "num_hidden_layers"),
         integer(text, "sliding_window") if text.get("use_sliding_window") is not False else None,
         kv_heads,

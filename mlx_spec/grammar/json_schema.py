@@ -363,12 +363,8 @@ class _Finite:
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self.names: set[str] = set()
-        self._definitions = definitions
-        while more := {n for n, node in definitions.items() if n not in self.names and self.has_value(node)}:
+        while more := {n for n in definitions.keys() - self.names if self.cause(definitions[n], "") is None}:
             self.names |= more
-
-    def has_value(self, schema: Schema) -> bool:
-        return self.cause(schema, "") is None
 
     def cause(self, schema: Schema, pointer: str) -> str | None:
         """Return the part of `schema` that no finite value matches, with its pointer; None if some may."""

@@ -19,7 +19,7 @@ from mlx_spec.errors import NotFound, SpecError
 from mlx_spec.hub.catalog import DEMO, SMOLLM2, suggested_drafter
 from mlx_spec.hub.download import cached, smollm2_place
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair, inspect, inspect_stored, misfits
-from mlx_spec.hub.names import cache_folder, cached_repositories, repository_folder
+from mlx_spec.hub.names import cache_folder, cached_repositories, folders_in, repository_folder
 
 
 class NotOurs(SpecError):
@@ -135,7 +135,7 @@ def _described(name: str, origin: Literal["bundled", "converted"], folder: Path,
 
 def _pairs_in(folder: Path) -> list[LocalModel]:
     """List `folder` if it is a pair, or the pairs directly in it."""
-    candidates = [folder] if (folder / MANIFEST).is_file() else _folders_in(folder)
+    candidates = [folder] if (folder / MANIFEST).is_file() else folders_in(folder)
     pairs = [pair for pair in candidates if (pair / MANIFEST).is_file() and not pair.name.startswith(".")]
     try:
         packaged = smollm2_place()
@@ -177,7 +177,7 @@ def _snapshot(folder: Path) -> Path | None:
         snapshot = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
         if snapshot.is_dir():
             return snapshot
-    return max(_folders_in(folder / "snapshots"), key=lambda snapshot: snapshot.stat().st_mtime, default=None)
+    return max(folders_in(folder / "snapshots"), key=lambda snapshot: snapshot.stat().st_mtime, default=None)
 
 
 def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
@@ -189,14 +189,6 @@ def _go_together(target: LocalModel, drafter: LocalModel) -> bool:
     if tail.needs in (None, TargetShape()):  # such drafters need the same tokenizer, which shapes do not tell
         return False
     return target.name in tail.goes_with or not misfits(tail.needs or TargetShape(), head)
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders in `folder`, by name, and none if it cannot be read."""
-    try:
-        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
-    except OSError:
-        return []
 
 
 def disk_size(folder: Path) -> int:

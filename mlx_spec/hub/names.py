@@ -145,9 +145,13 @@ def _same(name: str, names: Iterable[str]) -> str | None:
     return max((each for each in names if each.lower() == name.lower()), key=name.__eq__, default=None)
 
 
-def _entries(folder: Path) -> list[str]:
+def folders_in(folder: Path) -> list[Path]:
     """Return the folders in `folder` by name, none if it cannot be read."""
     try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError:
         return []
+
+
+def _entries(folder: Path) -> list[str]:
+    return [entry.name for entry in folders_in(folder) if not entry.name.startswith(".")]

@@ -12,9 +12,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mlx_spec.errors import InvalidValue
@@ -37,8 +36,6 @@ NEW_MARK = chr(FIRST_MARK + MARKS)  # stands for the mark that a text will have
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 SIGN = "a part written as data"  # a key added to parts of messages: in a prompt if a part was printed
 SWITCH = re.compile(r"(?<!\S)/\w+(?!\S)")  # such as /no_think, which templates read and remove
-
-Render = Callable[[Sequence[Message], Sequence[Message]], str]  # messages and tools -> prompt
 
 
 class LostText(InvalidValue):
@@ -85,33 +82,21 @@ def render_history(
     if not tools and template.for_tools is not None and any(m.get("tool_calls") for m in originals):
         templates.append(template.for_tools)  # it may be the only one that shows calls
     problems: list[InvalidValue] = []
+    known = known or KnownChecks(Recent[CheckedPrompt](), None)
     for source in templates:
-        settings = source, thinking, dict(variables or {})
-        check = TextCheck(known or KnownChecks(Recent[CheckedPrompt](), None), settings)
-        attempts = _Attempts(partial(_render, source, thinking, variables), originals, tools, check)
+        check = _TextCheck(known, _Settings(source, thinking, dict(variables or {})), tools)
+        attempts = _Attempts(originals, check)
         if (prompt := attempts.best()) is not None:
             return Rendered(prompt, check.turns if prompt == check.shown else ())
         problems += attempts.problems
     raise next((problem for problem in problems if isinstance(problem, LostText)), problems[0])
 
 
-def _render(
-    template: ChatTemplate,
-    thinking: bool | None,
-    variables: Mapping[str, Any] | None,
-    messages: Sequence[Message],
-    tools: Sequence[Message],
-) -> str:
-    return template.render(messages, thinking=thinking, tools=tools, variables=variables)
-
-
 class _Attempts:
     """Tries the forms of one conversation until a prompt has all of its text."""
 
-    def __init__(
-        self, render: Render, messages: Messages, tools: Sequence[Message], check: TextCheck
-    ) -> None:
-        self._render, self._messages, self._tools, self._check = render, messages, tools, check
+    def __init__(self, messages: Messages, check: _TextCheck) -> None:
+        self._messages, self._check = messages, check
         self._loses = False  # a form was rendered, and a text was missing
         self.problems: list[InvalidValue] = []  # errors of the messages without forms
 
@@ -149,7 +134,7 @@ class _Attempts:
         for form in sorted(forms, key=ORDER.index):
             messages = form(messages)
         try:
-            prompt = self._check.checked(self._render, messages, self._tools)
+            prompt = self._check.checked(messages)
         except InvalidValue as error:
             if set(forms) <= {filled}:  # the messages still have no form
                 self.problems.append(error)
@@ -185,10 +170,22 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """All that a prompt depends on beside messages and tools."""
+
+    template: ChatTemplate
+    thinking: bool | None
+    variables: Mapping[str, Any]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        return self.template.render(messages, thinking=self.thinking, tools=tools, variables=self.variables)
+
+
+@dataclass(frozen=True)
 class CheckedPrompt:
     """A prompt in which no text of a conversation is missing."""
 
-    settings: object  # template, thinking and variables
+    settings: _Settings
     messages: Sequence[Message]
     tools: Sequence[Message]
     text: str
@@ -203,30 +200,30 @@ class KnownChecks:
     scope: Hashable
 
 
-class TextCheck:
+class _TextCheck:
     """Finds texts that a template leaves out: renders again with a mark in each line of each text.
 
     Texts that an earlier check found in the beginning that both prompts share are still there. If the rest of
     the prompt also ends a prompt of the last few messages alone, then those are marked in that one.
     """
 
-    def __init__(self, known: KnownChecks, settings: object) -> None:
-        self._recent, self._settings = known, settings
+    def __init__(self, known: KnownChecks, settings: _Settings, tools: Sequence[Message]) -> None:
+        self._recent, self._settings, self._tools = known, settings, tools
         self.shown, self.turns = "", list[int]()  # the last prompt without a missing text, and its turns
         self._wanted: list[_Wanted] = []
         self._known: dict[str, tuple[str, int]] = {}  # texts with NEW_MARK in each line, and how often
 
-    def checked(self, render: Render, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+    def checked(self, messages: Sequence[Message]) -> str:
         """Return the prompt. Raises InvalidValue, LostText if a text is not in it.
 
         A text is there if its marks are there. If the marks change the prompt otherwise, the text itself is
         searched.
         """
-        prompt = render(messages, tools)
-        ends = self._ends_of_continued(render, messages, tools, prompt)
+        prompt = self._settings.render(messages, self._tools)
+        ends = self._ends_of_continued(messages, prompt)
         if ends is None:
-            ends = self._ends(render, messages, tools, prompt)
-        checked = CheckedPrompt(self._settings, messages, tools, prompt, ends)
+            ends = self._ends(messages, prompt)
+        checked = CheckedPrompt(self._settings, messages, self._tools, prompt, ends)
         self._recent.recent.add(self._recent.scope, checked)
         self.shown, roles = prompt, [message.get("role") for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
@@ -235,12 +232,10 @@ class TextCheck:
         self.turns = sorted(turn for turn in turns if 0 < turn < len(prompt))
         return prompt
 
-    def _ends_of_continued(
-        self, render: Render, messages: Sequence[Message], tools: Sequence[Message], prompt: str
-    ) -> list[int] | None:
+    def _ends_of_continued(self, messages: Sequence[Message], prompt: str) -> list[int] | None:
         """Return the ends of the texts if they are known, or shown by the last messages alone."""
         known, common = self._recent.recent.longest(self._recent.scope, prompt)
-        if known is None or (known.settings, known.tools) != (self._settings, tools):
+        if known is None or (known.settings, known.tools) != (self._settings, self._tools):
             return None
         pairs = zip(known.messages, messages, known.ends, strict=False)
         same = itertools.takewhile(lambda pair: pair[0] == pair[1] and pair[2] <= common, pairs)
@@ -252,24 +247,17 @@ class TextCheck:
         # Most templates refuse messages that do not begin with a user's. That may be far back.
         for first in dict.fromkeys((max(users[-1], len(ends) - 4), users[-1])):
             try:
-                last, short = messages[first:], render(messages[first:], tools)
+                last = messages[first:]
+                short = self._settings.render(last, self._tools)
                 if short.endswith(rest):
-                    more = self._ends(render, last, tools, short, len(ends) - first, len(short) - len(rest))
+                    more = self._ends(last, short, len(ends) - first, len(short) - len(rest))
                     shift = len(prompt) - len(short)
                     return [*ends, *(min(end + shift, sys.maxsize) for end in more)]
             except InvalidValue:  # the whole prompt tells which text is missing
                 continue
         return None
 
-    def _ends(
-        self,
-        render: Render,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        prompt: str,
-        first: int = 0,
-        low: int = 0,
-    ) -> list[int]:
+    def _ends(self, messages: Sequence[Message], prompt: str, first: int = 0, low: int = 0) -> list[int]:
         """Return where the texts of each message from the `first` one on end. They are sought after `low`.
 
         The ends never fall; they are beyond all prompts if marks do not tell. Raises LostText for a text that
@@ -277,9 +265,9 @@ class TextCheck:
         """
         self._wanted = []
         marked = [*messages[:first], *(self._message(i, messages[i]) for i in range(first, len(messages)))]
-        named = tools if first else [self._tool(tool) for tool in tools]
+        named = self._tools if first else [self._tool(tool) for tool in self._tools]
         try:
-            shown = render(marked, named)
+            shown = self._settings.render(marked, named)
         except InvalidValue:
             shown = ""
         if SIGN in shown and SIGN not in prompt:

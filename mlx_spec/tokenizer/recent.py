@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tokenizers import AddedToken, Encoding
 
@@ -50,7 +50,7 @@ class Recent(Generic[Entry]):
         """Return the entry with the longest common beginning, and its length in characters."""
         with self._lock:
             entries = [entry for its_scope, entry in self._entries if its_scope == scope]
-        lengths = [common_start(entry.text, text) for entry in entries]
+        lengths = [common_prefix(entry.text, text) for entry in entries]
         if not lengths:
             return None, 0
         best = max(range(len(lengths)), key=lengths.__getitem__)
@@ -59,16 +59,14 @@ class Recent(Generic[Entry]):
         return entries[best], lengths[best]
 
 
-def common_start(a: str, b: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two texts, or of two sequences of tokens."""
+    length, step = min(len(a), len(b)), 1024
+    for low in range(0, length, step):
+        one, other = a[low : min(low + step, length)], b[low : min(low + step, length)]
+        if one != other and list(one) != list(other):  # they may be of different types
+            return low + next(i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+    return length
 
 
 @dataclass(frozen=True)

@@ -381,16 +381,6 @@ def _converted(checkpoint: Checkpoint, *, own_code: bool) -> tuple[FastTokenizer
     return tokenizer, eos
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    length, step = min(len(a), len(b)), 1024
-    for low in range(0, length, step):
-        pairs = a[low : min(low + step, length)], b[low : min(low + step, length)]
-        if list(pairs[0]) != list(pairs[1]):
-            return low + next(i for i, (one, other) in enumerate(zip(*pairs, strict=True)) if one != other)
-    return length
-
-
 def differing_token(drafter: Checkpoint, target: Checkpoint, tokenizer: Tokenizer) -> str | None:
     """Return a description of the first token in which two tokenizers differ; None if they are equal.
 

@@ -15,7 +15,7 @@ from mlx_spec.checkpoint.config import Checkpoint
 from mlx_spec.errors import InvalidValue
 from mlx_spec.tokenizer import Tokenizer, read_fast_tokenizer
 from mlx_spec.tokenizer.chat_template import ChatTemplate
-from mlx_spec.tokenizer.recent import Recent, RecentEncodings, common_start
+from mlx_spec.tokenizer.recent import Recent, RecentEncodings, common_prefix
 
 # Tokens that begin alike, take spaces, ask for a boundary, or are sought in the normalized text.
 ADDED = [
@@ -86,11 +86,11 @@ class Text:
         self.text = text
 
 
-def test_common_start() -> None:
+def test_common_prefix() -> None:
     draw = random.Random(1)
     for _ in range(300):
         a, b = ("".join(draw.choices("ab", k=draw.randrange(9))) for _ in range(2))
-        assert common_start(a, b) == next(
+        assert common_prefix(a, b) == next(
             (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
         )
 
