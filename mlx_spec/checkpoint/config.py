@@ -220,6 +220,11 @@ def vocab_size(config: Config) -> int | None:
     return integer(text_config(config), "vocab_size") or integer(config, "vocab_size")
 
 
+def stated_dtype(config: Config) -> Any:
+    """Return the type of activations that config.json states, None if it does not."""
+    return config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
+
+
 def context_length(config: Config) -> int | None:
     """Return the longest context of a repaired config.json in tokens; None if it is unknown.
 

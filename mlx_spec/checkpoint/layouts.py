@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from mlx_spec.checkpoint.config import text_config
+from mlx_spec.checkpoint.config import stated_dtype, text_config
 from mlx_spec.checkpoint.left_out import check_dropped
 from mlx_spec.checkpoint.owners import is_of_language
 from mlx_spec.checkpoint.quantizers import dequantized_fp8
@@ -90,8 +90,7 @@ def _before(config: Mapping[str, Any], weights: Weights) -> Weights:
     """Dequantize and rename tensors before mlx-lm's own `sanitize`, which expects other names."""
     kind = str(config["model_type"])
     if config.get("quantization_config") is None and config.get("quantization") is None:
-        said = str(config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype"))
-        dtype = DTYPES.get(said.removeprefix("torch.").lower(), mx.bfloat16)
+        dtype = DTYPES.get(str(stated_dtype(config)).removeprefix("torch.").lower(), mx.bfloat16)
         weights = dequantized_fp8(weights, dtype)
     for old, new in RENAMED.get(kind, ()):
         weights = {name.replace(old, new): array for name, array in weights.items()}

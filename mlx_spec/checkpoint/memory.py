@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mlx_spec.checkpoint.config import Checkpoint, integer, text_config
+from mlx_spec.checkpoint.config import Checkpoint, integer, stated_dtype, text_config
 from mlx_spec.checkpoint.files import human_bytes
 from mlx_spec.checkpoint.owners import tower_bytes
 from mlx_spec.checkpoint.targets import Config
@@ -147,5 +147,5 @@ def attention_of(config: Config, kv_bits: int | None = None) -> FullAttention | 
     heads, head_dim = integer(text, "num_attention_heads"), shape.global_head_dim
     if heads is None or head_dim is None:
         return None
-    dtype = gguf_dtype(config) or config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
+    dtype = gguf_dtype(config) or stated_dtype(config)
     return FullAttention(heads, head_dim, 4 if dtype == "float32" else 2, kv_bits is not None)

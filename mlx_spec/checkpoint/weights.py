@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_spec.checkpoint.config import Checkpoint, integer, text_config, vocab_size
+from mlx_spec.checkpoint.config import Checkpoint, integer, stated_dtype, text_config, vocab_size
 from mlx_spec.checkpoint.headers import TensorInfo, Tensors
 from mlx_spec.checkpoint.owners import is_of_language
 from mlx_spec.checkpoint.quantizers import DTYPE_NAMES, FP8, SCALES, common_dtype, is_float, parameters_of
@@ -123,8 +123,8 @@ def _loaded_bytes(name: str, tensor: TensorInfo, checkpoint: Checkpoint) -> int:
         return tensor.nbytes
     if name.endswith(SCALES):
         return 0
-    own = config.get("dtype") or config.get("torch_dtype") or text_config(config).get("dtype")
-    return tensor.size * (4 if "float32" in str(own) else 2) if tensor.dtype == FP8 else tensor.nbytes
+    is_wide = "float32" in str(stated_dtype(config))
+    return tensor.size * (4 if is_wide else 2) if tensor.dtype == FP8 else tensor.nbytes
 
 
 def target_shape(config: Config) -> TargetShape:
