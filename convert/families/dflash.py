@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import mlx.nn as nn
 
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions, Count
 from mlx_spec.drafters.dflash import DFlashNetwork
 from mlx_spec.drafters.dflash2 import DFlash2Network
@@ -27,7 +28,7 @@ from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import FULL, SLIDING
 
 from . import common
-from .common import Config, Converted, Tensors
+from .common import Converted, Tensors
 
 KEYS = {
     *common.LAYER_KEYS,

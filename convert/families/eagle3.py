@@ -21,13 +21,14 @@ from typing import Any
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import one_line
 from mlx_spec.checkpoint.rope_formulas import stated_ropes, stated_rotation
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.eagle3 import Eagle3Network
 from mlx_spec.errors import BadCheckpoint
 from mlx_spec.types import SLIDING
 
 from . import common
-from .common import Config, Converted, Tensors
+from .common import Converted, Tensors
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 KEYS = {

@@ -9,11 +9,12 @@ from dataclasses import asdict
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import KEY, Conventions
 from mlx_spec.drafters.gemma4 import AssistantConfig, AssistantNetwork, check_fit
 from mlx_spec.errors import BadCheckpoint
 
-from .common import LAYER_KEYS, Config, Converted, Tensors, finish, read, refuse_switches
+from .common import LAYER_KEYS, Converted, Tensors, finish, read, refuse_switches
 
 
 def convert(tensors: Tensors, config: Config, target_config: Config) -> Converted:

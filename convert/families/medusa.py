@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.medusa import MedusaNetwork
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Tensors
+from .common import Converted, Tensors
 
 TITLE = "the Medusa drafter"
 # The groups are the number of the head and, for a residual block, the number of the block.

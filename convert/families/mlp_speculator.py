@@ -12,12 +12,13 @@ import re
 
 import mlx.core as mx
 
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions, Count
 from mlx_spec.drafters.mlp_speculator import NETWORKS, SpeculatorSizes
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, PublishedTensors, Tensors
+from .common import Converted, PublishedTensors, Tensors
 
 TITLE = "the MLP speculator"
 

@@ -21,13 +21,14 @@ import numpy as np
 
 from mlx_spec.checkpoint.config import text_config
 from mlx_spec.checkpoint.files import one_line, shortened
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions
 from mlx_spec.drafters.layers import add_tables
 from mlx_spec.drafters.mtp import MTPNetwork
 from mlx_spec.errors import BadCheckpoint
 
 from . import common
-from .common import Config, Converted, Prefixes, PublishedTensors, Tensors
+from .common import Converted, Prefixes, PublishedTensors, Tensors
 
 COPIES = {  # our name -> names of the same table in the target; the first that it has counts
     "embed_tokens.weight": ("model.embed_tokens.weight",),

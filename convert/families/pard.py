@@ -11,11 +11,12 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from mlx_spec.checkpoint.files import LOADING_ERRORS, one_line
+from mlx_spec.checkpoint.targets import Config
 from mlx_spec.drafters.checkpoint import Conventions, Count
 from mlx_spec.errors import BadCheckpoint, Mismatch
 
 from . import common
-from .common import Config, Converted, Tensors
+from .common import Converted, Tensors
 
 
 def convert(tensors: Tensors, config: Config, target: Config) -> Converted:

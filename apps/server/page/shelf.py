@@ -32,7 +32,7 @@ from mlx_spec.hub.catalog import ALIASES, LOOKUP, SMOLLM2, PairSpec, find_alias
 from mlx_spec.hub.download import on_disk
 from mlx_spec.hub.inspect import CheckpointInfo, ConvertedPair
 from mlx_spec.hub.local import LocalModel, disk_size, local_models, partners, plan_removal
-from mlx_spec.hub.names import PREFIX, cache_folder
+from mlx_spec.hub.names import cache_folder, repository_folder
 from mlx_spec.sampling import Sampling
 
 from ... import listing, roofline
@@ -64,7 +64,7 @@ class Fetch:
     folder: Path | None = None  # where pip writes while it downloads a package
 
     def json(self) -> dict[str, Any]:
-        folders = [cache_folder() / (PREFIX + name.replace("/", "--")) for name in self.repositories]
+        folders = [*map(repository_folder, self.repositories)]
         folders += [] if self.folder is None else [self.folder]
         done = min(sum(map(disk_size, folders)), self.total)
         facts = {"name": self.name, "state": self.state, "problem": self.problem}
