@@ -238,8 +238,8 @@ def serve_script(settings: Any, rest: list[str]) -> None:
             stream.write(json.dumps(line) + "\n")
 
     def raised(self: Any, tokens: mx.array, *given: Any, **more: Any) -> mx.array:
-        replay = 0 if self._caches.uncommitted else self._replay.size
-        first = self._caches.sizes[0] + self._caches.uncommitted + replay
+        replay = 0 if self.caches.uncommitted else self._replay.size
+        first = self.caches.sizes[0] + self.caches.uncommitted + replay
         logits, script = wrote(self, tokens, *given, **more), getattr(self, "script", {})
         wanted = mx.array([script.get(first + i, -1) for i in range(tokens.size)])
         chosen = mx.arange(logits.shape[-1])[None] == wanted[:, None]

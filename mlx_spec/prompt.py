@@ -125,9 +125,8 @@ class Prompt(Sequence[int]):
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...] = ()
-    turns: tuple[
-        int, ...
-    ] = ()  # sizes at which other prompts may go on otherwise; not a part of its identity
+    # Sizes at which other prompts may go on otherwise; not a part of its identity.
+    turns: tuple[int, ...] = ()
     salt: bytes = b""  # prompts with different salts have no beginning in common
 
     def __len__(self) -> int:

@@ -55,11 +55,7 @@ def _read(
 ) -> Generator[Slice, None, None]:
     """Read a text in chunks that double while they are quick. Stop after a quarter of the time."""
     chunk = 1
-
-    def step() -> int:
-        return chunk
-
-    chunks = prefill(sequence.target, sequence.drafters, text, step)
+    chunks = prefill(sequence.target, sequence.drafters, text, lambda: chunk)
     while whole or watch.share < 1 / 4:
         yield watch.before(chunk)
         watch.go_on()

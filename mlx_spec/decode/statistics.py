@@ -133,9 +133,8 @@ class Statistics:
             for rounds, cost in self.costs.values()
         ]
         total = sum(rounds * cost for rounds, cost in costs)
-        return (
-            self.compared_tokens / total if total and self.compared_tokens >= self.generated_tokens else None
-        )
+        is_known = total and self.compared_tokens >= self.generated_tokens
+        return self.compared_tokens / total if is_known else None
 
     @property
     def gain_words(self) -> str | None:

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_spec.drafters.checkpoint import CONFIG, Size, required, widened
 from mlx_spec.drafters.conditioned import DrafterCache
 from mlx_spec.drafters.dflash import BlockAttention, DFlashNetwork, View
-from mlx_spec.drafters.layers import DrafterLayer, LayerConfig
+from mlx_spec.drafters.layers import DrafterLayer, Gemma4Layer, LayerConfig
 
 
 class MarkovHead(nn.Module):
@@ -100,22 +100,6 @@ class Gemma4DSparkNetwork(DSparkNetwork):
 
     def __call__(self, embedded: mx.array, caches: Sequence[DrafterCache]) -> mx.array:
         return super().__call__(embedded * self._scale, caches)
-
-
-class Gemma4Layer(DrafterLayer):
-    """A decoder layer that also norms what its sublayers return, and scales its output."""
-
-    def __init__(self, config: LayerConfig, attention: nn.Module) -> None:
-        super().__init__(config, attention)
-        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layer_scalar = mx.ones(1)
-
-    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
-        x = residual + self.post_attention_layernorm(attended)
-        y = self.mlp(self.pre_feedforward_layernorm(x))
-        result: mx.array = (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
-        return result
 
 
 class Gemma4BlockAttention(BlockAttention):

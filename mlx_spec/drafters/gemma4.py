@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gemma3_text import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.checkpoint.config import Checkpoint, text_config
@@ -33,6 +32,7 @@ from mlx_spec.drafters.checkpoint import (
     widened,
 )
 from mlx_spec.drafters.drafter import DraftBuilder, DrafterSource
+from mlx_spec.drafters.layers import Gemma4Layer, LayerSizes
 from mlx_spec.errors import BadCheckpoint, Mismatch
 from mlx_spec.types import (
     FULL,
@@ -66,18 +66,13 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class AssistantConfig:
-    """The keys of config.json that matter here."""
+class AssistantConfig(LayerSizes):
+    """The keys of config.json that matter here. Its hidden size is h, the drafter's own."""
 
     backbone_hidden_size: Size  # D, the target's hidden size
-    vocab_size: Size
-    hidden_size: Size  # h, the drafter's own
-    intermediate_size: Size
-    num_attention_heads: Size
     layer_types: tuple[str, ...]
     heads: tuple[HeadShape, ...]  # one a layer
     sliding_window: int  # 0 if no layer has one
-    rms_norm_eps: float
     rope_parameters: Mapping[str, Mapping[str, Any]]  # by attention type
     draft_vocab_size: int | None = None  # W, if the head is W rows of the target's; None for its own head
     num_centroids: int = 0  # 0 for a dense head
@@ -94,6 +89,7 @@ class AssistantConfig:
             cls,
             text,
             where,
+            hidden_act="gelu_pytorch_tanh",
             backbone_hidden_size=required(config, "backbone_hidden_size", Size, CONFIG),
             heads=tuple(head_shape(text, index, where) for index in layers),
             draft_vocab_size=required(config, "draft_vocab_size", int | None, CONFIG),
@@ -124,7 +120,7 @@ def head_shape(text: Mapping[str, Any], layer: int, where: str) -> HeadShape:
 
 
 def _check_supported(config: AssistantConfig, raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    supported = "gelu_pytorch_tanh"
+    supported = config.hidden_act
     activation = text.get("hidden_activation", supported)
     if activation != supported:
         raise BadCheckpoint(
@@ -284,29 +280,19 @@ class _Body(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class _Layer(nn.Module):
+class _Layer(Gemma4Layer):
     def __init__(self, config: AssistantConfig, index: int) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, _Attention(config, index))
         self.attention_type = config.layer_types[index]
-        self.self_attn = _Attention(config, index)
-        self.mlp = MLP(width, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
-        self.pre_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(width, eps=eps)
-        self.layer_scalar = mx.ones((1,))
 
     def queries(self, x: mx.array, position: mx.array) -> mx.array:
         """Return queries [B, H, 1, Dk] for the residual stream [B, h]."""
-        return self.self_attn.queries(self.input_layernorm(x), position)
+        queries: mx.array = self.self_attn.queries(self.input_layernorm(x), position)
+        return queries
 
-    def finish(self, x: mx.array, attended: mx.array) -> mx.array:
+    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
         """Return the residual stream [B, h] after this layer; `attended`: [B, H, 1, Dv]."""
-        x = x + self.post_attention_layernorm(self.self_attn.project(attended, x.dtype))
-        forwarded = self.mlp(self.pre_feedforward_layernorm(x))
-        finished: mx.array = (x + self.post_feedforward_layernorm(forwarded)) * self.layer_scalar
-        return finished
+        return super().finish(residual, self.self_attn.project(attended, residual.dtype))
 
 
 class _Attention(nn.Module):

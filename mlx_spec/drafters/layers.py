@@ -1,4 +1,4 @@
-"""Shared by EAGLE-3, P-EAGLE and the DFlash family: sizes in config.json, layers, attention, own tables."""
+"""Shared by EAGLE-3, P-EAGLE, the DFlash family and Gemma 4 assistants: sizes, layers, attention, tables."""
 
 from __future__ import annotations
 
@@ -35,18 +35,24 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"silu": SiluMLP, "gelu_pytor
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """The sizes in config.json. The names of the tensors show what config.json does not say."""
+class LayerSizes:
+    """The sizes of a layer in config.json."""
 
     hidden_size: Size  # D
     vocab_size: Size  # V, the target's
-    draft_vocab_size: Size  # W <= V
     intermediate_size: Size
     num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
     rms_norm_eps: float
     hidden_act: Literal["silu", "gelu_pytorch_tanh"]
+
+
+@dataclass(frozen=True)
+class LayerConfig(LayerSizes):
+    """All of config.json. The names of the tensors show what it does not say."""
+
+    draft_vocab_size: Size  # W <= V
+    num_key_value_heads: Size
+    head_dim: Size
     rope: nn.Module
     tensors: frozenset[str]
     conventions: Conventions
@@ -146,7 +152,7 @@ def add_tables(network: nn.Module, tensors: Collection[str], width: int, vocab: 
 class DrafterLayer(nn.Module):
     """A decoder layer around an attention that appends to the caches."""
 
-    def __init__(self, config: LayerConfig, attention: nn.Module) -> None:
+    def __init__(self, config: LayerSizes, attention: nn.Module) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = attention
@@ -161,6 +167,22 @@ class DrafterLayer(nn.Module):
         """Return the layer's output [1, T, D] from the residual stream and the output of attention."""
         x = residual + attended
         result: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class Gemma4Layer(DrafterLayer):
+    """A decoder layer that also norms what its sublayers return, and scales its output."""
+
+    def __init__(self, config: LayerSizes, attention: nn.Module) -> None:
+        super().__init__(config, attention)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_scalar = mx.ones(1)
+
+    def finish(self, residual: mx.array, attended: mx.array) -> mx.array:
+        x = residual + self.post_attention_layernorm(attended)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        result: mx.array = (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
         return result
 
 

@@ -27,9 +27,8 @@ Shape = tuple[tuple[int, Hashable], int]
 class Ratios:
     """The costs of rounds by their shape. Shared by the sequences of a pair."""
 
-    KNOWN = (
-        0.06  # log seconds: error of measured costs while the machine is as fast as when they were measured
-    )
+    # Log seconds: error of measured costs while the machine is as fast as when they were measured.
+    KNOWN = 0.06
 
     def __init__(self, recent: int = 8) -> None:
         self._ratios: dict[Shape, deque[float]] = {}  # log, by shape

@@ -120,9 +120,8 @@ class LogitsProcessor:
             self._grammar_mask = GrammarMask(sampling.grammar, prompt_length)
             self.without_grammar = LogitsProcessor(replace(sampling, grammar=None), prompt_length, vocab_size)
         self.vocab_size = vocab_size
-        self._last: tuple[mx.array, mx.array, int, mx.array] | None = (
-            None  # arguments and result of `process`
-        )
+        # Arguments and result of `process`.
+        self._last: tuple[mx.array, mx.array, int, mx.array] | None = None
 
     @property
     def is_idle(self) -> bool:

@@ -91,11 +91,8 @@ class VisionMLP(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        width, inner, clips = (
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["use_clipped_linears"],
-        )
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        clips = config["use_clipped_linears"]
         self.gate_proj = ClippedLinear(width, inner, clips=clips)
         self.up_proj = ClippedLinear(width, inner, clips=clips)
         self.down_proj = ClippedLinear(inner, width, clips=clips)

@@ -52,13 +52,9 @@ class Patches:
         """Return patches [N, patch * patch * 3], row by row, and the grid of squares."""
         rows, columns = self.grid(*picture.shape[:2])
         height, width, size = rows * self.side, columns * self.side, self.patch
-        cut = _resized(picture, height, width, "BICUBIC").reshape(
-            height // size, size, width // size, size, 3
-        )
-        return np.ascontiguousarray(cut.transpose(0, 2, 1, 3, 4)).reshape(-1, size * size * 3), (
-            rows,
-            columns,
-        )
+        resized = _resized(picture, height, width, "BICUBIC")
+        cut = resized.reshape(height // size, size, width // size, size, 3).transpose(0, 2, 1, 3, 4)
+        return np.ascontiguousarray(cut).reshape(-1, size * size * 3), (rows, columns)
 
 
 @dataclass(frozen=True)

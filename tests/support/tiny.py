@@ -88,6 +88,7 @@ def assistant(seed: int = 5, pattern: str = "sf") -> DrafterSource:
         heads=tuple(kinds[kind][1] for kind in pattern),
         sliding_window=16,
         rms_norm_eps=1e-6,
+        hidden_act="gelu_pytorch_tanh",
         rope_parameters={
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
             "full_attention": {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25},
