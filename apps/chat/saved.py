@@ -19,7 +19,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -317,7 +316,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> str:
 def _kept_content(text: str) -> dict[str, Any]:
     """Return the conversation in a kept file, with the unfinished last turn if it has an answer."""
     saved: dict[str, Any] = {"messages": []}
-    unfinished = _Unfinished()
+    asked: Content = ""
+    texts = {"answer": "", "thinking": ""}  # of the answer to `asked`, which has not ended
     for line in text.split("\n"):
         try:
             entry = json.loads(line)
@@ -325,34 +325,23 @@ def _kept_content(text: str) -> dict[str, Any]:
             continue
         match entry:
             case {"format": _, "messages": list()}:
-                saved, unfinished = entry, _Unfinished()
+                saved, asked, texts = entry, "", dict.fromkeys(texts, "")
             case {"asked": str() | list() as message}:
-                saved["messages"] += unfinished.turn()
-                unfinished = _Unfinished(message)
-            case {"kind": "answer", "text": str(piece)}:
-                unfinished.answer += piece
-            case {"kind": "thinking", "text": str(piece)}:
-                unfinished.thinking += piece
+                saved["messages"] += _unfinished(asked, **texts)
+                asked, texts = message, dict.fromkeys(texts, "")
+            case {"kind": "answer" | "thinking" as kind, "text": str(piece)}:
+                texts[kind] += piece
             case {"turn": list(turn)}:
                 saved["messages"] += turn
-                unfinished = _Unfinished()
-    saved["messages"] += unfinished.turn()
+                asked, texts = "", dict.fromkeys(texts, "")
+    saved["messages"] += _unfinished(asked, **texts)
     return saved
 
 
-@dataclass
-class _Unfinished:
-    """A turn that has not ended."""
-
-    message: Content = ""
-    answer: str = ""
-    thinking: str = ""
-
-    def turn(self) -> list[dict[str, Any]]:
-        """Return its two messages; [] if no text of the answer came."""
-        answer, thinking = self.answer.strip(), self.thinking.strip()
-        if not answer + thinking:
-            return []
-        reply = {"role": "assistant", "content": answer}
-        thought = {"reasoning_content": thinking} if thinking else {}
-        return [{"role": "user", "content": self.message}, reply | thought]
+def _unfinished(message: Content, answer: str, thinking: str) -> list[dict[str, Any]]:
+    """Return the two messages of a turn; [] if no text of the answer came."""
+    answer, thinking = answer.strip(), thinking.strip()
+    if not answer + thinking:
+        return []
+    thought = {"reasoning_content": thinking} if thinking else {}
+    return [{"role": "user", "content": message}, {"role": "assistant", "content": answer} | thought]
