@@ -109,7 +109,7 @@ def main() -> int:
     options = settings.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     axe, started = options.axe.read_text(encoding="utf-8"), time.time()
-    events = (READ, TextDelta(0, "thinking", "Hm."), *[*streamed(ANSWER).events][1:])
+    events = (READ, TextDelta(0, "thinking", "Hm."), *streamed(ANSWER)[1:])
     rows, found = list[list[str]](), list[dict[str, Any]]()
     with (
         chromium.browser(chromium.found() or "chromium") as browser,

@@ -63,7 +63,12 @@ WRITE_TIMEOUT_S = 30.0  # to write prompts to files: they begin for 10 s, and th
 # --- routes
 
 
-def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = None) -> Starlette:
+def create(
+    settings: Settings,
+    engine: EngineThread,
+    bodies: Bodies | None = None,
+    store: stored_responses.ResponseStore | None = None,
+) -> Starlette:
     """Return the application. Its lifespan starts the engine and closes it."""
 
     @asynccontextmanager
@@ -83,7 +88,7 @@ def create(settings: Settings, engine: EngineThread, bodies: Bodies | None = Non
     handlers = {Failure: answer_error, HTTPException: answer_error}
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    store = stored_responses.ResponseStore(settings.store)
+    store = store or stored_responses.ResponseStore(settings.store)
     apis: dict[str, Api] = {
         "/v1/chat/completions": openai_chat.API,
         "/v1/completions": openai_completions.API,
@@ -203,12 +208,20 @@ def run(settings: Settings, loader: Loader = load_served) -> int:
 class Server(uvicorn.Server):
     """Closes requests before connections: on a signal, streams get an error and then end."""
 
-    def __init__(self, settings: Settings, engine: EngineThread) -> None:
-        self._bodies = Bodies()
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineThread,
+        *,
+        bodies: Bodies | None = None,
+        connection: type[Connection] = Connection,
+        idle_connection_s: int = IDLE_CONNECTION_S,
+    ) -> None:
+        self._bodies = bodies or Bodies()
         super().__init__(
             uvicorn.Config(
                 create(settings, engine, self._bodies),
-                http=Connection,
+                http=connection,
                 ws="none",
                 loop="asyncio",
                 lifespan="on",
@@ -217,7 +230,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=256,  # accepted at once, before the first of them can be refused
-                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_keep_alive=idle_connection_s,
                 timeout_graceful_shutdown=RESPONSE_TIMEOUT_S,
             )
         )

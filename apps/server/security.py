@@ -30,8 +30,6 @@ from .settings import (
     origin_names,
 )
 
-BODY_TIMEOUT_S = 75.0  # for a small body; a client on this machine needs milliseconds
-
 
 class PlainPaths:
     """ASGI middleware: normalize paths to single slashes, none at the end, and no scheme and host in front.
@@ -59,9 +57,13 @@ class PlainPaths:
 
 
 class Bodies:
-    """The bodies that are being received. Only the event loop may use this class."""
+    """The bodies that are being received. Only the event loop may use this class.
 
-    def __init__(self) -> None:
+    A small body may take `timeout_s`; a client on this machine needs milliseconds.
+    """
+
+    def __init__(self, timeout_s: float = 75.0) -> None:
+        self.timeout_s = timeout_s
         self._waiting: set[asyncio.Future[None]] = set()
         self._ended = False
 
@@ -81,7 +83,7 @@ class Bodies:
                 return coming.result()
             if self._ended:
                 raise shutting_down()
-            message = f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s: send it faster"
+            message = f"the rest of the body did not come within {self.timeout_s:g} s: send it faster"
             raise Failure(408, message, code="request_timeout")
         finally:
             self._waiting.discard(ended)
@@ -149,7 +151,7 @@ class Guards:
             nonlocal read, is_whole
             if is_whole:
                 return await receive()
-            end = began + BODY_TIMEOUT_S + read / slowest
+            end = began + self._bodies.timeout_s + read / slowest
             message = await self._bodies.next(receive, max(end - asyncio.get_running_loop().time(), 0.0))
             is_whole = not message.get("more_body", False)
             read += len(message.get("body", b""))

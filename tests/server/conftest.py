@@ -8,8 +8,13 @@ from typing import Any
 
 import platformdirs
 import pytest
-from support.endpoint import Place, Stub, place_of
+from support import chromium
+from support.chromium import Browser, Tab
+from support.endpoint import DEMO, Place, Stub, listening, place_of
 from support.hub_stand_in import ASSISTANT, E2B, ROOT, Hub, serving
+from support.page import BROWSER, Stage
+
+from mlx_spec.apps.server.settings import Settings
 
 
 @pytest.fixture
@@ -44,3 +49,36 @@ def place(request: pytest.FixtureRequest) -> Place:
 @pytest.fixture
 def stub(place: Place) -> Stub:
     return place.stub
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if BROWSER is None:
+        pytest.skip("needs Chromium: install Debian's package chromium")
+    with chromium.browser(BROWSER) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def opened(browser: Browser) -> Iterator[Tab]:
+    with browser.tab() as opened:
+        yield opened
+
+
+@pytest.fixture
+def tab(opened: Tab) -> Iterator[Tab]:
+    """A tab that has seen no page. A process of its own would take more than all that a test does in it."""
+    yield opened
+    opened.leave()
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[tuple[Stub, str]]:
+    stub = Stub(pause=0.001)
+    with listening(stub, Settings(DEMO)) as url:
+        yield stub, url
+
+
+@pytest.fixture
+def stage(played: tuple[Stub, str], tab: Tab) -> Stage:
+    return Stage(*played, tab)

@@ -16,7 +16,9 @@ from support.endpoint import (
     CALLS,
     CONVERSATION,
     DEMO,
+    GENERATE,
     HELLO,
+    OLLAMA,
     SHUTDOWN,
     TURN,
     Stub,
@@ -28,7 +30,6 @@ from support.endpoint import (
 from support.waiting import wait_until
 
 from mlx_spec.apps.server import http
-from mlx_spec.apps.server.engine import engine_thread
 from mlx_spec.apps.server.engine.answers import Finished, RoundDone, timestamp
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import ModelCard
@@ -45,15 +46,13 @@ from mlx_spec.apps.server.requests.request import (
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 
-OLLAMA, GENERATE = "/api/chat", "/api/generate"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 BRIEF, HI = {"role": "system", "content": "Be brief."}, ({"role": "user", "content": "Hi"},)
 
 
 def post(path: str = OLLAMA, **body: Any) -> Any:
-    given = {"messages": HELLO} if path == OLLAMA else {"prompt": "x"}
-    return client().post(path, json={"model": "demo", "stream": False} | given | body)
+    return shared()[1].post(path, **body)
 
 
 @pytest.fixture(autouse=True)
@@ -161,30 +160,6 @@ def test_a_result_may_come_without_its_call() -> None:
     turns = [*HELLO, {"role": "tool", "content": "dry", "tool_name": "weather"}, *HELLO]
     found = parsed(messages=turns).prompt.messages[1]  # type: ignore[union-attr]
     assert found == {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "dry"}
-
-
-@pytest.mark.parametrize(
-    ("body", "names"),
-    [
-        ({"options": {"typical_p": 0.5}}, "typical_p: is not supported"),
-        ({"typical_p": 0.5}, "typical_p: is not supported"),
-        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
-        ({"options": {"num_predict": 0}}, "options.num_predict"),
-        ({"keep_alive": "soon"}, "keep_alive"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "Sure"}]}, "messages.1"),
-        ({"modle": "x"}, "modle: unknown; did you mean model?"),
-        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"prompt": "x", "suffix": "y", "system": "z"}, "system"),
-        ({"prompt": "x", "raw": True, "think": "high"}, "think: goes with neither raw"),
-        ({"prompt": "x", "context": [1, 2]}, "context"),
-        ({"top_logprobs": 2}, "top_logprobs: only with logprobs true"),
-    ],
-)
-def test_refusals(body: dict[str, Any], names: str) -> None:
-    response = post(GENERATE if "prompt" in body else OLLAMA, **body)
-    assert response.status_code == 400 and set(response.json()) == {"error"}
-    assert response.json()["error"].startswith(names)
-    assert shared()[0].requests == []
 
 
 def test_thinking_is_refused_where_the_model_cannot() -> None:
@@ -307,9 +282,8 @@ def test_the_template_of_a_model_with_tools_is_shown() -> None:
     assert "tools" in shown["template"] and "tools" in shown["capabilities"]
 
 
-def test_an_empty_prompt_loads_and_keep_alive_unloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 0.05)
-    with served.working() as engine:
+def test_an_empty_prompt_loads_and_keep_alive_unloads() -> None:
+    with served.working(idle_s=0.05) as engine:
         other = stubbed(engine, served.DEMO).client  # type: ignore[arg-type]
 
         def running() -> list[str]:

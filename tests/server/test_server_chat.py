@@ -1,10 +1,10 @@
-"""Chat completions: fields of the body, refusals, answers."""
+"""OpenAI's chat and text completions: conversations and answers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import pytest
 from support.endpoint import (
     ARGUMENTS,
     CHAT,
@@ -13,24 +13,25 @@ from support.endpoint import (
     DEMO,
     HELLO,
     READ,
+    TEXT,
     TOKENS,
     Stub,
     fresh,
     parsed,
-    refused,
     stubbed,
 )
 
-from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta
+from mlx_spec.apps.server.engine.answers import ChoiceEnded, PromptRead, TextDelta
+from mlx_spec.apps.server.protocols.openai_completions import logprobs_json
 from mlx_spec.apps.server.requests.request import Chat, GenerationRequest
 from mlx_spec.apps.server.settings import Limits, Settings
 from mlx_spec.sampling import Sampling
+from mlx_spec.types import TokenLogprob
 
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
 }
-IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
 def chat_of(**body: Any) -> Chat:
@@ -46,40 +47,6 @@ def test_defaults_are_those_of_openai():
     found = parsed(CHAT)
     chat = Chat(({"role": "user", "content": "What does zip do?"},))
     assert found == GenerationRequest("demo", chat, Sampling(temperature=1.0), key="")
-
-
-def test_limits_and_logprobs():
-    assert parsed(CHAT, max_tokens=5).max_tokens == 5
-    assert parsed(CHAT, max_tokens=5, max_completion_tokens=3).max_tokens == 3
-    assert parsed(CHAT, stop="a").stop == ("a",) and parsed(CHAT, stop=["a", "b"]).stop == ("a", "b")
-    assert parsed(CHAT, stop=[]).stop == () and parsed(CHAT, n=3).n == 3
-    assert [parsed(CHAT, logprobs=True, top_logprobs=top).top_logprobs for top in (None, 20)] == [0, 20]
-    assert parsed(CHAT, logprobs=False, top_logprobs=0).top_logprobs is None
-
-
-def test_prediction():
-    assert parsed(CHAT, prediction={"type": "content", "content": "ab"}).prediction == "ab"
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parsed(CHAT, prediction={"type": "content", "content": parts}).prediction == "ab"
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({}, None),  # as the template says
-        ({"reasoning": {"summary": "auto"}}, None),
-        ({"reasoning_effort": "none"}, False),
-        ({"reasoning_effort": "minimal"}, False),
-        ({"reasoning_effort": "low"}, True),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
-        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
-        ({"reasoning_effort": "high", "enable_thinking": False}, False),
-        ({"thinking": {"type": "enabled"}}, True),
-    ],
-)
-def test_thinking(body, expected):
-    assert chat_of(**body).thinking is expected
-    assert chat_of(chat_template_kwargs={"enable_thinking": True, "x": 1}).variables == {"x": 1}
 
 
 def test_a_conversation():
@@ -101,10 +68,6 @@ def test_a_cut_answer_goes_on():
     chat = chat_of(messages=cut, continue_final_message=True)
     assert (chat.messages, chat.begun) == (chat_of(messages=HELLO).messages, "It joi")
     assert chat_of(messages=cut).begun == ""
-    assert refused(CHAT, continue_final_message=True)["param"] == "messages.0"
-    form = {"type": "json_object"}
-    found = refused(CHAT, messages=cut, continue_final_message=True, response_format=form)
-    assert found["param"] == "continue_final_message"
 
 
 def test_an_answer_may_be_thinking_alone():
@@ -131,57 +94,7 @@ def test_a_call_that_was_cut_off_is_text_of_the_conversation():
         assert [turn["content"] for turn in found[2:]] == ["?", "Again?"][: 2 * (len(calls) - 1)]
 
 
-# --- refusals
-
-
-CALL_IDS: list[dict[str, str]] = [{}, {"tool_call_id": "c"}]  # missing, and of no call
-
-
-def message(**fields: Any) -> dict[str, Any]:
-    return {"messages": [*HELLO, fields]}
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    (message(role="user", content=[IMAGE]), "messages.1.content.0"),  # not fetched
-    *(({"temperature": value}, "temperature") for value in ("0.5", 2.1, -1e-9, True)),
-    ({"min_p": 2}, "min_p"),
-    ({"seed": 1.5}, "seed"),
-    *(({"logit_bias": {token: 1}}, "logit_bias") for token in ("x", "-1")),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"n": 0}, "n"),
-    ({"stop": [str(i) for i in range(65)]}, "stop"),
-    ({"top_logprobs": 1}, "top_logprobs"),
-    *(({"messages": value}, "messages") for value in ([], None)),
-    (message(role="wizard", content="x"), "messages.1.role"),
-    *((message(role=role), "messages.1.content") for role in ("user", "assistant")),
-    *((message(role="tool", content="x", **call), "messages.1.tool_call_id") for call in CALL_IDS),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-    ({"tools": [WEATHER, WEATHER]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
-    ({"stream": "yes"}, "stream"),
-]
-UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"n": 17}, "n"),
-    ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"web_search_options": {}}, "web_search_options"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
-    ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "codes"),
-    [(*one, {"invalid_value", "missing_required_parameter"}) for one in BAD]
-    + [(*one, {"unsupported_value"}) for one in UNSUPPORTED],
-)
-def test_bad_and_unsupported_values_are_refused_by_name(body, param, codes):
-    error = refused(CHAT, **body)
-    assert error["param"] == param and error["code"] in codes
+# --- sizes
 
 
 def test_sizes_are_limited():
@@ -235,3 +148,39 @@ def test_several_choices():
     assert reasons == [(1, "stop"), (0, "length")]  # none is lost, though both end at once
     assert [i for i, chunk in enumerate(chunks) if chunk["usage"]] == [len(chunks) - 1]
     assert [i for i, chunk in enumerate(chunks) if "timings" in chunk] == [len(chunks) - 1]
+
+
+# --- text completions
+
+
+def test_logprobs_name_bytes_and_offsets():
+    tokens = (
+        TokenLogprob(0, b"a", math.nan),
+        TokenLogprob(1, b"\xc3", -1.0, offset=1),
+        TokenLogprob(2, b"\xa9", -math.inf, offset=1),
+        TOKENS[0],
+    )
+    found = logprobs_json(tokens)
+    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "Hel"]
+    assert found["token_logprobs"] == [None, -1.0, -9999.0, -0.5]
+    assert found["top_logprobs"] == [None, {}, {}, {"Hel": -0.5, "bytes:\\xff": -9999.0}]
+    assert found["text_offset"] == [0, 1, 1, 0]
+
+
+def test_chunks_of_completions():
+    events = (
+        PromptRead(1, 0),
+        TextDelta(0, "answer", "Hel", TOKENS[:1]),
+        ChoiceEnded(0, "stop"),
+        PromptRead(1, 0),
+        TextDelta(1, "answer", "lo", TOKENS[1:]),
+        ChoiceEnded(1, "length"),
+        CLOSED,
+    )
+    found = fresh(events)[1].chunks(TEXT, prompt=["a", "b"], logprobs=1)
+    assert {chunk["object"] for chunk in found} == {"text_completion"}
+    choices = [chunk["choices"][0] for chunk in found]
+    said = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices]
+    assert said == [(0, "Hel", None), (0, "", "stop"), (1, "lo", None), (1, "", "length")]
+    assert choices[0]["logprobs"]["tokens"] == ["Hel"]
+    assert ["timings" in chunk for chunk in found] == [False, False, False, True]

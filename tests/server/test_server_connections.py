@@ -8,31 +8,32 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from support.endpoint import ANSWER, CHAT, DEMO, HELLO, READ, ROUND, Stub
+from support.endpoint import ANSWER, CHAT, DEMO, HELLO, READ, ROUND, Stub, running
 from support.waiting import LIMIT, wait_until
 
-from mlx_spec.apps.server import app, security, settings
+from mlx_spec.apps.server import app, settings
+from mlx_spec.apps.server.app import Server
 from mlx_spec.apps.server.connection import Connection
 from mlx_spec.apps.server.engine.answers import TextDelta
+from mlx_spec.apps.server.security import Bodies
 from mlx_spec.apps.server.settings import Settings
 
 Address = tuple[str, int]
 
 
 @contextmanager
-def listening(stub: Stub) -> Iterator[Address]:
-    server, listener = app.Server(Settings(DEMO), stub), socket.create_server(("127.0.0.1", 0))
+def listening(stub: Stub, body_s: float = LIMIT, idle_s: float = LIMIT, **limits: Any) -> Iterator[Address]:
+    """A server with other limits of a connection."""
+    connection = type("Limited", (Connection,), limits)
+    parts: Any = {"bodies": Bodies(body_s), "connection": connection, "idle_connection_s": idle_s}
+    server = Server(Settings(DEMO), stub, **parts)  # type: ignore[arg-type]
     server.config.timeout_graceful_shutdown = 0
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield listener.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join()
+    with running(server) as address:
+        yield address
 
 
 def request(*, stream: bool = False, path: str = CHAT, length: int | None = None) -> bytes:
@@ -64,21 +65,17 @@ def test_a_half_closed_client_gets_its_answers(stream: bool, count: int) -> None
     assert found.count("[DONE]" if stream else '"finish_reason":"stop"') == count
 
 
-def test_a_client_that_waits_long_is_told_to_wait_and_then_gets_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Connection, "probes_s", (0.05, 0.1))
-    with listening(Stub((READ, 0.4, *ANSWER[1:]))) as address:
+def test_a_client_that_waits_long_is_told_to_wait_and_then_gets_its_answer() -> None:
+    with listening(Stub((READ, 0.4, *ANSWER[1:])), probes_s=(0.05, 0.1)) as address:
         found = read(connect(address, request(), ends=True))
     assert found.startswith("HTTP/1.1 100 \r\n\r\nHTTP/1.1 100 \r\n\r\nHTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_is_noticed(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(Connection, "probes_s", (0.05, 0.1))
+def test_a_client_that_hangs_up_is_noticed(stream: bool) -> None:
     gate = threading.Event()
     stub = Stub((gate, *ANSWER) if not stream else (*ANSWER[:4], ROUND, *[0.05, *ANSWER[2:4], ROUND] * 99))
-    with listening(stub) as address:
+    with listening(stub, probes_s=(0.05, 0.1)) as address:
         made = connect(address, request(stream=stream))
         if stream:
             made.recv(100)
@@ -93,13 +90,11 @@ def test_a_request_without_its_end_is_not_answered() -> None:
             assert read(connect(address, text, ends=True)) == ""
 
 
-def test_silent_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_shut_nobody_out() -> None:
     """The one that is silent longest gives way, and none that is being answered."""
-    monkeypatch.setattr(Connection, "most_connections", 8)
-    monkeypatch.setattr(Connection, "least_silence_s", 0.0)
     gate = threading.Event()
     stub = Stub((READ, gate, *ANSWER[1:]))
-    with listening(stub) as address:
+    with listening(stub, most_connections=8, least_silence_s=0.0) as address:
         busy = connect(address, request())
         wait_until(lambda: bool(stub.jobs))
         silent = [connect(address, b"GET" if i % 2 else b"") for i in range(20)]
@@ -119,11 +114,9 @@ def answered(made: socket.socket) -> str:
     return read(made)
 
 
-def test_a_head_or_a_body_that_comes_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_or_a_body_that_comes_slowly_ends() -> None:
     """Each byte restarted the timeout."""
-    monkeypatch.setattr(app, "IDLE_CONNECTION_S", 0.3)
-    monkeypatch.setattr(security, "BODY_TIMEOUT_S", 0.3)
-    with listening(Stub()) as address:
+    with listening(Stub(), body_s=0.3, idle_s=0.3) as address:
         head, body = connect(address, b"POST / HT"), connect(address, request(length=1000))
         began, open_ones = time.monotonic(), {head, body}
         while open_ones and time.monotonic() - began < LIMIT:
@@ -142,11 +135,10 @@ def test_a_head_or_a_body_that_comes_slowly_ends(monkeypatch: pytest.MonkeyPatch
         assert not open_ones
 
 
-def test_a_client_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "unread_s", 0.2)
+def test_a_client_that_reads_nothing_ends() -> None:
     more_than_buffers = [TextDelta(0, "answer", "x" * 500_000), ROUND] * 40
     stub = Stub((READ, *more_than_buffers, 30.0))
-    with listening(stub) as address, connect(address, request(stream=True)):
+    with listening(stub, unread_s=0.2) as address, connect(address, request(stream=True)):
         wait_until(lambda: bool(stub.jobs))
         assert stub.jobs[0].cancelled.wait(LIMIT)
 

@@ -28,11 +28,13 @@ from support.served import (
     ENDLESS,
     QUESTION,
     answer,
+    before_prefill,
     begin,
     body,
     chat,
     closed,
     failure,
+    load_tiny,
     raw,
     text_of,
     wait_until_idle,
@@ -41,7 +43,7 @@ from support.served import (
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine import engine_thread, models, preparation
+from mlx_spec.apps.server.engine import models, preparation
 from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
@@ -70,7 +72,6 @@ from mlx_spec.model.target_batch import TargetBatch
 from mlx_spec.pair import Pair
 from mlx_spec.policy import AdaptivePolicies, Table
 from mlx_spec.policy.costs import CostModel
-from mlx_spec.prompt import Span
 from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer, read_tokenizer
 from mlx_spec.types import Reason, Round
@@ -184,7 +185,7 @@ def test_one_call_at_a_time_where_no_grammar_can_say_so(
 
 def test_choices_are_those_of_seeds_in_a_row(engine: EngineThread) -> None:
     def asked(seed: int, n: int) -> Any:
-        return chat("Hm?", n=n, sampling=Sampling(temperature=4.0, top_k=50, seed=seed), max_tokens=12)
+        return chat("Hm?", n=n, sampling=Sampling(temperature=4.0, top_k=50, seed=seed), max_tokens=8)
 
     events = answer(engine, asked(5, 3))
     alone = [text_of(answer(engine, asked(5 + i, 1))) for i in range(3)]
@@ -208,17 +209,10 @@ def test_the_next_turn_is_cached_up_to_the_stop_string(engine: EngineThread, pla
 # --- batches
 
 
-def test_a_prompt_is_read_once_for_all_its_choices(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, prefill = list[int](), LMTarget.prefill
-
-    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
-        read.append(len(tokens))
-        return prefill(target, tokens, spans, **more)
-
-    monkeypatch.setattr(LMTarget, "prefill", counted)
-    found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
+def test_a_prompt_is_read_once_for_all_its_choices(engine: EngineThread) -> None:
+    read = list[int]()
+    with before_prefill(lambda tokens: read.append(len(tokens))):
+        found = closed(answer(engine, chat("Tell me once " + LONG, n=6, sampling=ENDLESS, max_tokens=10)))
     assert sum(read) <= found.usage.prompt_tokens + 6 * 2
     assert found.timings.statistics.batch_size > 2
 
@@ -239,17 +233,12 @@ def test_choices_and_requests_that_come_at_once_begin_together(
     request = chat("Tell me twice " + LONG, n=4, sampling=ENDLESS, max_tokens=6)
     assert closed(answer(plain, request)).timings.statistics.batch_size == 4
     monkeypatch.setattr("mlx_spec.apps.server.engine.engine_thread.wait", lambda futures, _: wait(futures))
-    all_came, prefill = threading.Event(), LMTarget.prefill
-
-    def patiently(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
-        all_came.wait(served.TIMEOUT_S)
-        return prefill(target, tokens, spans, **more)
-
-    monkeypatch.setattr(LMTarget, "prefill", patiently)
+    all_came = threading.Event()
     texts = ["Tell me thrice " + LONG, QUESTION, "What does os.path.split do?", "What does zip do?"]
-    streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
-    all_came.set()
-    sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
+    with before_prefill(lambda _: all_came.wait(served.TIMEOUT_S)):
+        streams = [begin(plain, chat(text, sampling=ENDLESS, max_tokens=6)) for text in texts]
+        all_came.set()
+        sizes = [closed(stream.all()).timings.statistics.batch_size for stream in streams]
     assert sizes == [4] * 4
 
 
@@ -273,7 +262,7 @@ def test_short_prompts_are_read_in_one_pass(plain: EngineThread, monkeypatch: py
 
 
 def test_a_request_with_many_choices_leaves_room_for_others() -> None:
-    with working(replace(DEMO, max_running=2)) as engine:
+    with working(replace(DEMO, max_running=2), load_tiny) as engine:
         many = begin(engine, chat(QUESTION, n=6, sampling=ENDLESS, max_tokens=16), held=True)
         many.until(RoundDone)
         other = begin(engine, chat(QUESTION, max_tokens=5))
@@ -387,14 +376,9 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones(
     """The oldest prompt and the shortest are read in turns. What is read is counted, not seconds."""
     monkeypatch.setattr("mlx_spec.decode.running.PREFILL_STEP", 16)
     monkeypatch.setattr("mlx_spec.decode.pace.MAX_DEFERRAL_S", 0.0)
-    log, prefill = Log(), LMTarget.prefill
-
-    def counted(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
-        log.append(("chunk", len(tokens)))
-        return prefill(target, tokens, spans, **more)
-
-    monkeypatch.setattr(LMTarget, "prefill", counted)
-    answer_all(make_pair("full", context=200), [*((5 + i,) * 60 for i in range(5)), (7,) * 4], log)
+    log = Log()
+    with before_prefill(lambda tokens: log.append(("chunk", len(tokens)))):
+        answer_all(make_pair("full", context=200), [*((5 + i,) * 60 for i in range(5)), (7,) * 4], log)
     first_tokens = [log.index(("token", index)) for index in range(6)]
     assert log[:2] == [("chunk", 16), ("chunk", 3)] and first_tokens[5] <= 3
     assert first_tokens[:5] == sorted(first_tokens[:5])  # long ones do not starve
@@ -479,7 +463,7 @@ def test_tokens_are_counted_as_they_will_be(engine: EngineThread) -> None:
 
 
 def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
-    with working(replace(DEMO, max_running=1, max_waiting=2)) as engine:
+    with working(replace(DEMO, max_running=1, max_waiting=2), load_tiny) as engine:
         streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=300), held=True)]
         streams[0].until(RoundDone)
         streams += [begin(engine, chat(QUESTION, max_tokens=3)) for _ in range(2)]
@@ -498,7 +482,7 @@ def test_the_queue_has_an_end_and_who_waits_can_be_cancelled() -> None:
 
 
 def test_close_ends_what_runs_and_what_waits() -> None:
-    with working(replace(DEMO, max_running=1)) as engine:
+    with working(replace(DEMO, max_running=1), load_tiny) as engine:
         streams = [begin(engine, chat(LONG, sampling=ENDLESS, max_tokens=3000)) for _ in range(2)]
         streams[0].until(RoundDone)
         engine.close()
@@ -511,17 +495,13 @@ def test_close_ends_what_runs_and_what_waits() -> None:
         engine.close()
 
 
-def test_close_fails_requests_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_fails_requests_while_a_pass_runs() -> None:
     """The server gives responses two seconds to end; a chunk of a prompt may take longer."""
-    begun, go, prefill = threading.Event(), threading.Event(), LMTarget.prefill
-
-    def slowly(target: LMTarget, tokens: Sequence[int], spans: Sequence[Span] = (), **more: Any) -> Any:
-        begun.set()
-        go.wait(served.TIMEOUT_S)
-        return prefill(target, tokens, spans, **more)
-
-    with working() as engine:
-        monkeypatch.setattr(LMTarget, "prefill", slowly)
+    begun, go = threading.Event(), threading.Event()
+    with (
+        working(loader=load_tiny) as engine,
+        before_prefill(lambda _: begun.set() or go.wait(served.TIMEOUT_S)),
+    ):
         streams = [begin(engine, chat(LONG, max_tokens=2)), begin(engine, chat(QUESTION, max_tokens=2))]
         begun.wait(served.TIMEOUT_S)
         assert not engine.close(0.0)
@@ -542,7 +522,9 @@ def test_a_request_that_two_threads_end_counts_once() -> None:
 
 
 @contextmanager
-def loading(settings: Settings = DEMO, error: str | None = None) -> Iterator[tuple[EngineThread, Any]]:
+def loading(
+    settings: Settings = DEMO, error: str | None = None, **seconds: float
+) -> Iterator[tuple[EngineThread, Any]]:
     """An engine that loads its first model, or fails to, once the function is called."""
     go = threading.Event()
 
@@ -550,9 +532,9 @@ def loading(settings: Settings = DEMO, error: str | None = None) -> Iterator[tup
         go.wait(served.TIMEOUT_S)
         if error is not None:
             raise BadCheckpoint(error)
-        return load_served(one)
+        return load_tiny(one)
 
-    engine = EngineThread(settings, slowly)
+    engine = EngineThread(settings, slowly, **seconds)
     engine.start()
     try:
         yield engine, go.set
@@ -578,9 +560,8 @@ def test_requests_wait_while_the_first_model_loads() -> None:
             closed(stream.all())
 
 
-def test_a_wait_for_the_first_model_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "LOADING_WAIT_S", 0.05)
-    with loading() as (engine, go):
+def test_a_wait_for_the_first_model_has_a_bound() -> None:
+    with loading(loading_wait_s=0.05, idle_s=0.05) as (engine, go):
         late = begin(engine, chat(QUESTION))
         found = failure(late.all())
         assert (found.status, found.code) == (503, "loading") and found.retry_after
@@ -695,23 +676,11 @@ def test_a_tokenizer_that_fails_on_one_token_ends_one_answer(
 
     with monkeypatch.context() as broken:
         broken.setattr(Tokenizer, "_decoded", fails)
-        stream = begin(engine, chat(QUESTION))
+        stream = begin(engine, chat(QUESTION, max_tokens=24))
         found = [event for event in stream.all() if isinstance(event, Failed)]
     assert found and "the tokenizer fails on these tokens" in found[0].failure.message
     closed(other.all())
     assert text_of(answer(engine, chat(QUESTION))).startswith("os.path.join: Join")
-
-
-def test_numbers_that_are_not_finite_end_one_answer_with_a_sentence(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verify = LMTarget.verify
-    with monkeypatch.context() as broken:
-        broken.setattr(LMTarget, "verify", lambda *given, **more: verify(*given, **more) * math.nan)
-        found = failure(answer(engine, chat(QUESTION)))
-    assert (found.status, found.code) == (500, "not_finite")
-    assert "not finite after 0 tokens of the answer" in found.message and "--exact float32" in found.message
-    closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 
 def test_an_error_of_one_choice_ends_the_others_of_its_request(
@@ -726,17 +695,51 @@ def test_an_error_of_one_choice_ends_the_others_of_its_request(
     closed(answer(engine, chat(QUESTION, max_tokens=2)))
 
 
-@pytest.mark.parametrize("place", ["decode.round.Group.step", "decode.scheduler.Batch._regroup"])
-def test_an_error_of_a_pass_ends_those_in_it(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, place: str
+class Panic(BaseException):
+    """As the error of Rust code that panics."""
+
+
+def panic(*_: Any, **__: Any) -> None:
+    raise Panic("a panic")
+
+
+def error(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a secret of the house")
+
+
+VERIFY = LMTarget.verify
+FAULTS: list[tuple[str, Any, bool, str]] = [  # what breaks and how, whether in a pass, words of the failure
+    ("apps.server.engine.job.prepare", panic, False, "its log says why"),
+    ("pair.Pair.prepare", panic, False, "its log says why"),
+    ("decode.scheduler.Batch.step", panic, True, "its log says why"),
+    ("decode.round.Group.step", error, True, "its log says why"),
+    ("decode.scheduler.Batch._regroup", error, True, "its log says why"),
+    (
+        "model.target.LMTarget.verify",
+        lambda *given, **more: VERIFY(*given, **more) * math.nan,
+        True,
+        "not finite after 0 tokens of the answer: --exact float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "breaks", "is_pass", "words"), FAULTS, ids=[row[0] for row in FAULTS])
+def test_a_fault_ends_the_requests_that_it_meets(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, place: str, breaks: Any, is_pass: bool, words: str
 ) -> None:
-    streams = [begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000)) for _ in range(3)]
-    for stream in streams:
-        stream.until(RoundDone)
+    """Those in a pass that fails, or the one that cannot begin; the next one is answered."""
+    stream = begin(engine, chat(QUESTION, sampling=ENDLESS, max_tokens=3000))
+    stream.until(RoundDone)
     with monkeypatch.context() as broken:
-        broken.setattr(f"mlx_spec.{place}", lambda *given, **options: 1 / 0)
-        assert {failure(stream.all()).status for stream in streams} == {500}
+        broken.setattr(f"mlx_spec.{place}", breaks)
+        found = failure(answer(engine, chat(QUESTION)))
+        assert found.status == 500 and all(part in found.message for part in words.split(": "))
+        assert found.code == ("not_finite" if "finite" in words else "internal_error")
+        if is_pass:
+            assert failure(stream.all()).status == 500
     assert text_of(answer(engine, chat(QUESTION))).startswith("os.path.join: Join")
+    assert engine.status().state == "ready"
+    stream.job.cancel()
     wait_until_idle(engine)
 
 

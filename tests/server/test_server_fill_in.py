@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.endpoint import READ, TEXT, Endpoint, Stub, error_of, events_of, fresh, said, shared, stubbed
+from support.endpoint import INFILL, READ, TEXT, Endpoint, Stub, events_of, fresh, said, shared, stubbed
 from support.served import working
 from support.vocabularies import ROOT, byte_level, sentencepiece_like
 from tokenizers import Tokenizer as FastTokenizer
@@ -25,7 +25,6 @@ from mlx_spec.sampling import Sampling
 from mlx_spec.tokenizer import Tokenizer
 from mlx_spec.tokenizer.fill_in import LAYOUTS, FillIn, Layout, fill_in_ends
 
-INFILL = "/infill"
 GAP = FillIn("def f(", ": pass")
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"]
 RENAMED = dict(zip(QWEN, ["<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>"], strict=True))
@@ -161,20 +160,6 @@ def test_a_stream_of_infill(stub: Stub):
     assert [one["stop"] for one in found] == [False, False, True] and found[-1]["timings"]["prompt_n"] == 3
     stub.events = (READ, Failed(internal_error()))
     assert "error" in json.loads(events_of(shared()[1].post(INFILL, stream=True).text)[-1])
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (TEXT, {"prompt": [1, 2], "suffix": "b"}, "suffix"),
-        (TEXT, {"prompt": "a", "suffix": "b", "echo": True}, "suffix"),
-        (INFILL, {"n": 2}, "n"),
-        (INFILL, {"n_predict": -3}, "n_predict"),
-        (INFILL, {"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-    ],
-)
-def test_refusals(stub: Stub, path: str, body: dict[str, Any], param: str):
-    assert error_of(shared()[1].post(path, **body), 400)["param"] == param and stub.requests == []
 
 
 def test_each_prompt_gets_the_suffix(stub: Stub):

@@ -72,71 +72,64 @@ def test_http_1_0_without_a_name_is_no_browser():
 # --- the page that asks
 
 
-@pytest.mark.parametrize("origin", ["http://localhost", "http://localhost:80", "https://localhost"])
-def test_our_own_page_may_ask(origin):
-    response = send(host="localhost" if origin != "https://localhost" else "localhost:443", origin=origin)
-    assert response.status_code == 200
-    assert not any(name.startswith("access-control") for name in response.headers)
+def allowing(*options: str) -> Settings:
+    return Settings(DEMO, origins=tuple(parse(["--cors-origin", option]).origins[0] for option in options))
 
 
-FOREIGN_ORIGINS = "http://localhost.evil.example http://localhost@evil.example http://evil.example null"
-FOREIGN_ORIGINS += " http://localhost:3000 http://127.0.0.1 chrome-extension://localhost localhost * ://app"
-FOREIGN_ORIGINS += " http://app https://tauri.localhost app app: http://*"
-
-
-@pytest.mark.parametrize("origin", [*FOREIGN_ORIGINS.split(), ""])
-def test_other_pages_are_refused(origin):
-    response = send(origin=origin)
-    assert error_of(response, 403)["code"] == "origin_not_allowed"
-    assert "access-control-allow-origin" not in response.headers
-
-
+WEB = "http://localhost.evil.example http://localhost@evil.example http://evil.example null"
+FOREIGN = f"{WEB} http://localhost:3000 http://127.0.0.1 chrome-extension://localhost localhost * ://app"
+FOREIGN += " http://app https://tauri.localhost app app: http://*"
 APPS = "app://obsidian.md tauri://localhost vscode-webview://1f2e3d vscode-file://vscode-app file://"
 APPS += " capacitor://localhost ionic://localhost APP://x"
-
-
-@pytest.mark.parametrize("origin", APPS.split())
-def test_installed_applications_may_ask(origin):
-    """A page of the web cannot have their schemes."""
-    response = send(origin=origin)
-    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == origin
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    assert client().options("/api/chat", headers={**asked, "origin": origin}).status_code == 204
-    error_of(send(LOCKED, origin=origin), 401)
+PAGES = "http://localhost:3000 http://127.0.0.1:5173 https://[::1]:8443"
+TWO = Settings(DEMO, origins=("http://localhost:3000", "app://notes", "not an origin"))
+OWN, REFUSED, ITSELF = None, "refused", "itself"  # needs no header, gets 403, is named in the header
 
 
 @pytest.mark.parametrize(
-    ("option", "origins", "foreign"),
+    ("settings", "origins", "allowed"),
     [
-        ("null", "null", "http://a.b"),
-        ("chrome-extension://*", "chrome-extension://abc", "moz-extension://abc"),
-        ("chrome-extension://abc", "chrome-extension://abc", "chrome-extension://abcd"),
+        (PLAIN, "http://localhost http://localhost:80", OWN),
+        (PLAIN, FOREIGN, REFUSED),
+        (PLAIN, APPS, ITSELF),  # a page of the web cannot have their schemes
+        (allowing("null"), "null", ITSELF),
+        (allowing("null"), "http://a.b", REFUSED),
+        (allowing("chrome-extension://*"), "chrome-extension://abc", ITSELF),
+        (allowing("chrome-extension://*"), "moz-extension://abc", REFUSED),
+        (allowing("chrome-extension://abc"), "chrome-extension://abc", ITSELF),
+        (allowing("chrome-extension://abc"), "chrome-extension://abcd", REFUSED),
+        (allowing("localhost"), PAGES, ITSELF),
+        (allowing("localhost"), WEB, REFUSED),
+        (TWO, "http://localhost:3000 app://notes", ITSELF),
+        (TWO, "http://localhost:3001 https://localhost:3000 null http://localhost:3000.evil", REFUSED),
+        (Settings(DEMO, origins=("*",)), "http://evil.example", "*"),
     ],
 )
-def test_other_schemes_can_be_named(option, origins, foreign):
-    (origin,) = parse(["--cors-origin", option]).origins
-    assert send(Settings(DEMO, origins=(origin,)), origin=origins).status_code == 200
-    assert send(Settings(DEMO, origins=(origin,)), origin=foreign).status_code == 403
+def test_pages_that_may_ask(settings, origins, allowed):
+    for origin in [*origins.split(), *([""] if origins == FOREIGN else ())]:
+        response = send(settings, origin=origin)
+        header = response.headers.get("access-control-allow-origin")
+        assert "access-control-allow-credentials" not in response.headers
+        if allowed == REFUSED:
+            assert error_of(response, 403)["code"] == "origin_not_allowed" and header is None, origin
+        else:
+            assert response.status_code == 200 and header == (origin if allowed == ITSELF else allowed)
+            assert header in (None, "*") or response.headers["vary"] == "Origin"
 
 
-def test_pages_of_this_machine_can_be_allowed(caplog):
+def test_a_page_is_ours_by_name_and_port_and_no_origin_opens_more():
+    assert send(host="localhost:443", origin="https://localhost").status_code == 200
+    assert send(TWO, origin="http://localhost:3000", host="evil.example").status_code == 403
+    error_of(send(LOCKED, origin="app://x"), 401)
+    response = send(Settings(DEMO, origins=("http://a.b",), api_key="k"), origin="http://a.b")
+    assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://a.b"
+
+
+def test_a_page_of_this_machine_is_told_the_option(caplog):
     new = Settings(DEMO, port=1)  # a server that has named no page in its log
-    pages = "http://localhost:3000", "http://127.0.0.1:5173", "https://[::1]:8443"
-    for origin in pages:
+    for origin in PAGES.split():
         assert "--cors-origin localhost" in error_of(send(new, origin=origin), 403)["message"]
         assert f"{origin}: " in caplog.text  # a browser does not show the body
-    (option,) = parse(["--cors-origin", "localhost"]).origins
-    settings = Settings(DEMO, origins=(option,))
-    for origin in pages:
-        response = send(settings, origin=origin)
-        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == origin
-    for origin in (
-        "http://localhost.evil.example",
-        "http://evil.example",
-        "null",
-        "http://localhost@evil.example",
-    ):
-        assert send(settings, origin=origin).status_code == 403
 
 
 @pytest.mark.parametrize("option", ["http://*", "https://*:80", "http://localhost:*", "a b://*", "://*"])
@@ -146,28 +139,6 @@ def test_a_pattern_of_web_pages_is_no_origin(option, capsys):
     assert "--cors-origin" in capsys.readouterr().err
 
 
-def test_an_allowed_page_gets_cors_headers_without_credentials():
-    settings = Settings(DEMO, origins=("http://localhost:3000", "app://notes", "not an origin"))
-    for origin in ("http://localhost:3000", "app://notes"):
-        response = send(settings, origin=origin)
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == origin
-        assert response.headers["vary"] == "Origin"
-        assert "access-control-allow-credentials" not in response.headers
-    for origin in ("http://localhost:3001", "https://localhost:3000", "null", "http://localhost:3000.evil"):
-        assert send(settings, origin=origin).status_code == 403
-    assert send(settings, origin="http://localhost:3000", host="evil.example").status_code == 403
-
-
-def test_every_page_means_a_star_and_never_credentials():
-    response = send(Settings(DEMO, origins=("*",)), origin="http://evil.example")
-    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
-    assert "access-control-allow-credentials" not in response.headers
-    # errors have such headers, too
-    response = send(Settings(DEMO, origins=("http://a.b",), api_key="k"), origin="http://a.b")
-    assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://a.b"
-
-
 def test_preflight():
     options = client(Settings(DEMO, origins=("http://a.b",), api_key="k")).options
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-y"}
@@ -175,31 +146,29 @@ def test_preflight():
     assert found.status_code == 204 and "POST" in found.headers["access-control-allow-methods"]
     assert found.headers["access-control-allow-headers"] == "authorization, x-y"
     assert options(CHAT, headers={**asked, "origin": "http://c.d"}).status_code == 403
+    assert client().options("/api/chat", headers={**asked, "origin": "app://x"}).status_code == 204
 
 
 # --- the key
 
 
 @pytest.mark.parametrize(
-    "headers", [{"authorization": "Bearer k"}, {"authorization": "bearer  k"}, {"x_api_key": "k"}]
+    ("name", "values", "status"),
+    [
+        ("authorization", ("Bearer k", "bearer  k"), 200),
+        ("x_api_key", ("k",), 200),
+        ("authorization", ("k", "Basic k", "Bearer", "Bearer K"), 401),
+        ("x_api_key", ("kk", "", "\u00e9"), 401),
+        ("accept", ("*/*",), 401),  # without a key
+    ],
 )
-def test_the_key_opens(headers):
-    assert send(LOCKED, **headers).status_code == 200
-
-
-WRONG_KEYS: list[dict[str, str]] = [
-    {},
-    *({"authorization": value} for value in ("k", "Basic k", "Bearer", "Bearer K")),
-    *({"x_api_key": value} for value in ("kk", "", "\u00e9")),
-]
-
-
-@pytest.mark.parametrize("headers", WRONG_KEYS)
-def test_without_the_key_it_is_401(headers):
-    raw = {name: value.encode("latin-1") for name, value in headers.items()}
-    response = send(LOCKED, **raw)
-    assert error_of(response, 401)["code"] == "invalid_api_key"
-    assert response.headers["www-authenticate"] == "Bearer"
+def test_the_key_opens(name, values, status):
+    for value in values:
+        response = send(LOCKED, **{name: value.encode("latin-1")})
+        assert response.status_code == status
+        if status == 401:
+            assert error_of(response, 401)["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
 
 
 def test_only_health_and_the_page_are_open():

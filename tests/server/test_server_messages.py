@@ -227,34 +227,6 @@ def test_hosted_tools_are_left_out_with_a_note(place: Place):
     assert "'web_search' is none of the tools" in place.error(**given, **forced)["message"]
 
 
-def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": list(blocks)}]}
-
-
-def thinking(budget: int, max_tokens: int = 64) -> dict[str, Any]:
-    return {"thinking": {"type": "enabled", "budget_tokens": budget}, "max_tokens": max_tokens}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (turn(IMAGE), "messages.0.content.0.source.type 'url'"),
-        (turn({"type": "tool_result", "tool_use_id": "x", "content": "y"}), "tool_use_id 'x'"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        (turn({"type": "text", "text": "Sure, "}, role="assistant"), "prefilled"),
-        (thinking(64), "thinking.budget_tokens max_tokens 64"),
-        ({"container": "c1"}, "container"),
-        ({"compaction": {"type": "enabled"}}, "compaction summarized"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 bash_20250124"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "rain"}}, "tool_choice 'rain'"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    ],
-)
-def test_refusals_name_the_field(place: Place, changes: dict[str, Any], words: str):
-    message = place.error(**changes)["message"]
-    assert all(word in message for word in words.split()), message
-
-
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 def test_a_conversation_held_by_the_server_is_refused_so_that_the_sdk_sends_it(

@@ -14,12 +14,22 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.pairs import make_pair
-from support.served import ENDLESS, QUESTION, TIMEOUT_S, answer, begin, chat, closed, failure, raw, working
+from support.served import (
+    ENDLESS,
+    QUESTION,
+    TIMEOUT_S,
+    answer,
+    begin,
+    chat,
+    closed,
+    failure,
+    raw,
+    working,
+)
 from support.spans import ROOT, vision_of
 from support.waiting import wait_until
 
 from mlx_spec import demo
-from mlx_spec.apps.server.engine import engine_thread
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, RoundDone
 from mlx_spec.apps.server.engine.engine_thread import EngineThread
 from mlx_spec.apps.server.engine.models import Models, load_served, need_of, next_in_queue
@@ -30,6 +40,7 @@ from mlx_spec.decode.loop import decode
 from mlx_spec.device import memory_for_models
 from mlx_spec.errors import NotFound
 from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.pair import Pair
 from mlx_spec.prompt import text_prompt
 
 ONE, TWO, THREE = (
@@ -45,6 +56,13 @@ def settings(*served: ServedModel, room: float = 10, **given: Any) -> Settings:
 
 def budget(room: float) -> int:
     return int(room * NEED.weights) + NEED.caches + NEED.chunk
+
+
+def sized(_: ServedModel) -> Pair:
+    """A tiny pair that says to be as large as the demo."""
+    pair = make_pair("full")
+    pair.info = replace(pair.info, target_bytes=NEED.weights)
+    return pair
 
 
 def loaded(engine: EngineThread) -> list[str]:
@@ -131,7 +149,7 @@ def test_what_grammars_share_is_made_while_a_model_loads(monkeypatch: pytest.Mon
 
 
 def test_the_model_used_longest_ago_makes_room() -> None:
-    with working(settings(ONE, TWO, THREE, room=2.5)) as engine:
+    with working(settings(ONE, TWO, THREE, room=2.5), sized) as engine:
         assert loaded(engine) == ["one"]
         for name in ("one", "two", "one"):
             closed(answer(engine, chat(QUESTION, model=name, max_tokens=3)))
@@ -154,7 +172,7 @@ def test_unloading_gives_the_memory_back() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
-    with working(settings(replace(ONE, pinned=True), TWO, room=1.5)) as engine:
+    with working(settings(replace(ONE, pinned=True), TWO, room=1.5), sized) as engine:
         found = failure(answer(engine, chat(QUESTION, model="two")))
         assert (found.status, found.code) == (503, "insufficient_memory")
         for number in (NEED.total, NEED.weights, NEED.caches, budget(1.5)):
@@ -163,9 +181,8 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
         closed(answer(engine, chat(QUESTION, model="one", max_tokens=3)))
 
 
-def test_a_model_in_use_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 3600)  # nobody is found by chance
-    with working(settings(ONE, TWO, room=1.2)) as engine:
+def test_a_model_in_use_is_not_unloaded() -> None:
+    with working(settings(ONE, TWO, room=1.2), sized, idle_s=3600) as engine:  # nobody is found by chance
         long = begin(engine, chat("Go on", model="one", sampling=ENDLESS, max_tokens=12), held=True)
         long.until(RoundDone)
         other = begin(engine, chat(QUESTION, model="two", max_tokens=3))
@@ -187,7 +204,7 @@ def test_a_prompt_needs_room_beside_what_running_ones_have_not_read() -> None:
 
 
 def test_models_share_the_limit_of_running_choices() -> None:
-    with working(settings(ONE, TWO, max_running=2)) as engine:
+    with working(settings(ONE, TWO, max_running=2), sized) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=1)))  # now both are loaded
         both = begin(engine, chat("Go on", model="one", n=2, sampling=ENDLESS, max_tokens=12), held=True)
         while both.until(RoundDone).index == 0:  # until both choices run
@@ -280,22 +297,21 @@ def test_a_request_for_another_model_is_passed_by_eight() -> None:
         assert sum(stream.number(ChoiceEnded) < other.number(ChoiceEnded) for stream in behind) == 8
 
 
-def test_two_models_of_which_one_fits_do_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    with working(settings(ONE, TWO, room=1.5)) as engine:
-        loads: list[str] = []
-        load, all_came = engine._models._load, threading.Event()
+def test_two_models_of_which_one_fits_do_not_take_turns() -> None:
+    loads, all_came = list[str](), threading.Event()
 
-        def counted(served: ServedModel) -> Any:
-            loads.append(served.name)
+    def counted(served: ServedModel) -> Any:
+        if loads:  # the first is loaded before the first request
             all_came.wait(TIMEOUT_S)
-            return load(served)
+        loads.append(served.name)
+        return sized(served)
 
-        monkeypatch.setattr(engine._models, "_load", counted)
+    with working(settings(ONE, TWO, room=1.5), counted) as engine:
         streams = [begin(engine, chat(QUESTION, model=name, max_tokens=3)) for name in ("two", "one") * 5]
         all_came.set()
         for stream in streams:
             closed(stream.all())
-        assert len(loads) <= 3
+    assert len(loads) <= 4
 
 
 def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None:
@@ -307,9 +323,8 @@ def test_files_tell_what_a_model_can_before_it_is_loaded(tmp_path: Path) -> None
         assert [(card.context_length, card.tools, card.thinks) for card in unknown] == [(None,) * 3] * 2
 
 
-def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "IDLE_INTERVAL_S", 0.1)
-    with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3)) as engine:
+def test_an_idle_model_is_unloaded() -> None:
+    with working(settings(ONE, replace(TWO, pinned=True), idle_seconds=0.3), sized, idle_s=0.1) as engine:
         closed(answer(engine, chat(QUESTION, model="two", max_tokens=3)))
         wait_until(lambda: loaded(engine) == ["two"])
         card = engine.models()[0]
@@ -369,7 +384,7 @@ def test_a_model_that_cannot_be_loaded(target: str, crashes: bool, caplog: pytes
     def loader(one: ServedModel) -> Any:
         if one.name == "two" and crashes:
             raise RuntimeError("a secret of the house")
-        return load_served(one)
+        return load_served(one) if one.name == "two" else sized(one)
 
     with working(settings(ONE, ServedModel("two", PairSpec(target)), room=1.2), loader) as engine:
         with caplog.at_level(logging.ERROR):

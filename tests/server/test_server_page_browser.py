@@ -13,20 +13,32 @@ from typing import Any
 import httpx2
 import pytest
 from PIL import Image
-from support import chromium
-from support.chromium import Browser, Tab
+from support.chromium import Tab
 from support.endpoint import ANSWER, CHAT, CLOSED, DEMO, READ, ROUND, SHUTDOWN, Stub, listening, serving
-from support.page import BROWSER, DONE, QUESTION, READY, ask, log, press, reload, streamed, text, visit
+from support.page import (
+    DONE,
+    FREE,
+    QUESTION,
+    READY,
+    ask,
+    choose_files,
+    keep_downloads,
+    log,
+    press,
+    reload,
+    streamed,
+    text,
+    texts,
+    visit,
+)
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, PromptProgress, PromptRead, TextDelta
-from mlx_spec.apps.server.engine.models import ModelCard
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.tokenizer.stream import TokenText
 from mlx_spec.vision.pictures import read_picture
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
 TINY = str(Path(__file__).parents[1] / "golden" / "e2b" / "target")
 MODELS = {
     "demo": PairSpec("demo", num_draft_tokens=4),
@@ -61,25 +73,6 @@ def server() -> Iterator[httpx2.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium.browser(BROWSER or "") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def opened(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as opened:
-        yield opened
-
-
-@pytest.fixture
-def tab(opened: Tab) -> Iterator[Tab]:
-    """A tab that has seen no page. A process of its own would take more than all that a test does in it."""
-    yield opened
-    opened.leave()
-
-
 def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     visit(tab, server.base_url)
     assert text(tab, "#endpoint") == str(server.base_url.join("/v1"))
@@ -93,7 +86,7 @@ def test_an_answer_streams_coloured_and_moves_the_figures(server, tab):
     assert text(tab, ".turn.assistant .answer") == said
     lengths = tab.value("window.lengths.filter((n) => n)")
     assert lengths and lengths == sorted(lengths)
-    drafted = tab.value("[...document.querySelectorAll('.answer .run.drafter')].map((n) => n.textContent)")
+    drafted = texts(tab, ".answer .run.drafter")
     own = tab.value("document.querySelectorAll('.answer .run.target').length")
     assert drafted and own and sum(map(len, drafted)) < len(said)
     assert tab.value("document.querySelector('.run.k1').title") == "drafter, token 1 of the draft"
@@ -166,7 +159,7 @@ def test_shift_enter_starts_a_line_and_settings_reach_the_server(server, tab):
     said = server.post(CHAT, json=whole).json()["choices"][0]["message"]["content"]
     assert text(tab, ".turn > .answer") != said
     tab.value("document.querySelector('#max-completion-tokens').value = ''")
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     press(tab, "Continue")
     tab.until("document.querySelector('.turn .foot') && !document.querySelector('#send').hidden")
     assert text(tab, ".turn > .answer") == said, "a cut answer goes on as if it had not been cut"
@@ -201,7 +194,7 @@ HOSTILE = (
 PROGRAM = "if x:\n    return '<b>&amp; # \\'' + \"open  # a 'comment' of 12\nclass_1 = 0x1F"
 
 
-def test_text_is_shown_and_never_run(tab):
+def test_text_is_shown_and_never_run(stage, tab):
     sources = (None, "gemma4_assistant", "lookup", "grammar", "prediction")
     said = HOSTILE.replace("{}", PROGRAM)
     parts = [said[i : i + 3] for i in range(0, len(said), 3)]
@@ -210,66 +203,62 @@ def test_text_is_shown_and_never_run(tab):
         for i, part in enumerate(parts)
     )
     rounds = (event for piece in pieces for event in (piece, ROUND))
-    stub = Stub((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED), pause=0.002)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab)
-        assert tab.value("window.hit === undefined && !document.querySelector('.answer img')")
-        assert '<img src=x onerror="window.hit=1"> bold and code so' in text(tab, ".answer p")
-        assert text(tab, ".answer strong") == "bold and code" and text(tab, ".answer em") == "so"
-        assert text(tab, ".answer pre code") == "<b>&amp;</b>" and text(tab, ".answer .language") == "html"
-        codes = tab.value("[...document.querySelectorAll('.answer code')].map((n) => n.textContent)")
-        assert codes == ["code", "<b>&amp;</b>", "```\nfour\n```", "tildes", "so", PROGRAM]
-        items = tab.value("[...document.querySelectorAll('.answer li')].map((n) => n.textContent)")
-        assert items == ["one", "two"]
-        for name in ("target", "drafter", "lookup", "grammar", "prediction"):
-            assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
-        for words in ("drafter, 1st", "copied from the text", "forced by the format", "from the prediction"):
-            assert words in text(tab, "#legend")
-        assert "gemma4_assistant" not in text(tab, "#legend"), "families do not matter to users"
-        marks = "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.innerText).join('')"
-        coloured = {"keyword": "ifreturn", "string": "'<b>&amp; # \\''", "number": "0x1F"}
-        for kind, expected in {**coloured, "comment": "# a 'comment' of 12"}.items():
-            assert tab.value(marks.replace("KIND", kind)) == expected
-        assert text(tab, ".code:last-of-type code") == PROGRAM
-        tab.value("navigator.clipboard.writeText = async (text) => { window.copied = text }")
-        for button, expected in ((".code:last-of-type button", PROGRAM), (".actions button", said)):
-            tab.click(button)
-            assert tab.value("window.copied") == expected
+    stage.show((PromptRead(5, 2), *rounds, ChoiceEnded(0, "stop"), CLOSED))
+    ask(tab)
+    assert tab.value("window.hit === undefined && !document.querySelector('.answer img')")
+    assert '<img src=x onerror="window.hit=1"> bold and code so' in text(tab, ".answer p")
+    assert text(tab, ".answer strong") == "bold and code" and text(tab, ".answer em") == "so"
+    assert text(tab, ".answer pre code") == "<b>&amp;</b>" and text(tab, ".answer .language") == "html"
+    codes = texts(tab, ".answer code")
+    assert codes == ["code", "<b>&amp;</b>", "```\nfour\n```", "tildes", "so", PROGRAM]
+    items = texts(tab, ".answer li")
+    assert items == ["one", "two"]
+    for name in ("target", "drafter", "lookup", "grammar", "prediction"):
+        assert tab.value(f"document.querySelectorAll('.answer .run.{name}').length"), name
+    for words in ("drafter, 1st", "copied from the text", "forced by the format", "from the prediction"):
+        assert words in text(tab, "#legend")
+    assert "gemma4_assistant" not in text(tab, "#legend"), "families do not matter to users"
+    marks = "[...document.querySelectorAll('.code:last-of-type .KIND')].map((n) => n.innerText).join('')"
+    coloured = {"keyword": "ifreturn", "string": "'<b>&amp; # \\''", "number": "0x1F"}
+    for kind, expected in {**coloured, "comment": "# a 'comment' of 12"}.items():
+        assert tab.value(marks.replace("KIND", kind)) == expected
+    assert text(tab, ".code:last-of-type code") == PROGRAM
+    tab.value("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    for button, expected in ((".code:last-of-type button", PROGRAM), (".actions button", said)):
+        tab.click(button)
+        assert tab.value("window.copied") == expected
 
 
 # --- what happens before an answer, and after it
 
 
-def test_loading_and_reading_are_shown(tab):
-    stub = Stub(ANSWER)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
-        ask(tab)
-        tab.until("document.querySelector('#speed').textContent === '20.0'")
-        tab.value(WATCH)
-        stub.state = replace(stub.state, loading="smol")
-        loads, begins, reads, streams = (threading.Event() for _ in range(4))
-        parts = (PromptProgress(1512, 0, 0), begins, PromptProgress(1512, 0, 1024), reads)
-        stub.events = (loads, *parts, *ANSWER[:3], ROUND, streams, *ANSWER[3:])
-        tab.write("Again")
-        tab.press("Enter")
-        tab.until("document.querySelector('.phase')?.textContent === 'loading smol …'")
-        stub.state = replace(stub.state, loading=None)
-        loads.set()
-        for share, waits in ((0, begins), (1024 / 1511, reads)):
-            tab.until(f"document.querySelector('progress')?.value === {share}")
-            waits.set()
-        tab.until("document.querySelector('.turn:last-child > .answer')?.textContent === 'Hel'")  # in steps
-        streams.set()
-        tab.until(f"{DONE} === 2 && !document.querySelector('.phase')")
-        tab.until(READY)
-        seen = [tuple(one) for one in tab.value("window.seen")]
-        loading, reading = "loading smol …", "reading 1,512 tokens"
-        assert ("wait", "loading smol", loading, None, "–") in seen, "the speed is that of another answer"
-        assert {one[3] for one in seen if one[2] == reading} >= {0, 1024 / 1511}
-        assert not any(one[0] == "ready" for one in seen if one[2])
+def test_loading_and_reading_are_shown(stage, tab):
+    stub = stage.show()
+    assert text(tab, "#speed") == "–" and "not measured yet" in text(tab, "#speed-note")
+    ask(tab)
+    tab.until("document.querySelector('#speed').textContent === '20.0'")
+    tab.value(WATCH)
+    stub.state = replace(stub.state, loading="smol")
+    loads, begins, reads, streams = (threading.Event() for _ in range(4))
+    parts = (PromptProgress(1512, 0, 0), begins, PromptProgress(1512, 0, 1024), reads)
+    stub.events = (loads, *parts, *ANSWER[:3], ROUND, streams, *ANSWER[3:])
+    tab.write("Again")
+    tab.press("Enter")
+    tab.until("document.querySelector('.phase')?.textContent === 'loading smol …'")
+    stub.state = replace(stub.state, loading=None)
+    loads.set()
+    for share, waits in ((0, begins), (1024 / 1511, reads)):
+        tab.until(f"document.querySelector('progress')?.value === {share}")
+        waits.set()
+    tab.until("document.querySelector('.turn:last-child > .answer')?.textContent === 'Hel'")  # in steps
+    streams.set()
+    tab.until(f"{DONE} === 2 && !document.querySelector('.phase')")
+    tab.until(READY)
+    seen = [tuple(one) for one in tab.value("window.seen")]
+    loading, reading = "loading smol …", "reading 1,512 tokens"
+    assert ("wait", "loading smol", loading, None, "–") in seen, "the speed is that of another answer"
+    assert {one[3] for one in seen if one[2] == reading} >= {0, 1024 / 1511}
+    assert not any(one[0] == "ready" for one in seen if one[2])
 
 
 RACE = "[...document.querySelectorAll('.actions button')].find((n) => n.textContent === 'Race').click()"
@@ -278,7 +267,7 @@ RACE = "[...document.querySelectorAll('.actions button')].find((n) => n.textCont
 def test_a_race_runs_below_its_answer(server, tab):
     visit(tab, server.base_url)
     ask(tab)
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     said = text(tab, ".turn > .answer")
     tab.value(
         "window.bodies = []; window.sent = window.fetch; window.fetch = (path, options) => {"
@@ -287,7 +276,7 @@ def test_a_race_runs_below_its_answer(server, tab):
     )
     tab.value(RACE)
     tab.until("document.querySelectorAll('.race .result').length === 2")
-    tails = tab.value("[...document.querySelectorAll('.racer .tail')].map((n) => n.textContent)")
+    tails = texts(tab, ".racer .tail")
     assert tails == [said] * 2
     assert tab.value("[...document.querySelectorAll('.pace')].every((n) => n.style.width !== '')")
     assert text(tab, ".race .result:last-child") == "every token the same ✓"
@@ -297,14 +286,14 @@ def test_a_race_runs_below_its_answer(server, tab):
         body["messages"] == [{"role": "user", "content": QUESTION}] and body["max_completion_tokens"] == 256
     )
     tab.value("document.querySelector('#temperature').value = 0.7")
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     tab.value("document.querySelector('#max-completion-tokens').value = 20")
     tab.value(RACE)
     tab.until("window.bodies.length === 2 && document.querySelectorAll('.race .result').length === 2")
     assert (
         tab.value("window.bodies[1].seed") == 0 and tab.value("window.bodies[1].max_completion_tokens") == 20
     )
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     lines = "[...document.querySelectorAll('.race .result')].map((n) => n.textContent)"
     result = tab.value(lines)
     reload(tab)
@@ -346,38 +335,36 @@ def test_a_race_that_cannot_be_says_why(server, tab):
     choose(tab, "alone")
     tab.value("document.querySelector('#max-completion-tokens').value = 4")
     ask(tab)
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     tab.value(RACE)
     tab.until("document.querySelector('.race .result')")
     assert "nothing drafts with this model" in text(tab, ".race")
     assert not tab.value("document.querySelector('.racer')")
 
 
-def test_a_failure_can_be_retried_and_a_reload_loses_nothing(tab):
-    stub = Stub((READ, TextDelta(0, "answer", "Hal"), ROUND, SHUTDOWN))
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url, 390, 844)
-        ask(tab)
-        assert text(tab, ".turn .problem") == "shutting down" and text(tab, ".turn > .answer") == "Hal"
-        stub.events = ANSWER
-        tab.click(".actions .again")  # Retry
-        tab.until("document.querySelector('.turn > .answer').textContent.includes('Hello you')")
-        tab.until("!document.querySelector('#send').hidden")
-        assert not tab.value("document.querySelector('.turn .problem')")
-        assert tab.value("document.documentElement.scrollWidth") == 390
-        tab.click("#show-figures")
-        before = tab.value("document.querySelector('#log').innerHTML")
-        assert "lookup" in before and "Hm." in before
-        reload(tab)
-        assert tab.value("document.querySelector('#log').innerHTML") == before
-        assert tab.value("!document.querySelector('#figures').hidden"), "a phone shows them on demand"
-        ask(tab, "and?")
-        sent = stub.requests[-1].prompt.messages
-        assert [one["content"] for one in sent] == [QUESTION, "Hello you", "and?"]
-        tab.click("#show-chats")
-        tab.click("#new-chat")
-        reload(tab)
-        assert tab.value("document.querySelectorAll('.turn').length") == 0
+def test_a_failure_can_be_retried_and_a_reload_loses_nothing(stage, tab):
+    stub = stage.show((READ, TextDelta(0, "answer", "Hal"), ROUND, SHUTDOWN), 390, 844)
+    ask(tab)
+    assert text(tab, ".turn .problem") == "shutting down" and text(tab, ".turn > .answer") == "Hal"
+    stub.events = ANSWER
+    tab.click(".actions .again")  # Retry
+    tab.until("document.querySelector('.turn > .answer').textContent.includes('Hello you')")
+    tab.until(FREE)
+    assert not tab.value("document.querySelector('.turn .problem')")
+    assert tab.value("document.documentElement.scrollWidth") == 390
+    tab.click("#show-figures")
+    before = tab.value("document.querySelector('#log').innerHTML")
+    assert "lookup" in before and "Hm." in before
+    reload(tab)
+    assert tab.value("document.querySelector('#log').innerHTML") == before
+    assert tab.value("!document.querySelector('#figures').hidden"), "a phone shows them on demand"
+    ask(tab, "and?")
+    sent = stub.requests[-1].prompt.messages
+    assert [one["content"] for one in sent] == [QUESTION, "Hello you", "and?"]
+    tab.click("#show-chats")
+    tab.click("#new-chat")
+    reload(tab)
+    assert tab.value("document.querySelectorAll('.turn').length") == 0
 
 
 # --- what is drawn
@@ -412,38 +399,35 @@ OUTLINE = """(() => { const walk = (node) => [...node.children].flatMap((one) =>
   return walk(document.querySelector('.turn.assistant > .answer')).join(' '); })()"""
 
 
-def test_markdown_is_drawn_with_the_origin_of_each_token(tab):
-    with listening(streamed(MARKDOWN), Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab)
-        assert tab.value(OUTLINE) == (
-            "h2 h3 ol(li(ul(li(ol(li)))) li(s a a)) "
-            "div(table(thead(tr(th th)) tbody(tr(td(strong) td)))) blockquote(p(math:null)) hr "
-            "math:block p(a) div(pre(code))"
-        )
-        links = (
-            "[...document.querySelectorAll('.answer a')].map((one) => [one.href, one.rel, one.textContent])"
-        )
-        assert [tuple(one) for one in tab.value(links)] == [
-            ("https://a.example/b", "noopener noreferrer", "good"),
-            ("https://c.example/", "noopener noreferrer", "https://c.example"),
-            ("https://d.example/x.png", "noopener noreferrer", "not fetched"),
-        ]
-        assert text(tab, ".answer td:last-child") == "* &"
-        assert text(tab, ".answer pre code") == "def bare(x):\n    return x"
-        untold = """(() => { const walker = document.createTreeWalker(
-          document.querySelector('.answer'), NodeFilter.SHOW_TEXT, (node) =>
-            node.data.trim() && !node.parentElement.closest('.run, .code-head, [href$=png]') ? 1 : 3);
-          const found = [];
-          while (walker.nextNode()) found.push(walker.currentNode.data);
-          return found; })()"""
-        assert tab.value(untold) == [], "every text has an origin"
-        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
-        assert tab.value("document.querySelector('#latest').hidden")
-        tab.value("document.querySelector('#log').scrollTop = 0")
-        tab.until("!document.querySelector('#latest').hidden")
-        tab.click("#latest")
-        tab.until("document.querySelector('#latest').hidden")
+def test_markdown_is_drawn_with_the_origin_of_each_token(stage, tab):
+    stage.show(streamed(MARKDOWN))
+    ask(tab)
+    assert tab.value(OUTLINE) == (
+        "h2 h3 ol(li(ul(li(ol(li)))) li(s a a)) "
+        "div(table(thead(tr(th th)) tbody(tr(td(strong) td)))) blockquote(p(math:null)) hr "
+        "math:block p(a) div(pre(code))"
+    )
+    links = "[...document.querySelectorAll('.answer a')].map((one) => [one.href, one.rel, one.textContent])"
+    assert [tuple(one) for one in tab.value(links)] == [
+        ("https://a.example/b", "noopener noreferrer", "good"),
+        ("https://c.example/", "noopener noreferrer", "https://c.example"),
+        ("https://d.example/x.png", "noopener noreferrer", "not fetched"),
+    ]
+    assert text(tab, ".answer td:last-child") == "* &"
+    assert text(tab, ".answer pre code") == "def bare(x):\n    return x"
+    untold = """(() => { const walker = document.createTreeWalker(
+      document.querySelector('.answer'), NodeFilter.SHOW_TEXT, (node) =>
+        node.data.trim() && !node.parentElement.closest('.run, .code-head, [href$=png]') ? 1 : 3);
+      const found = [];
+      while (walker.nextNode()) found.push(walker.currentNode.data);
+      return found; })()"""
+    assert tab.value(untold) == [], "every text has an origin"
+    assert tab.complaints == [] and all(one.startswith(stage.url) for one in tab.requested)
+    assert tab.value("document.querySelector('#latest').hidden")
+    tab.value("document.querySelector('#log').scrollTop = 0")
+    tab.until("!document.querySelector('#latest').hidden")
+    tab.click("#latest")
+    tab.until("document.querySelector('#latest').hidden")
 
 
 # --- nothing is lost
@@ -476,102 +460,91 @@ A claim[^1] and <b>no tag</b>.
 """
 
 
-def test_markdown_of_every_day_and_of_every_direction(tab):
-    with listening(streamed(DAILY), Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab, "سؤال؟")
-        assert tab.value(OUTLINE) == (
-            "ul(li(input strong) li(input)) div(table(thead(tr(th th)) tbody(tr(td td)))) p(sup) "
-            "p(sup a) p(sup code) details(summary(em) ul(li) p) p ul(li)"
-        )
-        boxes = "[...document.querySelectorAll('.answer .task')].map((one) => [one.checked, one.disabled])"
-        assert tab.value(boxes) == [[True, True], [False, True]]
-        assert tab.value("document.querySelector('.answer td').innerText") == "one\ntwo"
-        assert text(tab, ".answer sup") == "1" and "<b>no tag</b>" in text(tab, ".turn > .answer > p")
-        assert "<script>window.hit = 1</script>" in text(tab, ".answer details")
-        assert tab.value("window.hit === undefined && !document.querySelector('.answer details').open")
-        ways = "['.said', '.answer > p:last-of-type', '.answer > ul:last-child', '.answer > ul']"
-        shown = f"{ways}.map((one) => getComputedStyle(document.querySelector(one)).direction)"
-        assert tab.value(shown) == ["rtl", "rtl", "rtl", "ltr"]
-        assert tab.complaints == []
+def test_markdown_of_every_day_and_of_every_direction(stage, tab):
+    stage.show(streamed(DAILY))
+    ask(tab, "سؤال؟")
+    assert tab.value(OUTLINE) == (
+        "ul(li(input strong) li(input)) div(table(thead(tr(th th)) tbody(tr(td td)))) p(sup) "
+        "p(sup a) p(sup code) details(summary(em) ul(li) p) p ul(li)"
+    )
+    boxes = "[...document.querySelectorAll('.answer .task')].map((one) => [one.checked, one.disabled])"
+    assert tab.value(boxes) == [[True, True], [False, True]]
+    assert tab.value("document.querySelector('.answer td').innerText") == "one\ntwo"
+    assert text(tab, ".answer sup") == "1" and "<b>no tag</b>" in text(tab, ".turn > .answer > p")
+    assert "<script>window.hit = 1</script>" in text(tab, ".answer details")
+    assert tab.value("window.hit === undefined && !document.querySelector('.answer details').open")
+    ways = "['.said', '.answer > p:last-of-type', '.answer > ul:last-child', '.answer > ul']"
+    shown = f"{ways}.map((one) => getComputedStyle(document.querySelector(one)).direction)"
+    assert tab.value(shown) == ["rtl", "rtl", "rtl", "ltr"]
+    assert tab.complaints == []
 
 
-def test_thoughts_fold_when_the_answer_begins(tab):
+def test_thoughts_fold_when_the_answer_begins(stage, tab):
     answers = threading.Event()
     thought = TextDelta(0, "thinking", "Hm.", (), (TokenText("Hm.", None, 0),))
     said = TextDelta(0, "answer", "Yes.", (), (TokenText("Yes.", None, 0),))
-    stub = Stub((READ, thought, ROUND, answers, said, ROUND, ChoiceEnded(0, "stop"), CLOSED))
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.write(QUESTION)
-        tab.press("Enter")
-        tab.until("document.querySelector('.thoughts[open] .answer')?.textContent === 'Hm.'")
-        answers.set()
-        tab.until(DONE)
-        for _ in range(2):
-            assert re.fullmatch(r"Thought for [\d.]+ \S+", text(tab, ".thoughts:not([open]) summary"))
-            assert text(tab, ".turn > .answer") == "Yes."
-            reload(tab)
-
-
-def test_another_try_and_an_edit_are_branches(tab):
-    stub = streamed("One")
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab, "A")
-        ask(tab, "B")
-        tab.write("draft")
-        stub.events = streamed("Two").events
-        press(tab, "Retry")
-        tab.until("document.body.textContent.includes('Two')")
-        tab.until("!document.querySelector('#send').hidden")
-        assert (
-            log(tab) == ["A", "One", "B", "Two"] and text(tab, ".turn:nth-child(3) .tools span") == "2 of 2"
-        )
-        press(tab, "‹")
-        assert log(tab) == ["A", "One", "B", "One"]
-        tab.click(".turn.user .tools button")  # Edit of the first question
-        tab.value("document.querySelector('.edited').value = 'C'")
-        tab.press("Enter")
-        tab.until(f"{DONE} === 1 && !document.querySelector('#send').hidden")
-        assert log(tab) == ["C", "Two"]
-        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["C"]
+    stage.show((READ, thought, ROUND, answers, said, ROUND, ChoiceEnded(0, "stop"), CLOSED))
+    tab.write(QUESTION)
+    tab.press("Enter")
+    tab.until("document.querySelector('.thoughts[open] .answer')?.textContent === 'Hm.'")
+    answers.set()
+    tab.until(DONE)
+    for _ in range(2):
+        assert re.fullmatch(r"Thought for [\d.]+ \S+", text(tab, ".thoughts:not([open]) summary"))
+        assert text(tab, ".turn > .answer") == "Yes."
         reload(tab)
-        assert log(tab) == ["C", "Two"] and tab.value("document.querySelector('#message').value") == "draft"
-        press(tab, "‹")
-        assert log(tab)[:2] == ["A", "One"] and len(log(tab)) == 4
 
 
-def test_conversations_are_kept_renamed_exported_deleted_and_brought_back(tab):
+def test_another_try_and_an_edit_are_branches(stage, tab):
+    stub = stage.show(streamed("One"))
+    ask(tab, "A")
+    ask(tab, "B")
+    tab.write("draft")
+    stub.events = streamed("Two")
+    press(tab, "Retry")
+    tab.until("document.body.textContent.includes('Two')")
+    tab.until(FREE)
+    assert log(tab) == ["A", "One", "B", "Two"] and text(tab, ".turn:nth-child(3) .tools span") == "2 of 2"
+    press(tab, "‹")
+    assert log(tab) == ["A", "One", "B", "One"]
+    tab.click(".turn.user .tools button")  # Edit of the first question
+    tab.value("document.querySelector('.edited').value = 'C'")
+    tab.press("Enter")
+    tab.until(f"{DONE} === 1 && {FREE}")
+    assert log(tab) == ["C", "Two"]
+    assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["C"]
+    reload(tab)
+    assert log(tab) == ["C", "Two"] and tab.value("document.querySelector('#message').value") == "draft"
+    press(tab, "‹")
+    assert log(tab)[:2] == ["A", "One"] and len(log(tab)) == 4
+
+
+def test_conversations_are_kept_renamed_exported_deleted_and_brought_back(stage, tab):
     titles = "[...document.querySelectorAll('#chat-list .title')].map((one) => one.textContent)"
-    with listening(streamed("One"), Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab, "A")
-        tab.click("#new-chat")
-        assert log(tab) == []
-        ask(tab, "B")
-        assert tab.value(titles) == ["B", "A"]
-        press(tab, "Rename")  # the last one of the list
-        tab.write("Old")
-        tab.press("Enter")
-        tab.until(f"{titles}[1] === 'Old'")
-        tab.value(
-            "window.files = [];"
-            "URL.createObjectURL = (blob) => { blob.text().then((t) => files.push(t)); return '#' }"
-        )
-        press(tab, "Export Markdown")
-        press(tab, "Export JSON")
-        tab.until("window.files.length === 2")
-        written, data = tab.value("window.files")
-        assert written == "# Old\n\n## You\n\nA\n\n## Answer\n\nOne\n"
-        assert json.loads(data)["messages"][1] == {"role": "assistant", "content": "One"}
-        press(tab, "Delete")
-        assert tab.value(titles) == ["B"]
-        press(tab, "Undo")
-        tab.until(f"{titles}.length === 2 && document.querySelector('.said').textContent === 'A'")
-        reload(tab)
-        tab.until(f"{titles}.length === 2")
-        assert log(tab) == ["A", "One"]
+    stage.show(streamed("One"))
+    ask(tab, "A")
+    tab.click("#new-chat")
+    assert log(tab) == []
+    ask(tab, "B")
+    assert tab.value(titles) == ["B", "A"]
+    press(tab, "Rename")  # the last one of the list
+    tab.write("Old")
+    tab.press("Enter")
+    tab.until(f"{titles}[1] === 'Old'")
+    keep_downloads(tab)
+    press(tab, "Export Markdown")
+    press(tab, "Export JSON")
+    tab.until("window.files.length === 2")
+    written, data = tab.value("window.files")
+    assert written == "# Old\n\n## You\n\nA\n\n## Answer\n\nOne\n"
+    assert json.loads(data)["messages"][1] == {"role": "assistant", "content": "One"}
+    press(tab, "Delete")
+    assert tab.value(titles) == ["B"]
+    press(tab, "Undo")
+    tab.until(f"{titles}.length === 2 && document.querySelector('.said').textContent === 'A'")
+    reload(tab)
+    tab.until(f"{titles}.length === 2")
+    assert log(tab) == ["A", "One"]
 
 
 def test_deleting_a_conversation_ends_its_answer(server, tab):
@@ -582,47 +555,44 @@ def test_deleting_a_conversation_ends_its_answer(server, tab):
     tab.press("Enter")
     tab.until("document.querySelector('.turn:last-child .answer')?.textContent.length > 20")
     press(tab, "Delete")
-    tab.until("!document.querySelector('#send').hidden")
+    tab.until(FREE)
     wait_until(lambda: server.get("/health").json()["running"] == 0)
     assert tab.value("document.querySelectorAll('.turn').length") == 0
     press(tab, "Undo")
     tab.until("document.querySelector('.turn:last-child .facts')?.textContent.includes('stopped')")
 
 
-def test_an_answer_outlives_the_tab_that_shows_it(tab):
-    stub = Stub((READ, TextDelta(0, "answer", "Half of"), ROUND, 30.0, *ANSWER))
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.write("A")
-        tab.press("Enter")
-        tab.until(f"{KEPT}.then((kept) => JSON.stringify(kept).includes('Half of'))")
-        tab.crash()
-        tab.call("Page.navigate", url=str(url))
-        tab.until(f"document.querySelector('#state') && {READY}")
-        tab.until("document.querySelector('#chat-list .title')")
-        tab.click("#chat-list .title")
-        tab.until("document.querySelector('.said')")
-        assert log(tab) == ["A", "Half of"] and "cut off" in text(tab, ".turn .problem")
+def test_an_answer_outlives_the_tab_that_shows_it(stage, tab):
+    stage.show((READ, TextDelta(0, "answer", "Half of"), ROUND, 30.0, *ANSWER))
+    tab.write("A")
+    tab.press("Enter")
+    tab.until(f"{KEPT}.then((kept) => JSON.stringify(kept).includes('Half of'))")
+    tab.crash()
+    tab.call("Page.navigate", url=stage.url)
+    tab.until(f"document.querySelector('#state') && {READY}")
+    tab.until("document.querySelector('#chat-list .title')")
+    tab.click("#chat-list .title")
+    tab.until("document.querySelector('.said')")
+    assert log(tab) == ["A", "Half of"] and "cut off" in text(tab, ".turn .problem")
 
 
-def test_a_message_waits_until_the_model_is_loaded(tab):
-    stub = Stub(ANSWER)
+def test_a_message_waits_until_the_model_is_loaded(stage, tab):
+    stub = stage.play()
     stub.state = replace(stub.state, state="loading", loading="demo")
-    with listening(stub, Settings(DEMO)) as url:
-        tab.open(url)
-        tab.until("document.querySelector('#model').value")
-        for name, value in {"top-p": 0.5, "top-k": 7, "min-p": 0.1, "seed": 3, "presence-penalty": 1}.items():
-            tab.value(f"document.querySelector('#{name}').value = {value}")
-        tab.write(QUESTION)
-        tab.press("Enter")
-        tab.until("document.querySelector('.phase')?.textContent === 'loading demo …'")
-        assert not stub.requests
-        stub.state = replace(stub.state, state="ready", loading=None)
-        tab.until(DONE)
-        assert text(tab, ".turn > .answer") == "Hello you"
-        sampling, most = stub.requests[-1].sampling, stub.requests[-1].max_tokens
-        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 7, 0.1, 3)
-        assert sampling.presence_penalty == 1 and most == 2048
+    tab.open(stage.url)
+    tab.until("document.querySelector('#model').value")
+    for name, value in {"top-p": 0.5, "top-k": 7, "min-p": 0.1, "seed": 3, "presence-penalty": 1}.items():
+        tab.value(f"document.querySelector('#{name}').value = {value}")
+    tab.write(QUESTION)
+    tab.press("Enter")
+    tab.until("document.querySelector('.phase')?.textContent === 'loading demo …'")
+    assert not stub.requests
+    stub.state = replace(stub.state, state="ready", loading=None)
+    tab.until(DONE)
+    assert text(tab, ".turn > .answer") == "Hello you"
+    sampling, most = stub.requests[-1].sampling, stub.requests[-1].max_tokens
+    assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 7, 0.1, 3)
+    assert sampling.presence_penalty == 1 and most == 2048
 
 
 # --- pictures
@@ -638,33 +608,24 @@ PASTE = """(async () => {
 })()""".replace("TEXTS", "({})")
 
 
-class SeeingStub(Stub):
-    def models(self) -> tuple[ModelCard, ...]:
-        return tuple(replace(card, images=True) for card in super().models())
-
-
-def test_a_pasted_picture_is_scaled_sent_and_kept(tab):
-    stub = SeeingStub(ANSWER)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.until("document.querySelector('#files').accept === ''")
-        table = PASTE.replace("({})", "({'text/plain': 'a', 'text/html': '<td>a</td>'})")
-        assert tab.value(table), "a table goes into the message, not its picture"
-        assert not tab.value(PASTE)
-        tab.until("document.querySelector('#pictures img')")
-        ask(tab, "Black?")
-        assert not tab.value("document.querySelector('#pictures img')")
-        picture, words = stub.requests[-1].prompt.messages[-1]["content"]
-        assert words == {"type": "text", "text": "Black?"}
-        assert read_picture(picture["image"].data).shape == (1024, 2048, 3)
-        reload(tab)
-        tab.until("document.querySelector('.said img')?.naturalWidth === 2048")
-        ask(tab, "And now?")
-        sent = stub.requests[-1].prompt.messages
-        assert (
-            sent[0]["content"][0]["image"].data == picture["image"].data and sent[-1]["content"] == "And now?"
-        )
-        assert tab.complaints == []
+def test_a_pasted_picture_is_scaled_sent_and_kept(stage, tab):
+    stub = stage.show(images=True)
+    tab.until("document.querySelector('#files').accept === ''")
+    table = PASTE.replace("({})", "({'text/plain': 'a', 'text/html': '<td>a</td>'})")
+    assert tab.value(table), "a table goes into the message, not its picture"
+    assert not tab.value(PASTE)
+    tab.until("document.querySelector('#pictures img')")
+    ask(tab, "Black?")
+    assert not tab.value("document.querySelector('#pictures img')")
+    picture, words = stub.requests[-1].prompt.messages[-1]["content"]
+    assert words == {"type": "text", "text": "Black?"}
+    assert read_picture(picture["image"].data).shape == (1024, 2048, 3)
+    reload(tab)
+    tab.until("document.querySelector('.said img')?.naturalWidth === 2048")
+    ask(tab, "And now?")
+    sent = stub.requests[-1].prompt.messages
+    assert sent[0]["content"][0]["image"].data == picture["image"].data and sent[-1]["content"] == "And now?"
+    assert tab.complaints == []
 
 
 def picture_file(folder: Path, name: str, kind: str, picture: Image.Image, **options: Any) -> str:
@@ -672,7 +633,7 @@ def picture_file(folder: Path, name: str, kind: str, picture: Image.Image, **opt
     return str(folder / name)
 
 
-def test_dropped_and_chosen_pictures_are_sent_as_they_look(tab, tmp_path):
+def test_dropped_and_chosen_pictures_are_sent_as_they_look(stage, tab, tmp_path):
     """A photo that the phone was turned for, and one on a transparent ground, which stays exact."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -686,62 +647,50 @@ def test_dropped_and_chosen_pictures_are_sent_as_they_look(tab, tmp_path):
     ]
     other = tmp_path / "notes.bin"
     other.write_bytes(b"no text\0")
-    stub = SeeingStub(ANSWER)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.until("document.querySelector('#files').accept === ''")
-        where = {"x": 640, "y": 300, "data": {"items": [], "files": files, "dragOperationsMask": 1}}
-        for kind in ("dragEnter", "dragOver", "drop"):
-            tab.call("Input.dispatchDragEvent", type=kind, **where)
-        tab.until("document.querySelectorAll('#pictures img').length === 2")
-        box = tab.call("Runtime.evaluate", expression="document.querySelector('#files')")
-        given = {"files": [files[1]], "objectId": box["result"]["objectId"]}
-        tab.call("DOM.setFileInputFiles", **given)
-        tab.until("document.querySelectorAll('#pictures img').length === 3")
-        tab.click("#pictures button:last-child")
-        tab.until("document.querySelectorAll('#pictures img').length === 2")
-        where["data"]["files"] = [str(other)]
-        for kind in ("dragEnter", "dragOver", "drop"):
-            tab.call("Input.dispatchDragEvent", type=kind, **where)
-        tab.until("document.querySelector('#file-problem').textContent.startsWith('notes.bin is not text')")
-        ask(tab, "What is it?")
-        parts = stub.requests[-1].prompt.messages[-1]["content"]
-        turned, shown = (read_picture(part["image"].data) for part in parts[:2])
-        assert turned.shape == (60, 40, 3)
-        assert turned[5, 20, 1] < 60 and turned[55, 20, 1] > 200
-        assert shown[10, 5].tolist() == [10, 20, 30] and shown[10, 25].tolist() == [255, 255, 255]
-        assert tab.complaints == []
+    stub = stage.show(images=True)
+    tab.until("document.querySelector('#files').accept === ''")
+    where = {"x": 640, "y": 300, "data": {"items": [], "files": files, "dragOperationsMask": 1}}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        tab.call("Input.dispatchDragEvent", type=kind, **where)
+    tab.until("document.querySelectorAll('#pictures img').length === 2")
+    choose_files(tab, "#files", files[1])
+    tab.until("document.querySelectorAll('#pictures img').length === 3")
+    tab.click("#pictures button:last-child")
+    tab.until("document.querySelectorAll('#pictures img').length === 2")
+    where["data"]["files"] = [str(other)]
+    for kind in ("dragEnter", "dragOver", "drop"):
+        tab.call("Input.dispatchDragEvent", type=kind, **where)
+    tab.until("document.querySelector('#file-problem').textContent.startsWith('notes.bin is not text')")
+    ask(tab, "What is it?")
+    parts = stub.requests[-1].prompt.messages[-1]["content"]
+    turned, shown = (read_picture(part["image"].data) for part in parts[:2])
+    assert turned.shape == (60, 40, 3)
+    assert turned[5, 20, 1] < 60 and turned[55, 20, 1] > 200
+    assert shown[10, 5].tolist() == [10, 20, 30] and shown[10, 25].tolist() == [255, 255, 255]
+    assert tab.complaints == []
 
 
-def test_an_exported_conversation_keeps_its_pictures(tab):
-    stub = SeeingStub(ANSWER)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.until("document.querySelector('#files').accept === ''")
-        for question in ("One?", "Two?"):
-            tab.value(PASTE)
-            tab.until("document.querySelector('#pictures img')")
-            ask(tab, question)
-        tab.value(
-            "URL.createObjectURL = (blob) => { window.written = blob.text(); return 'about:blank#'; };"
-            "HTMLAnchorElement.prototype.click = () => {};"
-        )
-        press(tab, "Export Markdown")
-        tab.until("window.written")
-        lines = tab.value("window.written").split("\n\n")
-        assert lines[:4] == ["# One?", "## You", "![Picture 1][picture-1]", "One?"]
-        assert lines[6:9] == ["## You", "![Picture 2][picture-2]", "Two?"]
-        assert [line.split(",")[0] for line in lines[-2:]] == [
-            "[picture-1]: data:image/png;base64",
-            "[picture-2]: data:image/png;base64",
-        ]
-
-
-def test_a_model_that_reads_no_pictures_is_offered_none(tab):
-    with listening(Stub(ANSWER), Settings(DEMO)) as url:
-        visit(tab, url)
+def test_an_exported_conversation_keeps_its_pictures(stage, tab):
+    stage.show(images=True)
+    tab.until("document.querySelector('#files').accept === ''")
+    for question in ("One?", "Two?"):
         tab.value(PASTE)
-        tab.until("document.querySelector('#file-problem').textContent.includes('reads no pictures')")
-        assert tab.value(
-            "document.querySelector('#files').accept && !document.querySelector('#pictures img')"
-        )
+        tab.until("document.querySelector('#pictures img')")
+        ask(tab, question)
+    keep_downloads(tab)
+    press(tab, "Export Markdown")
+    tab.until("window.files.length")
+    lines = tab.value("window.files")[0].split("\n\n")
+    assert lines[:4] == ["# One?", "## You", "![Picture 1][picture-1]", "One?"]
+    assert lines[6:9] == ["## You", "![Picture 2][picture-2]", "Two?"]
+    assert [line.split(",")[0] for line in lines[-2:]] == [
+        "[picture-1]: data:image/png;base64",
+        "[picture-2]: data:image/png;base64",
+    ]
+
+
+def test_a_model_that_reads_no_pictures_is_offered_none(stage, tab):
+    stage.show()
+    tab.value(PASTE)
+    tab.until("document.querySelector('#file-problem').textContent.includes('reads no pictures')")
+    assert tab.value("document.querySelector('#files').accept && !document.querySelector('#pictures img')")

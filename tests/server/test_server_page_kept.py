@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-from support import chromium
-from support.chromium import Browser, Tab
-from support.endpoint import ANSWER, DEMO, Stub, listening
-from support.page import BROWSER, ask, log, press, reload, streamed, text, visit
+from support.chromium import Tab
+from support.page import (
+    FREE,
+    ask,
+    choose_files,
+    keep_downloads,
+    log,
+    press,
+    reload,
+    streamed,
+    text,
+    visit,
+)
 
-from mlx_spec.apps.server.settings import Settings
-
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
 TITLES = "[...document.querySelectorAll('#chat-list .title')].map((one) => one.textContent)"
-FREE = "!document.querySelector('#send').hidden"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium.browser(BROWSER or "") as started:
-        yield started
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as opened:
-        yield opened
 
 
 def shown(tab: Tab) -> list[str]:
     return list(tab.value(TITLES))
 
 
-def test_tabs_never_undo_changes_of_each_other(browser, tab):
-    with listening(streamed("One"), Settings(DEMO)) as url, browser.tab(tab) as other:
-        visit(tab, url)
+def test_tabs_never_undo_changes_of_each_other(browser, stage, tab):
+    stage.show(streamed("One"))
+    with browser.tab(tab) as other:
         ask(tab, "A")
-        visit(other, url)
+        visit(other, stage.url)
         other.until(f"{TITLES}.length === 1")
         other.click("#chat-list .title")
         other.until("document.querySelectorAll('.turn').length === 2")
@@ -67,34 +57,31 @@ def test_tabs_never_undo_changes_of_each_other(browser, tab):
         assert tab.complaints == [] and other.complaints == []
 
 
-def test_a_full_store_says_so_and_loses_no_answer(tab):
-    with listening(streamed("One"), Settings(DEMO)) as url:
-        visit(tab, url)
-        ask(tab, "A")
-        tab.value(
-            "window.put = IDBObjectStore.prototype.put;"
-            "IDBObjectStore.prototype.put = function () {"
-            " throw new DOMException('full', 'QuotaExceededError') }"
-        )
-        ask(tab, "B")
-        tab.until(
-            "document.querySelector('#not-kept').textContent.includes('storage of this browser is full')"
-        )
-        assert log(tab) == ["A", "One", "B", "One"] and not tab.value(
-            "document.querySelector('#not-kept').hidden"
-        )
-        tab.value("document.querySelector('#not-kept').hidden = true")
-        press(tab, "Rename")
-        tab.write("New")
-        tab.press("Enter")
-        tab.until("!document.querySelector('#not-kept').hidden")
-        tab.value("document.querySelector('#message').focus()")
-        tab.value("IDBObjectStore.prototype.put = window.put")
-        ask(tab, "C")
-        tab.until("document.querySelector('#not-kept').hidden")
-        reload(tab)
-        assert shown(tab) == ["New"], "the next write takes what was not kept"
-        assert tab.complaints == []
+def test_a_full_store_says_so_and_loses_no_answer(stage, tab):
+    stage.show(streamed("One"))
+    ask(tab, "A")
+    tab.value(
+        "window.put = IDBObjectStore.prototype.put;"
+        "IDBObjectStore.prototype.put = function () {"
+        " throw new DOMException('full', 'QuotaExceededError') }"
+    )
+    ask(tab, "B")
+    tab.until("document.querySelector('#not-kept').textContent.includes('storage of this browser is full')")
+    assert log(tab) == ["A", "One", "B", "One"] and not tab.value(
+        "document.querySelector('#not-kept').hidden"
+    )
+    tab.value("document.querySelector('#not-kept').hidden = true")
+    press(tab, "Rename")
+    tab.write("New")
+    tab.press("Enter")
+    tab.until("!document.querySelector('#not-kept').hidden")
+    tab.value("document.querySelector('#message').focus()")
+    tab.value("IDBObjectStore.prototype.put = window.put")
+    ask(tab, "C")
+    tab.until("document.querySelector('#not-kept').hidden")
+    reload(tab)
+    assert shown(tab) == ["New"], "the next write takes what was not kept"
+    assert tab.complaints == []
 
 
 PDF = b"""%PDF-1.4
@@ -109,11 +96,6 @@ trailer<</Root 1 0 R>>
 """
 
 
-def choose_files(tab: Tab, selector: str, *files: Path) -> None:
-    box = tab.call("Runtime.evaluate", expression=f"document.querySelector({selector!r})")
-    tab.call("DOM.setFileInputFiles", files=[str(one) for one in files], objectId=box["result"]["objectId"])
-
-
 def fill(tab: Tab, selector: str, value: str) -> None:
     tab.value(
         f"(() => {{ const box = document.querySelector({selector!r}); box.value = {value!r};"
@@ -122,80 +104,71 @@ def fill(tab: Tab, selector: str, value: str) -> None:
     )
 
 
-def test_a_conversation_owns_its_settings_and_comes_back_from_an_export(tab, tmp_path):
-    stub = Stub(ANSWER)
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        fill(tab, "#system", "You are a pirate.")
-        fill(tab, "#temperature", "0.5")
-        fill(tab, "#preset-name", "pirate")
-        tab.value("document.querySelector('#keep-preset').click()")
-        ask(tab, "A")
-        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["You are a pirate.", "A"]
-        tab.value("document.querySelector('#new-chat').click()")
-        assert tab.value("document.querySelector('#system').value") == "", (
-            "a prompt stays in its conversation"
-        )
-        ask(tab, "B")
-        assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["B"]
-        tab.value("document.querySelectorAll('#chat-list .title')[1].click()")
-        tab.until("document.querySelector('#system').value === 'You are a pirate.'")
-        tab.value(
-            "window.files = [];"
-            "URL.createObjectURL = (blob) => { blob.text().then((t) => files.push(t)); return '#' }"
-        )
-        press(tab, "Export JSON")  # of the last one
-        press(tab, "Export Markdown")
-        tab.until("window.files.length === 2")
-        exported, written = tab.value("window.files")
-        assert written.startswith("# A\n\n## System\n\nYou are a pirate.\n\n## You\n\nA\n\n")
-        found = json.loads(exported)
-        assert found["messages"][0] == {"role": "system", "content": "You are a pirate."}
-        assert found["settings"]["temperature"] == "0.5"
-        found["title"], found["exchanges"][0]["images"] = "Back", ["https://evil.example/x.png"]
-        (tmp_path / "a.json").write_text(json.dumps(found))
-        (tmp_path / "b.json").write_text('{"exchanges": 3}')
-        choose_files(tab, "#import-files", tmp_path / "a.json", tmp_path / "b.json")
-        tab.until("document.querySelector('#not-kept').textContent.includes('b.json is not a conversation')")
-        assert shown(tab) == ["Back", "B", "A"] and log(tab) == ["A", "Hello you"]
-        assert tab.value("document.querySelector('#system').value") == "You are a pirate."
-        tab.value("document.querySelector('#new-chat').click()")
-        fill(tab, "#preset", "pirate")
-        assert tab.value("document.querySelector('#temperature').value") == "0.5"
-        assert tab.value("document.querySelector('#system').value") == "You are a pirate."
-        reload(tab)
-        assert shown(tab) == ["Back", "B", "A"]
-        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+def test_a_conversation_owns_its_settings_and_comes_back_from_an_export(stage, tab, tmp_path):
+    stub = stage.show()
+    fill(tab, "#system", "You are a pirate.")
+    fill(tab, "#temperature", "0.5")
+    fill(tab, "#preset-name", "pirate")
+    tab.value("document.querySelector('#keep-preset').click()")
+    ask(tab, "A")
+    assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["You are a pirate.", "A"]
+    tab.value("document.querySelector('#new-chat').click()")
+    assert tab.value("document.querySelector('#system').value") == "", "a prompt stays in its conversation"
+    ask(tab, "B")
+    assert [one["content"] for one in stub.requests[-1].prompt.messages] == ["B"]
+    tab.value("document.querySelectorAll('#chat-list .title')[1].click()")
+    tab.until("document.querySelector('#system').value === 'You are a pirate.'")
+    keep_downloads(tab)
+    press(tab, "Export JSON")  # of the last one
+    press(tab, "Export Markdown")
+    tab.until("window.files.length === 2")
+    exported, written = tab.value("window.files")
+    assert written.startswith("# A\n\n## System\n\nYou are a pirate.\n\n## You\n\nA\n\n")
+    found = json.loads(exported)
+    assert found["messages"][0] == {"role": "system", "content": "You are a pirate."}
+    assert found["settings"]["temperature"] == "0.5"
+    found["title"], found["exchanges"][0]["images"] = "Back", ["https://evil.example/x.png"]
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    (tmp_path / "b.json").write_text('{"exchanges": 3}')
+    choose_files(tab, "#import-files", tmp_path / "a.json", tmp_path / "b.json")
+    tab.until("document.querySelector('#not-kept').textContent.includes('b.json is not a conversation')")
+    assert shown(tab) == ["Back", "B", "A"] and log(tab) == ["A", "Hello you"]
+    assert tab.value("document.querySelector('#system').value") == "You are a pirate."
+    tab.value("document.querySelector('#new-chat').click()")
+    fill(tab, "#preset", "pirate")
+    assert tab.value("document.querySelector('#temperature').value") == "0.5"
+    assert tab.value("document.querySelector('#system').value") == "You are a pirate."
+    reload(tab)
+    assert shown(tab) == ["Back", "B", "A"]
+    assert tab.complaints == [] and all(one.startswith(stage.url) for one in tab.requested)
 
 
-def test_files_and_long_pastes_are_attached_and_counted(tab, tmp_path):
-    stub = Stub(ANSWER)
+def test_files_and_long_pastes_are_attached_and_counted(stage, tab, tmp_path):
     (tmp_path / "code.py").write_text("print('```')\n")
     (tmp_path / "page.pdf").write_bytes(PDF)
     (tmp_path / "other.bin").write_bytes(b"\xff\x00")
     names = ("code.py", "page.pdf", "other.bin")
-    with listening(stub, Settings(DEMO)) as url:
-        visit(tab, url)
-        choose_files(tab, "#files", *(tmp_path / name for name in names))
-        tab.until("document.querySelector('#file-problem').textContent.startsWith('other.bin is not text')")
-        tab.value(
-            "(() => { const data = new DataTransfer(); data.items.add('long '.repeat(1000), 'text/plain');"
-            "document.querySelector('#message').dispatchEvent(new ClipboardEvent('paste',"
-            "{clipboardData: data, bubbles: true, cancelable: true})) })()"
-        )
-        chips = "[...document.querySelectorAll('#attached .chip')].map((one) => one.textContent)"
-        counted = ["code.py7 tokens", "page.pdf7 tokens", "pasted.txt7 tokens"]
-        tab.until(f"JSON.stringify({chips}) === {json.dumps(json.dumps(counted, separators=(',', ':')))}")
-        tab.until("document.querySelector('#context-words').textContent === '7 of 64 tokens'")
-        ask(tab, "What?")
-        sent = stub.requests[-1].prompt.messages[-1]["content"]
-        assert sent.startswith("code.py\n````\nprint('```')\n````\n\npage.pdf\n```\nWords of a page\n```\n\n")
-        assert sent.endswith("\n\nWhat?") and "long long" in sent
-        reload(tab)
-        assert "page.pdf" in text(tab, ".said") and "long long" not in text(tab, ".said")
-        ask(tab, "More?")
-        assert stub.requests[-1].prompt.messages[0]["content"] == sent
-        assert tab.complaints == [] and all(one.startswith(url) for one in tab.requested)
+    stub = stage.show()
+    choose_files(tab, "#files", *(tmp_path / name for name in names))
+    tab.until("document.querySelector('#file-problem').textContent.startsWith('other.bin is not text')")
+    tab.value(
+        "(() => { const data = new DataTransfer(); data.items.add('long '.repeat(1000), 'text/plain');"
+        "document.querySelector('#message').dispatchEvent(new ClipboardEvent('paste',"
+        "{clipboardData: data, bubbles: true, cancelable: true})) })()"
+    )
+    chips = "[...document.querySelectorAll('#attached .chip')].map((one) => one.textContent)"
+    counted = ["code.py7 tokens", "page.pdf7 tokens", "pasted.txt7 tokens"]
+    tab.until(f"JSON.stringify({chips}) === {json.dumps(json.dumps(counted, separators=(',', ':')))}")
+    tab.until("document.querySelector('#context-words').textContent === '7 of 64 tokens'")
+    ask(tab, "What?")
+    sent = stub.requests[-1].prompt.messages[-1]["content"]
+    assert sent.startswith("code.py\n````\nprint('```')\n````\n\npage.pdf\n```\nWords of a page\n```\n\n")
+    assert sent.endswith("\n\nWhat?") and "long long" in sent
+    reload(tab)
+    assert "page.pdf" in text(tab, ".said") and "long long" not in text(tab, ".said")
+    ask(tab, "More?")
+    assert stub.requests[-1].prompt.messages[0]["content"] == sent
+    assert tab.complaints == [] and all(one.startswith(stage.url) for one in tab.requested)
 
 
 LONG = """(async () => {
@@ -215,43 +188,42 @@ LONG = """(async () => {
 })()"""
 
 
-def test_keys_search_and_five_thousand_messages(tab):
-    with listening(Stub(ANSWER), Settings(DEMO)) as url:
-        visit(tab, url)
-        tab.value(LONG)
-        reload(tab)
-        tab.until(f"{TITLES}.length === 1")
-        tab.press("k", control=True)
-        tab.until("document.querySelector('dialog.palette').open")
-        tab.write("answer **1234**")
-        tab.until("document.querySelector('#palette-list li')?.textContent.includes('1234')")
-        tab.call("Performance.enable")
-        began = tab.call("Performance.getMetrics")
-        tab.press("Enter")
-        tab.until("document.querySelector('.turn:last-child')?.textContent.includes('2499')")
-        ended = tab.call("Performance.getMetrics")
-        seconds = [
-            next(one["value"] for one in found["metrics"] if one["name"] == "TaskDuration")
-            for found in (began, ended)
-        ]
-        assert seconds[1] - seconds[0] < 4, "14 s of drawing, once"
-        assert tab.value("document.querySelectorAll('.turn').length") == 100
-        tab.value("document.querySelector('#log').scrollTop = 0")
-        tab.until("document.querySelectorAll('.turn').length === 200")
-        assert text(tab, ".turn .said") == "question 2400"
-        tab.value("document.querySelector('#message').focus()")
-        tab.write("And now?")
-        tab.press("Enter")
-        tab.until("document.querySelector('.turn:last-child .foot')")
-        assert "Thought for" in text(tab, ".turn:last-child .thoughts summary")
-        assert not tab.value("document.querySelector('.turn:last-child .thoughts').open")
-        tab.until(FREE)
-        tab.press("ArrowUp")
-        assert tab.value("document.activeElement.value") == "And now?"
-        tab.press("Escape")
-        tab.value("document.activeElement.blur()")
-        tab.press("/")
-        assert tab.value("document.activeElement.id") == "message"
-        tab.press("O", control=True, shift=True)
-        tab.until("document.querySelectorAll('.turn').length === 0")
-        assert tab.complaints == []
+def test_keys_search_and_five_thousand_messages(stage, tab):
+    stage.show()
+    tab.value(LONG)
+    reload(tab)
+    tab.until(f"{TITLES}.length === 1")
+    tab.press("k", control=True)
+    tab.until("document.querySelector('dialog.palette').open")
+    tab.write("answer **1234**")
+    tab.until("document.querySelector('#palette-list li')?.textContent.includes('1234')")
+    tab.call("Performance.enable")
+    began = tab.call("Performance.getMetrics")
+    tab.press("Enter")
+    tab.until("document.querySelector('.turn:last-child')?.textContent.includes('2499')")
+    ended = tab.call("Performance.getMetrics")
+    seconds = [
+        next(one["value"] for one in found["metrics"] if one["name"] == "TaskDuration")
+        for found in (began, ended)
+    ]
+    assert seconds[1] - seconds[0] < 4, "14 s of drawing, once"
+    assert tab.value("document.querySelectorAll('.turn').length") == 100
+    tab.value("document.querySelector('#log').scrollTop = 0")
+    tab.until("document.querySelectorAll('.turn').length === 200")
+    assert text(tab, ".turn .said") == "question 2400"
+    tab.value("document.querySelector('#message').focus()")
+    tab.write("And now?")
+    tab.press("Enter")
+    tab.until("document.querySelector('.turn:last-child .foot')")
+    assert "Thought for" in text(tab, ".turn:last-child .thoughts summary")
+    assert not tab.value("document.querySelector('.turn:last-child .thoughts').open")
+    tab.until(FREE)
+    tab.press("ArrowUp")
+    assert tab.value("document.activeElement.value") == "And now?"
+    tab.press("Escape")
+    tab.value("document.activeElement.blur()")
+    tab.press("/")
+    assert tab.value("document.activeElement.id") == "message"
+    tab.press("O", control=True, shift=True)
+    tab.until("document.querySelectorAll('.turn').length === 0")
+    assert tab.complaints == []

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from support import chromium
+from support.chromium import Tab
 from support.endpoint import DEMO, serving
-from support.page import BROWSER, DONE, ask, press, reload, text, visit
+from support.page import DONE, FREE, ask, choose_files, press, reload, text, visit
 
 from mlx_spec.apps.server.settings import Settings
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: install Debian's package chromium")
 ROWS = "[...document.querySelectorAll('#models-disk li')].map((one) => one.textContent)"
 NAME = "gemma-4-e2b"
 
 
-def press_in(tab: chromium.Tab, row: str, words: str) -> None:
+def press_in(tab: Tab, row: str, words: str) -> None:
     """Press a button in the row of a model."""
     tab.value(
         f"[...[...document.querySelectorAll('.models li')].find((one) => one.textContent.startsWith({row!r}))"
@@ -22,14 +20,10 @@ def press_in(tab: chromium.Tab, row: str, words: str) -> None:
     )
 
 
-def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tmp_path):
+def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tab, tmp_path):
     note = tmp_path / "note.txt"
     note.write_text("the cat sat on the mat\n")
-    with (
-        serving(Settings(DEMO)) as server,
-        chromium.browser(BROWSER or "") as browser,
-        browser.tab() as tab,
-    ):
+    with serving(Settings(DEMO)) as server:
         visit(tab, server.base_url)
         tab.until("!document.querySelector('#get-model').hidden")
         tab.click("#get-one")
@@ -44,8 +38,7 @@ def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tmp_path):
         tab.until(f"{ROWS}.find((row) => row.startsWith('{NAME}')).includes('Unload')")
         tab.press("Escape")
         tab.until("!document.querySelector('#models').open")
-        box = tab.call("Runtime.evaluate", expression="document.querySelector('#files')")
-        tab.call("DOM.setFileInputFiles", files=[str(note)], objectId=box["result"]["objectId"])
+        choose_files(tab, "#files", note)
         tab.until("document.querySelector('#attached')?.textContent.includes('tokens')")
         tab.value("document.querySelector('#max-completion-tokens').value = 8")
         tab.value("history.replaceState(null, '', '#models')")  # as the menu of macOS opens the page
@@ -53,10 +46,10 @@ def test_a_newcomer_comes_from_the_demo_to_a_real_model(hub, tmp_path):
         assert not tab.value("document.querySelector('#models').open"), "an answer opens the models again"
         tab.value("history.replaceState(null, '', './')")
         assert "note.txt" in text(tab, ".said") and text(tab, ".facts").startswith(f"{NAME} · ")
-        tab.until("!document.querySelector('#send').hidden")
+        tab.until(FREE)
         press(tab, "Race")
         tab.until("document.querySelectorAll('.race .result').length === 2")
-        tab.until("!document.querySelector('#send').hidden")
+        tab.until(FREE)
         reload(tab)
         tab.until(f"{DONE} === 1 && document.querySelector('#model').value === '{NAME}'")
         tab.click("#show-models")

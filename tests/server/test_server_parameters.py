@@ -1,8 +1,11 @@
-"""Parameters of other runtimes: honoured, accepted because nothing depends on them, or refused by name."""
+"""Parameters of all protocols and runtimes: read alike, or accepted because nothing depends on them."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
+import time
 from typing import Any
 
 import pytest
@@ -11,19 +14,19 @@ from support.endpoint import (
     CHAT,
     DEMO,
     MESSAGES,
+    OLLAMA,
     RESPONSES,
     TEXT,
     Stub,
     fresh,
     parsed,
     place_of,
-    refused,
-    shared,
     stubbed,
 )
 
 from mlx_spec.apps.server.requests.parameters import HARMLESS, NEUTRAL, NO_VERBOSITY
-from mlx_spec.apps.server.requests.request import OutputFormat, Tool, ToolUse
+from mlx_spec.apps.server.requests.parsing import replace_halves
+from mlx_spec.apps.server.requests.request import OutputFormat, RawPrompts, Tool, ToolUse
 from mlx_spec.apps.server.settings import Settings
 from mlx_spec.sampling import Sampling
 
@@ -96,8 +99,6 @@ def test_forms_of_response_format(place: str):
         given = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}}
         expected = schema("response_format.json_schema.schema", bool(strict))
         assert parsed(path, response_format=given).format == expected
-    both = {"response_format": {"type": "json_object"}, "guided_regex": "a"}
-    assert "leave one of them out" in refused(path, **both)["message"]
     assert not parsed(MESSAGES, output_config={"effort": "low"}).prompt.thinking
 
 
@@ -112,6 +113,7 @@ def test_forms_of_response_format(place: str):
         ({"extra_body": {"top_k": 5.0, "min_p": 0.5}, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
         ({"options": {"num_ctx": 8192, "top_k": 5, "min_p": 0.5}, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
         ({"top_k": 9, "top_p": 0}, {"top_k": 1}),
+        ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
         ({"frequency_penalty": 1, "logit_bias": {"5": 1}}, {"frequency_penalty": 1, "logit_bias": {5: 1}}),
         *((same, same) for same in ({"top_k": 5, "min_p": 0.1, "presence_penalty": 1}, {"min_tokens": 4})),
     ],
@@ -122,19 +124,43 @@ def test_sampling_on_every_route(changes: dict[str, Any], expected: dict[str, An
 
 
 LIMITS = "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict num_predict".split()
+STOPS = [str(i) for i in range(64)]
+PARTS = [{"type": "text", "text": text} for text in "ab"]
+FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, changes of a body, fields of the request
+    *((path, {name: 9.0}, {"max_tokens": 9}) for path in (CHAT, TEXT) for name in LIMITS),
+    *((path, {name: -1}, {"max_tokens": None}) for path in (CHAT, TEXT) for name in LIMITS),
+    *((CHAT, {"max_tokens": 5, "n_predict": value}, {"max_tokens": 5}) for value in (-1, 9)),
+    *((CHAT, {"max_tokens": 5, name: 3}, {"max_tokens": 3}) for name in LIMITS[1:4]),
+    (RESPONSES, {"max_output_tokens": 9}, {"max_tokens": 9}),
+    (MESSAGES, {"min_tokens": 64}, {"max_tokens": 64}),
+    *((path, {"stop_token_ids": [5, 7.0, 5]}, {"stop_tokens": (5, 7)}) for path in ROUTES),
+    *((path, {"ignore_eos": True}, {"ignore_eos": True}) for path in ROUTES),
+    (CHAT, {"stop": "a"}, {"stop": ("a",)}),
+    *((CHAT, {"stop": stops}, {"stop": (*stops,)}) for stops in (STOPS, [])),
+    (CHAT, {"n": 3}, {"n": 3}),
+    *((CHAT, {"logprobs": True, "top_logprobs": n}, {"top_logprobs": n or 0}) for n in (None, 20)),
+    (CHAT, {"logprobs": False, "top_logprobs": 0}, {"top_logprobs": None}),
+    *((CHAT, {"prediction": {"type": "content", "content": x}}, {"prediction": "ab"}) for x in ("ab", PARTS)),
+    *(
+        (TEXT, {"prompt": given}, {"model": "demo", "prompt": RawPrompts(read), "max_tokens": 16})
+        for given, read in (
+            ("a", ("a",)),
+            ("", ("",)),
+            (["a", "b"], ("a", "b")),
+            ([1, 2], ((1, 2),)),
+            ([[1, 2], [3]], ((1, 2), (3,))),
+        )
+    ),
+    (TEXT, {"prompt": "a"}, {"sampling": Sampling(temperature=1.0), "prompt_param": "prompt"}),
+    *((path, {"keep_alive": "5m"}, {"keep_alive": 300}) for path in ROUTES),
+    *((path, {"include_reasoning": False}, {"shows_thinking": False}) for path in ROUTES),
+]
 
 
-def test_ends_and_limits():
-    for path in ROUTES:
-        request = parsed(path, stop_token_ids=[5, 7.0, 5], ignore_eos=True)
-        assert (request.stop_tokens, request.ignore_eos) == ((5, 7), True)
-    for path in (CHAT, TEXT):
-        for name in LIMITS:
-            assert parsed(path, **{name: 9.0}).max_tokens == 9
-            assert parsed(path, **{name: -1}).max_tokens is None
-    assert parsed(CHAT, max_tokens=5, n_predict=-1).max_tokens == 5
-    assert parsed(CHAT, max_tokens=5, n_predict=9).max_tokens == 5
-    assert parsed(CHAT, max_tokens=5, max_new_tokens=3).max_tokens == 3
+@pytest.mark.parametrize(("path", "changes", "expected"), FIELDS, ids=lambda value: str(value)[:30])
+def test_fields_of_a_request(path: str, changes: dict[str, Any], expected: dict[str, Any]):
+    request = parsed(path, **changes)
+    assert {name: getattr(request, name) for name in expected} == expected
 
 
 FUNCTION = {"name": "weather", "description": "Rain?", "parameters": {"type": "object"}}
@@ -182,26 +208,6 @@ def test_tools_and_their_choice(path: str, changes: dict[str, Any], use: dict[st
     assert parsed(path, tools=[]).prompt.tools is None
 
 
-@pytest.mark.parametrize("path", OTHER)
-def test_only_tools_of_the_request_can_be_allowed(path: str):
-    assert "none of the tools" in refused(path, tools=[TOOLS[path]], **allowed(path, "rain"))["message"]
-
-
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_schema_has_finite_numbers(number: str):
-    """Python reads them, but a response that repeats its tools could not be written."""
-    function = {"name": "f", "parameters": {"maximum": 0.5}}
-    tools = {
-        CHAT: {"type": "function", "function": function},
-        RESPONSES: {"type": "function", **function},
-        MESSAGES: {"name": "f", "input_schema": {"maximum": 0.5}},
-    }
-    for path, tool in tools.items():
-        body = json.dumps(BODIES[path] | {"tools": [tool]}).replace("0.5", number)
-        response = shared()[1].client.post(path, content=body)
-        assert response.status_code == 400 and "finite" in response.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_harmless_and_neutral_values_are_accepted(path: str):
     values: dict[str, Any] = {name: values[0] for name, values in NEUTRAL.items() if values}
@@ -221,15 +227,10 @@ def test_fields_mean_the_same_on_every_route(path: str):
     for given in (idle, dict.fromkeys(idle.keys() - {"n", "plugins", "store"}, 5)):
         assert parsed(path, **given) == parsed(path)
     assert parsed(path, verbosity="medium") == parsed(path)
-    assert parsed(path, keep_alive="5m").keep_alive == 300
-    assert not parsed(path, include_reasoning=False).shows_thinking
     place = place_of(path)
     status, found = place.post(verbosity="low")
     assert status == 200 and found["mlx_spec"]["notes"] == [NO_VERBOSITY]
     assert NO_VERBOSITY in place.endpoint.post(path, verbosity="low", stream=True).text
-
-
-OLLAMA = "/api/chat"
 
 
 @pytest.mark.parametrize(
@@ -241,58 +242,49 @@ OLLAMA = "/api/chat"
     ],
 )
 def test_thinking_may_be_left_out(path: str, changes: dict[str, Any]):
-    given = BODIES.get(path, BODIES[CHAT]) | {"stream": False}
     for more, shown in (({}, True), (changes, False)):
-        endpoint = fresh()[1]
         for stream in (False, True):
-            text = endpoint.client.post(path, json=given | more | {"stream": stream}).text
+            text = fresh()[1].post(path, **more, stream=stream).text
             assert ("Hm." in text) is shown and "Hel" in text
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
-def test_every_variable_reaches_the_template(path: str):
-    stub, endpoint = fresh()
-    given = BODIES.get(path, BODIES[CHAT]) | {"stream": False}
-    variables = {"enable_thinking": True, "preserve_thinking": True, "clear_thinking": False}
-    for asked in (True, False):
-        body = given | {"chat_template_kwargs": variables | {"enable_thinking": asked}}
-        assert endpoint.client.post(path, json=body).status_code == 200
-        chat = stub.requests[-1].prompt
-        assert chat.variables == {"preserve_thinking": True, "clear_thinking": False}
-        assert chat.thinking is asked
-    for wrong in ({"messages": []}, {"enable_thinking": "yes"}):
-        response = endpoint.client.post(path, json=given | {"chat_template_kwargs": wrong})
-        assert response.status_code == 400 and "chat_template_kwargs." in response.text
+VARIABLES = {"preserve_thinking": True, "clear_thinking": False}
+ALIKE: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
+    ({"reasoning_effort": "high"}, True, {"reasoning_effort": "high"}),
+    ({"reasoning_effort": "none"}, False, {"reasoning_effort": "none"}),
+    ({"enable_thinking": True}, True, {}),
+    ({"enable_thinking": False, "reasoning_effort": "low"}, False, {"reasoning_effort": "low"}),
+    ({"chat_template_kwargs": {"enable_thinking": False, "x": 1}}, False, {"x": 1}),
+    ({"chat_template_kwargs": VARIABLES | {"enable_thinking": True}}, True, VARIABLES),
+]
+REASONING: list[tuple[str, dict[str, Any], bool | None, str | None]] = [  # of a protocol, and OpenRouter's
+    (CHAT, {}, None, None),  # as the template says
+    (CHAT, {"effort": "high"}, True, "high"),
+    (CHAT, {"effort": "none"}, False, "none"),
+    (CHAT, {"enabled": True, "max_tokens": 900}, True, None),
+    (CHAT, {"enabled": False}, False, None),
+    (CHAT, {"summary": "auto"}, None, None),
+    (RESPONSES, {"effort": "low", "summary": "auto"}, True, "low"),
+    (RESPONSES, {"effort": "none"}, False, "none"),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "thinks", "effort"),
+    ("path", "changes", "thinks", "variables"),
     [
-        ({}, None, None),
-        ({"effort": "high"}, True, "high"),
-        ({"effort": "none"}, False, "none"),
-        ({"enabled": True, "max_tokens": 900}, True, None),
-        ({"enabled": False}, False, None),
+        *((path, *row) for path in (CHAT, RESPONSES, MESSAGES, OLLAMA) for row in ALIKE),
+        *(
+            (path, {"reasoning": given}, thinks, {"reasoning_effort": effort} if effort else {})
+            for path, given, thinks, effort in REASONING
+        ),
+        (CHAT, {}, None, {}),
+        (CHAT, {"reasoning_effort": "minimal"}, False, {"reasoning_effort": "minimal"}),
+        (CHAT, {"thinking": {"type": "enabled"}}, True, {}),
     ],
 )
-def test_thinking_as_openrouter_asks_for_it(given: dict[str, Any], thinks: bool | None, effort: str | None):
-    found = parsed(CHAT, reasoning=given).prompt
-    assert (found.thinking, found.variables.get("reasoning_effort")) == (thinks, effort)
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA])
-def test_thinking_is_asked_for_alike(path: str):
-    for given, thinks, variables in (
-        ({"reasoning_effort": "high"}, True, {"reasoning_effort": "high"}),
-        ({"reasoning_effort": "none"}, False, {"reasoning_effort": "none"}),
-        ({"enable_thinking": True}, True, {}),
-        ({"enable_thinking": False, "reasoning_effort": "low"}, False, {"reasoning_effort": "low"}),
-        ({"chat_template_kwargs": {"enable_thinking": False, "x": 1}}, False, {"x": 1}),
-    ):
-        stub, endpoint = fresh()
-        assert endpoint.client.post(path, json=BODIES.get(path, BODIES[CHAT]) | given).status_code == 200
-        prompt = stub.requests[-1].prompt
-        assert (prompt.thinking, prompt.variables) == (thinks, variables)
+def test_thinking_and_variables_of_the_template(path: str, changes: Any, thinks: Any, variables: Any):
+    prompt = parsed(path, **changes).prompt
+    assert (prompt.thinking, prompt.variables) == (thinks, variables)
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -313,6 +305,30 @@ def test_half_a_surrogate_pair_is_the_replacement_character(path: str):
         raw = body.replace('"x"', json.dumps(read).replace(r"\ufffd", "#")).encode()
         assert endpoint.client.post(path, content=raw.replace(b"#", b"\xed\xa0\xbd")).status_code == 200
         assert stub.requests[-1].prompt == prompt
+
+
+HALF_PIECES = (r"\\", r"\n", r"\"", "a", "u", "é", "d83d", *r"\ud83d \uD83D \ude00 \uDE00 \u0041".split())
+
+
+def test_halves_are_replaced_as_a_decoder_pairs_them():
+    """Python's own decoder keeps halves: what it finds alone is replaced, and nothing else."""
+    rng = random.Random(5)
+    for _ in range(3000):
+        written = '"' + "".join(rng.choices(HALF_PIECES, k=rng.randrange(12))) + '"'
+        expected = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(written))
+        assert json.loads(replace_halves(written.encode())) == expected, written
+
+
+def test_a_body_of_escapes_costs_what_one_of_letters_costs():
+    def seconds(piece: bytes) -> float:
+        body = b'{"messages":[{"role":"user","content":"' + piece * (2**21 // len(piece)) + b'\\ud800"}]}'
+        began = time.thread_time()
+        replace_halves(body)
+        return time.thread_time() - began
+
+    letters = min(seconds(b"aaaaaaaa") for _ in range(3))
+    for piece in (rb"\\", rb"\ud800", rb"\ud83d\ude00", rb"\\a"):
+        assert min(seconds(piece) for _ in range(3)) < 10 * letters + 0.02, piece
 
 
 NULLABLE = (
@@ -363,58 +379,6 @@ def test_claude_code_and_codex_send_more():
     parsed(MESSAGES, fallbacks="default", workspace_id="w", user_profile_id="p", fallback_credit_token="t")
     parsed(RESPONSES, access_programs={"x": "y"}, background_options={"completion_window": "2h"})
     parsed(RESPONSES, client_metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k")
-
-
-REFUSED = [
-    ({"typical_p": 0.9}, "typical_p", "leave it out, or give 1"),
-    ({"use_beam_search": True}, "use_beam_search", "or give false"),
-    ({"functions": []}, "functions", "`tools`"),
-    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n", "give -1"),
-    ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "give one"),
-    ({"separate_reasoning": False}, "separate_reasoning", "or give true"),
-    ({"guided_choice": []}, "guided_choice", "a list of texts"),
-    ({"guided_json": "{"}, "guided_json", "a JSON schema"),
-    ({"grammar": 'root ::= "a"'}, "grammar", "Lark"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
-    ({"guided_json": SCHEMA, "regex": "a"}, "regex", "guided_json gives the form"),
-    ({"temprature": 0.5}, "temprature", "temprature: unknown; did you mean temperature?"),
-    ({"qqq": 1}, "qqq", "--allow-extra-parameters"),
-]
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(("changes", "param", "words"), REFUSED, ids=lambda one: str(one)[:40])
-def test_what_would_change_the_text_is_refused_by_name(path: str, changes: Any, param: str, words: str):
-    error = refused(path, **changes)
-    assert error["message"].startswith(f"{param}: ") and words in error["message"]
-    assert error.get("param", param) == param
-
-
-@pytest.mark.parametrize(
-    ("path", "name", "way"),
-    [
-        (RESPONSES, "max_tokens", "did you mean max_output_tokens?"),
-        (MESSAGES, "max_completion_tokens", "did you mean max_tokens?"),
-        (MESSAGES, "stop", "did you mean stop_sequences?"),
-        (CHAT, "stop_sequences", "did you mean stop?"),
-        (RESPONSES, "stop", "--allow-extra-parameters"),
-    ],
-)
-def test_a_parameter_of_another_protocol_is_named_as_here(path: str, name: str, way: str):
-    assert way in refused(path, **{name: 5})["message"]
-
-
-def test_least_and_most_tokens_must_go_together():
-    assert "stop strings" in refused(CHAT, min_tokens=2, stop="a")["message"]
-    assert "more than the limit" in refused(MESSAGES, min_tokens=65)["message"]
-    assert parsed(MESSAGES, min_tokens=64).max_tokens == 64
-
-
-def test_a_limit_may_be_reached():
-    stops = [str(i) for i in range(65)]
-    assert parsed(CHAT, stop=stops[:64]).stop == tuple(stops[:64])
-    assert refused(CHAT, stop=stops)["message"] == "65 stop strings: 64 are the most"
-    assert refused(CHAT, response_format={"type": "json_object"}, guided_regex="a")["param"] == "guided_regex"
 
 
 def test_unknown_parameters_may_be_allowed(caplog: pytest.LogCaptureFixture):

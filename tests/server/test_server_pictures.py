@@ -10,7 +10,7 @@ import httpx2
 import mlx.core as mx
 import pytest
 from support.drafting import GOLDEN
-from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, listening, parsed, refused
+from support.endpoint import CHAT, GENERATE, MESSAGES, OLLAMA, RESPONSES, listening, parsed
 from support.spans import ROOT, facts, file, pair_of, tokenizer_of
 from support.waiting import LIMIT
 
@@ -25,7 +25,6 @@ from mlx_spec.hub.catalog import PairSpec
 from mlx_spec.pair import Pair
 from mlx_spec.vision.pictures import MAX_PICTURES
 
-OLLAMA, GENERATE = "/api/chat", "/api/generate"
 A, B = (base64.b64encode(file(name)).decode() for name in "ab")
 URL_A, URL_B = f"data:image/png;base64,{A}", f"data:image/png;base64,{B}"
 ASSISTANT = str(GOLDEN / "e2b-trained" / "assistant")
@@ -125,47 +124,6 @@ def test_pictures_of_tools_follow_their_results() -> None:
 
 
 # --- refusals
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (CHAT, {"messages": [user({"type": "image_url", "image_url": {"url": "https://x.org/cat.png"}})]},
-         "messages.0.content.0: a https: URL is not fetched"),
-        (CHAT, {"messages": [user({"type": "image_url", "image_url": "file:///etc/passwd"})]},
-         "messages.0.content.0: a file: URL is not fetched"),
-        (CHAT, {"messages": [user({"type": "image_url"})]}, "messages.0.content.0.image_url"),
-        (CHAT, {"messages": [{"role": "system", "content": [PNG]}]}, "messages.0.content.0: a part of type"),
-        (CHAT, {"messages": [{"role": "assistant", "content": [PNG]}]}, "messages.0.content.0: "),
-        (CHAT, {"messages": [user({"type": "input_audio", "input_audio": {}})]}, "messages.0.content.0: "),
-        (CHAT, {"messages": [user({"type": "video_url", "video_url": {}})]},
-         "messages.0.content.0: a part of type 'video_url'"),
-        (RESPONSES, {"input": [user({"type": "input_image", "file_id": "file-1"})]},
-         "input.0.content.0.file_id: no files are kept here"),
-        (MESSAGES, {"messages": [user({"type": "image", "source": {"type": "url", "url": "http://x/"}})]},
-         "messages.0.content.0.source.type: 'url' is not fetched"),
-        (MESSAGES, {"messages": [user(block("?"))]}, "messages.0.content.0: a picture is not valid base64"),
-        (MESSAGES, {"messages": [{"role": "assistant", "content": [block(A)]}, user(said("x"))]},
-         "messages.0.content.0: "),
-    ],
-)  # fmt: skip
-def test_what_is_not_read_is_refused_by_its_place(path: str, body: dict[str, Any], words: str) -> None:
-    message = refused(path, **body)["message"]
-    assert message.startswith(words), message
-    assert "passwd" not in message and "cat.png" not in message
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": [{"role": "system", "content": "x", "images": [A]}]}, "messages.0.images: pictures"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["?"]}]}, "messages.0.images.0: a picture"),
-        ({"prompt": "x", "raw": True, "images": [A]}, "images: goes with neither raw nor suffix"),
-    ],
-)
-def test_ollamas_refusals(body: dict[str, Any], words: str) -> None:
-    response = fresh()[1].client.post(GENERATE if "prompt" in body else OLLAMA, json=body)
-    assert response.status_code == 400 and response.json()["error"].startswith(words)
 
 
 def test_damaged_files_and_models_without_a_tower_are_named() -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
-from support.endpoint import CHAT, DEMO, HELLO, error_of, events_of, fresh, serving
+from support.endpoint import CHAT, DEMO, HELLO, RACE, error_of, events_of, serving
 from support.served import ENDLESS
 from support.waiting import wait_until
 
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
 
-RACE = "/race"
 BODY = {"messages": HELLO, "temperature": 0}
 BIAS = dict(ENDLESS.logit_bias or {})  # without the tokens that end an answer
 
@@ -78,18 +77,3 @@ def test_without_a_drafter_one_line_says_so(server, model):
         assert (
             error["message"].startswith("model: nothing drafts with this model") and error["param"] == "model"
         )
-
-
-@pytest.mark.parametrize(
-    "more, param",
-    [
-        ({"temperature": 1}, "seed"),
-        ({"n": 2}, "n"),
-        ({"stop": "x"}, "stop"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"temprature": 1}, "temprature"),
-    ],
-)
-def test_refusals(more, param):
-    _, endpoint = fresh()
-    assert endpoint.refused(RACE, **BODY | more)["param"] == param

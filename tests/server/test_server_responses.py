@@ -22,7 +22,6 @@ from support.endpoint import (
 
 from mlx_spec.apps.server.engine.answers import ChoiceEnded, TextDelta, ToolCall
 from mlx_spec.apps.server.requests import parameters
-from mlx_spec.sampling import Sampling
 
 PATH = RESPONSES
 BODY = BODIES[PATH]
@@ -132,15 +131,6 @@ def test_a_conversation_with_everything(place: Place):
     assert request.model == "demo" and list(request.prompt.messages) == CONVERSATION
 
 
-def test_sampling_and_reasoning(place: Place):
-    request = place.request(
-        temperature=0, top_p=0.9, max_output_tokens=9, reasoning={"effort": "low", "summary": "auto"}
-    )
-    assert request.sampling == Sampling(top_p=0.9) and request.max_tokens == 9
-    assert request.prompt.thinking and request.prompt.variables == {"reasoning_effort": "low"}
-    assert not place.request(reasoning={"effort": "none"}).prompt.thinking
-
-
 NOW = {**WEATHER, "name": "now", "description": "The time."}
 SPACE = {
     "type": "namespace",
@@ -197,36 +187,3 @@ def test_a_function_of_a_namespace_can_be_chosen(place: Place):
     allowed = {"type": "allowed_tools", "tools": [one]}
     tools = place.request(tools=[SPACE], tool_choice=allowed).prompt.tools.tools
     assert [tool.name for tool in tools] == CALLED[1:]
-
-
-def item(**fields: Any) -> dict[str, Any]:
-    return {"input": [fields]}
-
-
-def call(arguments: str) -> dict[str, Any]:
-    return item(type="function_call", call_id="a", name="f", arguments=arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "param", "word"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "never stored"),
-        ({"conversation": {"id": "c"}}, "conversation", "previous_response_id"),
-        ({"background": True}, "background", "background"),
-        ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'"),
-        ({"text": {"format": {"type": "regex"}}}, "text.format.pattern", "required"),
-        ({"input": []}, "input", "at least 1"),
-        (item(role="robot", content="x"), "input.0.role", "role"),
-        (item(role="user", content=[{"type": "input_image"}]), "input.0.content.0.image_url", "image_url"),
-        (item(type="function_call_output", call_id="x", output="y"), "input.0.call_id", "'x'"),
-        ({"tools": [{"type": "web_serch"}]}, "tools.0", "'web_serch'"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]}, "tools.0.tools.0", "'x'"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "'x'"),
-    ],
-)
-def test_refusals_name_the_field(place: Place, changes: dict[str, Any], param: str, word: str):
-    error = place.error(**changes)
-    assert error["param"] == param and set(error) == {"message", "type", "param", "code"}
-    assert word in error["message"]

@@ -31,7 +31,6 @@ from support.endpoint import (
     events_of,
     fresh,
     listening,
-    refused,
     said,
     stubbed,
 )
@@ -300,12 +299,6 @@ def test_silence_is_filled(path, sign, event, monkeypatch):
     text = endpoint.post(path, stream=True).text
     first, second = text.split("late", 1)
     assert first.count(f"{sign}\n") >= 2 and second.count(f"{sign}\n") >= 1
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
-def test_stream_options_are_known_and_belong_to_a_stream(path):
-    assert refused(path, stream_options={"include_usage": True})["param"] == "stream_options"
-    assert refused(path, stream=True, stream_options={"x": 1})["param"] == "stream_options.x"
 
 
 # --- clients that hang up

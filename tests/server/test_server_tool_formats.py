@@ -9,7 +9,7 @@ import re
 import pytest
 from support import call_texts, served
 from support.call_texts import SYNTAX, WRITERS, described, parse
-from support.endpoint import CHAT, MESSAGES, RESPONSES, fresh, parsed
+from support.endpoint import CHAT, MESSAGES, OLLAMA, RESPONSES, fresh, parsed
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -365,7 +365,6 @@ def test_a_forced_call_needs_no_tools_in_the_template(parallel: bool):
     assert "force a call by tool_choice" in served.failure(refused).message
 
 
-OLLAMA = "/api/chat"
 ASKED, LATE = {"role": "user", "content": "?"}, {"role": "system", "content": "Be late."}
 
 
@@ -378,7 +377,7 @@ ASKED, LATE = {"role": "user", "content": "?"}, {"role": "system", "content": "B
         (MESSAGES, {"messages": [ASKED, LATE]}, "messages.1"),
         (RESPONSES, {"input": [ASKED], "instructions": "Be early."}, "instructions"),
         (RESPONSES, {"input": [ASKED, LATE]}, "input.1"),
-        (OLLAMA, {"model": "demo", "messages": [ASKED, LATE]}, "messages.1"),
+        (OLLAMA, {"messages": [ASKED, LATE]}, "messages.1"),
         (CHAT, {"messages": [{"role": "user", "content": "no"}]}, "messages"),
         (RESPONSES, {"input": "no"}, "input"),
     ],

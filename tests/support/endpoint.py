@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,9 @@ from functools import cache
 from typing import Any
 
 import httpx2
-import uvicorn
 from starlette.testclient import TestClient
 
-from mlx_spec.apps.server.app import IDLE_CONNECTION_S, create
+from mlx_spec.apps.server.app import Server, create
 from mlx_spec.apps.server.engine.answers import (
     ChoiceEnded,
     Event,
@@ -41,6 +41,8 @@ from support.waiting import LIMIT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+INFILL, RACE = "/infill", "/race"
 DEMO = (ServedModel("demo", PairSpec("demo")),)
 HOST = "http://localhost"
 HELLO = [{"role": "user", "content": "What does zip do?"}]
@@ -49,6 +51,9 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each route needs
     TEXT: {"prompt": "x"},
     MESSAGES: {"model": "demo", "messages": HELLO, "max_tokens": 64},
     RESPONSES: {"input": "x"},
+    OLLAMA: {"model": "demo", "messages": HELLO, "stream": False},
+    GENERATE: {"model": "demo", "prompt": "x", "stream": False},
+    RACE: {"messages": HELLO, "temperature": 0},
 }
 
 STATISTICS = Statistics(
@@ -150,6 +155,13 @@ class Stub:
         self.requests: list[GenerationRequest] = []
         self.jobs: list[StubJob] = []
         self.offered: list[ServedModel] = []
+        self.images = False  # whether its model reads pictures
+
+    def replay(self, events: Iterable[Step]) -> None:
+        """Play events from now on, to requests that are listed anew."""
+        self.events, self.refusal = events, None
+        self.requests.clear()
+        self.jobs.clear()
 
     def resolve(self, name: str | None) -> str:
         return find_model(
@@ -196,7 +208,8 @@ class Stub:
         return next(card for card in self.models() if card.name == name)
 
     def models(self) -> tuple[ModelCard, ...]:
-        return (ModelCard("demo", ("alias",), 1_700_000_000, loaded=True, context_length=64),)
+        facts: dict[str, Any] = {"loaded": True, "context_length": 64, "images": self.images}
+        return (ModelCard("demo", ("alias",), 1_700_000_000, **facts),)
 
     def status(self) -> Status:
         return self.state
@@ -260,14 +273,12 @@ def shared() -> tuple[Stub, Endpoint]:
 def fresh(events: Iterable[Step] = ANSWER) -> tuple[Stub, Endpoint]:
     """The shared stub and application, as good as new."""
     stub, endpoint = shared()
-    stub.events, stub.refusal = events, None
-    stub.requests.clear()
-    stub.jobs.clear()
+    stub.replay(events)
     return stub, endpoint
 
 
-def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
-    app = create(settings or Settings(DEMO), engine)  # type: ignore[arg-type]
+def stubbed(engine: Stub, settings: Settings | None = None, **parts: Any) -> Endpoint:
+    app = create(settings or Settings(DEMO), engine, **parts)  # type: ignore[arg-type]
     return Endpoint(TestClient(app, base_url=HOST), app)
 
 
@@ -276,24 +287,18 @@ def stubbed(engine: Stub, settings: Settings | None = None) -> Endpoint:
 
 @contextmanager
 def listening(engine: Any, settings: Settings) -> Iterator[str]:
-    app, idle = create(settings, engine), IDLE_CONNECTION_S
-    config = uvicorn.Config(
-        app,
-        port=0,
-        log_level="error",
-        ws="none",
-        timeout_keep_alive=idle,
-        timeout_graceful_shutdown=LIMIT,  # a test that fails may leave a stream that does not end
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    with running(Server(settings, engine)) as (host, port):
+        yield f"http://{host}:{port}"
+
+
+@contextmanager
+def running(server: Server) -> Iterator[tuple[str, int]]:
+    """Run a server on a thread; the address is where it listens."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            thread.join(0.01)
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        yield f"http://{host}:{port}"
+        yield listener.getsockname()
     finally:
         server.should_exit = True
         thread.join()
@@ -333,11 +338,16 @@ class Place:
         return self.stub.requests[-1]
 
     def error(self, **changes: Any) -> dict[str, Any]:
-        """The error object of a request that is refused before the engine gets it."""
-        status, reply = self.post(**changes)
-        error: dict[str, Any] = reply["error"]
-        assert (status, error["type"]) == (400, "invalid_request_error"), reply
-        assert set(error) == {"type", "message", *(() if self.path == MESSAGES else ("param", "code"))}
+        """The error of a request that is refused before the engine gets it: one short line, with a field."""
+        response = self.endpoint.post(self.path, **changes)
+        body = response.json()
+        assert response.status_code == 400 and len(response.text) < 1000, body
+        error: dict[str, Any] = body["error"]
+        if self.path in (OLLAMA, GENERATE):  # the line is all that its clients read
+            assert set(body) == {"error"}
+            error = {"type": "invalid_request_error", "message": body["error"]}
+        shared = set() if self.path in (MESSAGES, OLLAMA, GENERATE) else {"param", "code"}
+        assert error["type"] == "invalid_request_error" and set(error) == {"type", "message", *shared}
         assert "\n" not in error["message"] and self.stub.requests == []
         return error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,10 @@ from mlx_spec.apps.server.errors import Failure
 from mlx_spec.apps.server.requests.request import Chat, GenerationRequest, RawPrompts
 from mlx_spec.apps.server.settings import ServedModel, Settings
 from mlx_spec.hub.catalog import PairSpec
+from mlx_spec.model.target import LMTarget
+from mlx_spec.pair import Pair
 from mlx_spec.sampling import Sampling
+from support.pairs import make_pair
 from support.waiting import wait_until
 
 TIMEOUT_S = 120  # for an event
@@ -84,9 +87,16 @@ class Stream:
         return self.seen
 
 
+def load_tiny(_: ServedModel) -> Pair:
+    """Load a pair in a moment: where texts do not matter. The demo takes a second."""
+    return make_pair("full")
+
+
 @contextmanager
-def working(settings: Settings = DEMO, loader: Loader = load_served) -> Iterator[EngineThread]:
-    engine = EngineThread(settings, loader)
+def working(
+    settings: Settings = DEMO, loader: Loader = load_served, **seconds: float
+) -> Iterator[EngineThread]:
+    engine = EngineThread(settings, loader, **seconds)
     with patch.object(models, "WARM_UP_TOKENS", 1):  # no test measures the first request
         engine.start()
         try:
@@ -96,13 +106,26 @@ def working(settings: Settings = DEMO, loader: Loader = load_served) -> Iterator
             engine.close()
 
 
+@contextmanager
+def before_prefill(act: Callable[[Sequence[int]], object]) -> Iterator[None]:
+    """Do something before each chunk of a prompt is read, with its tokens."""
+    prefill = LMTarget.prefill
+
+    def told(target: LMTarget, tokens: Sequence[int], *rest: Any, **more: Any) -> Any:
+        act(tokens)
+        return prefill(target, tokens, *rest, **more)
+
+    with patch.object(LMTarget, "prefill", told):
+        yield
+
+
 def chat(
     *texts: str, model: str = "demo", thinking: bool = False, tools: Any = None, **given: Any
 ) -> GenerationRequest:
     """A question, perhaps after earlier turns: user and assistant in turn."""
     roles = ("user", "assistant")
     messages = tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))
-    options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 24}
+    options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 16}
     return GenerationRequest(model, Chat(messages, tools, thinking), **options | given)
 
 

@@ -28,16 +28,21 @@ from .metrics import JobCounter, Metrics, ModelStatus, State, Status
 from .models import LoadedModel, Loader, ModelCard, Models, load_served, next_in_queue
 from .preparation import find_prompts
 
-IDLE_INTERVAL_S = 1.0  # between two checks for idle models while none runs
-STUCK_S = 30.0  # that a turn may take before the server says that it is stuck; a chunk of a prompt takes 10
-LOADING_WAIT_S = 300  # that a request waits for the first model, perhaps downloaded; Ollama's limit
-
 
 class EngineThread:
     """Answers requests. Any thread may call public methods; only `close` and `wait_loaded` may block."""
 
-    def __init__(self, settings: Settings, loader: Loader = load_served) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        loader: Loader = load_served,
+        *,
+        idle_s: float = 1.0,  # between two checks for idle models while none runs
+        stuck_s: float = 30.0,  # of a turn until the server says so; a chunk of a prompt takes 10
+        loading_wait_s: float = 300.0,  # of a request for the first model's download and load; Ollama's limit
+    ) -> None:
         self._settings = settings
+        self._idle_s, self._stuck_s, self._loading_wait_s = idle_s, stuck_s, loading_wait_s
         self._models = Models(settings, loader)
         self._thread = threading.Thread(target=self._work, name="mlx_spec engine", daemon=True)
         preparing = 4  # requests that are prepared at a time
@@ -77,7 +82,7 @@ class EngineThread:
         """Admit a request; `turns` answers it in place of choices in the batch.
 
         `send` is called on the engine thread, or by `close`, and must not block. A request that comes while
-        the first model is loaded waits for it, up to LOADING_WAIT_S.
+        the first model is loaded waits for it, up to `loading_wait_s`.
 
         Raises Failure: 404 for an unknown model, 429 if the queue is full, 503 if the server shuts down.
         """
@@ -159,7 +164,7 @@ class EngineThread:
         """Return True if a turn takes longer than a model needs. Loading and measuring take their time."""
         if self._state != "ready" or self._models.loading or self._models.measuring:
             return False
-        return time.monotonic() - self._turned_at > max(STUCK_S, 4 * self._longest_turn)
+        return time.monotonic() - self._turned_at > max(self._stuck_s, 4 * self._longest_turn)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -235,13 +240,14 @@ class EngineThread:
             with self._changed:
                 if self._state != "loading":
                     return
-                end = time.perf_counter() - LOADING_WAIT_S
+                end = time.perf_counter() - self._loading_wait_s
                 late = [job for job in self._waiting if job.submitted < end]
                 self._waiting = [job for job in self._waiting if job not in late]
                 if not late:
-                    self._changed.wait(IDLE_INTERVAL_S)
+                    self._changed.wait(self._idle_s)
             for job in late:
-                message = f"the server is still loading its model after {LOADING_WAIT_S} s: try again later"
+                after = f"after {self._loading_wait_s:g} s"
+                message = f"the server is still loading its model {after}: try again later"
                 job.fail(unavailable(message, "loading"))
 
     def _wait_for_work(self) -> bool:
@@ -250,7 +256,7 @@ class EngineThread:
         with self._changed:
             is_busy = self._next() is not None or any(job.is_ready for job in self._running)
             if not self._closing and not is_busy:
-                self._changed.wait(IDLE_INTERVAL_S)
+                self._changed.wait(self._idle_s)
             return not self._closing
 
     def _expire_models(self) -> None:
@@ -268,7 +274,7 @@ class EngineThread:
         if self._running or self._is_wanted():
             self._last_busy = now
             self._awake.hold()
-        elif (silence_s := now - self._last_busy) >= IDLE_INTERVAL_S:
+        elif (silence_s := now - self._last_busy) >= self._idle_s:
             self._awake.release()
             self._stay.release()
             self._models.check_costs(self._is_wanted, max(0.2, silence_s / 20))

@@ -122,11 +122,14 @@ class StoredResponse:
 class ResponseStore:
     """The latest responses of all API keys. Only the event loop may use this class."""
 
-    MAX_RESPONSES = 1000  # a day of work in one agent; more would only lengthen the start with `--store`
-    MAX_BYTES = 64 * 2**20  # of all responses as JSON: two bodies of the largest size, little beside weights
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        most: int = 1000,  # a day of work in one agent; more would only lengthen the start with `--store`
+        most_bytes: int = 64 * 2**20,  # as JSON: two bodies of the largest size, little beside weights
+    ) -> None:
+        self._folder, self._most, self._most_bytes = folder, most, most_bytes
         self._writer = ThreadPoolExecutor(1, "mlx_spec storing")  # one, so a write comes before its removal
         self._stored: dict[str, StoredResponse] = {}  # the oldest first
         self._size = 0  # bytes of all as JSON
@@ -195,7 +198,7 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         """Forget the conversations that ended longest ago, the last response of each first."""
-        most, most_bytes = self.MAX_RESPONSES, self.MAX_BYTES
+        most, most_bytes = self._most, self._most_bytes
         why = f"it made room for newer ones, {most} responses and {most_bytes // 2**20} MiB are kept"
         while len(self._stored) > most or self._size > most_bytes:
             ends = (stored for stored in self._stored.values() if not stored.next_count)
