@@ -253,7 +253,7 @@ def test_passes_in_flight_are_not_the_drafters(monkeypatch: pytest.MonkeyPatch) 
         in_flight[0] = 0
 
     pair = make_pair("full")
-    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=300)
+    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=160)
     sequence.draft_memory.most = 1 << 22
     monkeypatch.setattr(Group, "_step", step)
     monkeypatch.setattr(mx, "synchronize", wait)
@@ -284,7 +284,7 @@ def test_a_pass_in_flight_that_fails_while_memory_is_weighed(monkeypatch: pytest
 
 def test_growth_of_caches_is_not_the_drafters() -> None:
     pair = make_pair("full")
-    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=300)
+    sequence = pair.prepare(pair.open(), PROMPTS[0], max_tokens=160)
     sequence.draft_memory.most = 1 << 16  # bytes
     rounds = list(decode(sequence))
     assert sequence.draft_error is None and sum(round.drafted for round in rounds) > 100

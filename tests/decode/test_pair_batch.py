@@ -67,7 +67,7 @@ def requests_of(pair: Pair) -> list[dict[str, Any]]:
 
 def by_id(pair: Pair, requests: list[dict[str, Any]]) -> list[list[Round | Exception]]:
     batch, found, sizes = pair.batch(), list[list[Round | Exception]](), set[int]()
-    for prompt, request in zip(prompts_of(pair) * 2, requests * 2, strict=True):
+    for prompt, request in zip(prompts_of(pair), requests, strict=True):
         batch.add(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request))
         found.append([])
     while len(batch):
@@ -84,7 +84,7 @@ def test_every_request_is_as_alone(pair: Pair) -> None:
         list(decode(pair.prepare(pair.open(), prompt, max_tokens=COUNT, **request)))
         for prompt, request in zip(prompts_of(pair), requests, strict=True)
     ]
-    for request, rounds, alone in zip(requests * 2, by_id(pair, requests), separate * 2, strict=True):
+    for request, rounds, alone in zip(requests, by_id(pair, requests), separate, strict=True):
         assert all(isinstance(round, Round) for round in rounds)
         assert emitted(rounds) == emitted(alone)
         assert rounds[-1].finish_reason == alone[-1].finish_reason
@@ -94,7 +94,7 @@ def test_every_request_is_as_alone(pair: Pair) -> None:
         for a, b in zip(ours, theirs, strict=True):
             assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-3)
             assert [each.token for each in a.top] == [each.token for each in b.top]
-    assert accepted > 10
+    assert accepted > 5
 
 
 class Failing:
@@ -194,6 +194,7 @@ def test_the_adaptive_policy_decides_for_the_batch() -> None:
 
 @pytest.mark.parametrize(("name", "bits"), [("e2b-trained", 8), ("12b-trained", None)])
 def test_an_assistant_drafts_for_several_as_for_each(name: str, bits: int | None) -> None:
+    """With a head of centroids, the first, and without one."""
     pair = mlx_spec.load(GOLDEN / name / "target", GOLDEN / name / "assistant", num_draft_tokens=0)
     pair._model.set_dtype(mx.float32)
     network = pair._drafters[0].network
