@@ -33,7 +33,7 @@ PARTS = [
     "--deselect=tests/decode/test_load.py::test_import_is_light",
     "tests/decode/test_round.py",
     "tests/server/test_server_stream.py",
-    "tests/server/test_server_completions.py",
+    "tests/server/test_server_chat.py",
     *(f"tests/menubar/test_menubar{name}.py" for name in ("", "_cocoa", "_state")),
     "tests/apps/test_doctor.py::test_the_demo_pair_passes",
     "-k=not test_round or plain_decoding_is_that or (scripted and None)",
