@@ -74,7 +74,7 @@ def test_every_sequence_is_as_if_alone(kind: str) -> None:
     target, inside, outside = TargetBatch(model, spec), list[Sequence](), list[Sequence]()
     # A window keeps 79 rows; a recurrent state has another checkpoint 32 tokens before the end of a prompt.
     longest = 40 if kind.startswith("recurrent") else 90
-    for step in range(35):
+    for step in range(28):
         if (not inside or draw.random() < 0.2) and len(inside) < 8:
             if outside and draw.random() < 0.5:
                 joining = outside.pop(draw.randrange(len(outside)))
@@ -166,17 +166,17 @@ def test_only_places_of_the_present_text_are_returned_to(remember: bool) -> None
 def test_a_window_moves_again_and_again() -> None:
     """Rounds of the same batch move the window to the front of buffers of the same size."""
     model = tiny.model_of("sliding")
-    batch, text = TargetBatch(model, FeatureSpec()), tiny.prompt(4 * WINDOW_SLACK, seed=3)
+    batch, text = TargetBatch(model, FeatureSpec()), tiny.prompt(5 * WINDOW_SLACK // 2, seed=3)
     shared, alone = ([read(model, tiny.prompt(size)) for size in (20, 29)] for _ in "ab")
     for target in shared:
         batch.join(target)
-    for low in range(0, len(text), 32):
-        block = mx.array(text[low : low + 32])
+    for low in range(0, len(text), 64):
+        block = mx.array(text[low : low + 64])
         found, expected = verified(batch, [block, block]), [target.verify(block) for target in alone]
         assert_close(*zip(found, expected, strict=True))
-        batch.commit([32, 32])
+        batch.commit([64, 64])
         for target in alone:
-            target.commit(32)
+            target.commit(64)
 
 
 def test_an_uncommitted_pass_survives_a_leave() -> None:
