@@ -126,7 +126,7 @@ OTHER = ("What is the capital of Spain?", "Once upon a time")  # what follows th
 
 
 # Short texts, and few and short continuations: enough to tell a trained drafter from a broken one.
-SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(10.0, 1, 8))
+SHORT = SelfTestEffort(16, PROMPTS[1:3], (), 10, Effort(2.0, 1, 8))
 
 
 def converted(
@@ -144,7 +144,7 @@ def converted(
 
 def prove(target: Path, drafter: Path | str, out: Path) -> dict[str, Any]:
     """Convert a trained pair in float32 and test it on few short texts. Return its manifest."""
-    effort = replace(SHORT, prompts=PROMPTS[1:4:2], generated=8, comparison=Effort(2.0, 1, 8))
+    effort = replace(SHORT, prompts=PROMPTS[1:4:2], generated=8)
     return converted(target, drafter, out, effort=effort, skip_test=False)
 
 
